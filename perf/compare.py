@@ -20,13 +20,18 @@ from ssmlx.prompts import prompt_key, read_prompts
 from ssmlx.report import Columns, table
 
 from .run import show
-from .run.experiment import differing_systems, run_result, task_result
-from .run.options import add_experiment_options, build_experiment, check_counts, split_name
+from .run.experiment import run_result, systems_parting_beyond_ties, task_result
+from .run.options import (
+    add_experiment_options,
+    build_task_experiment,
+    exit_if_count_below_one,
+    split_name_and_value,
+)
 from .run.results import RESULTS, explain_broken_result
-from .run.show import Row, draw_bars
-from .run.statistics import estimate
+from .run.show import Row, write_bar_chart
+from .run.statistics import estimate_from_json
 from .run.target import MLX_LM, PLAIN
-from .run.tasks import TASKS, find_data_file, mean_scores, read_examples, score_differences
+from .run.tasks import TASKS, find_data_file, mean_score_differences, mean_scores, read_examples
 
 PROG = "perf.compare"
 EPILOG = """examples:
@@ -36,6 +41,7 @@ EPILOG = """examples:
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
   python -m perf.compare --task sql --systems trees --repeats 1
+  python -m perf.compare --task chat --model org/qwen3.5 --adapter none --systems text mtp
   python -m perf.compare --task spec_bench --data question.jsonl --systems default streams
   python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
   python -m perf.compare --from sql/compare.json e2e/compare.json
@@ -43,7 +49,8 @@ EPILOG = """examples:
 A system's own options are those of python -m ssmlx.generate, with it in quotes. A system whose
 weights are not given is left out, and the report says so. For an adapter of scope "all" the
 target of every system is the base with its LoRA merged; for scope "streams" it is the base.
-`trees` are streams with every kind of tree and pruning.
+`trees` are streams with every kind of tree and pruning. `mtp` drafts by the model's own head for
+multi-token prediction, or by the one of --mtp.
 
 Exact match: the answer is a reference once every run of white space is one space. ROUGE: F1 by
 rouge_score with its stemmer, best over the references; lines are ROUGE-LSum's sentences. A system
@@ -66,41 +73,42 @@ NOTES = (
 )
 
 
-def format_report(result: show.Result) -> str:
+def format_markdown_report(result: show.Result) -> str:
     """Format a result: the tables of README.md, then notes about each task."""
-    lead = f"{show.heading(result)}. {_timing_text(result)}."
-    tables = [table for task in result["tasks"] for table in _task_tables(task)]
+    lead = f"{show.model_and_machine_heading(result)}. {_intervals_and_repeats_text(result)}."
+    tables = [table for task in result["tasks"] for table in _all_tables_of_task(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
     return "\n\n".join([lead, *tables, "\n".join([*notes, *NOTES])])
 
 
-def _task_tables(task: Row) -> list[str]:
-    """Return a task's tables as Markdown: speed, prices, and two for its categories. Results of
-    earlier versions have no prices.
+def _all_tables_of_task(task: Row) -> list[str]:
+    """Return a task's tables as Markdown: speed, prices, and one for each of its categories.
+
+    Results of earlier versions have no prices.
     """
-    tables = [_task_table(task)]
+    tables = [_heading_and_system_table(task)]
     if "price" in task["systems"][0]:
-        tables.append(f"**{task['task']}, prices**\n\n{_price_table(task['systems'])}")
+        tables.append(f"**{task['task']}, prices**\n\n{_price_ratio_table(task['systems'])}")
     for one in task.get("categories", ()):
         heading = f"**{task['task']}, {one['category']}: {one['prompts']} prompts**"
-        tables.append(f"{heading}\n\n{_category_table(one['systems'])}")
+        tables.append(f"{heading}\n\n{_system_table_of_category(one['systems'])}")
     return tables
 
 
-def _price_and_watch_cell(name: str) -> show.Cell:
+def _price_and_watch_cell(ratio_name: str) -> show.Cell:
     """Make a cell with a ratio by price, and by watched time in brackets; "-" where there is no
     ratio.
 
     Args:
-        name: of the ratio, such as "over_plain".
+        ratio_name: of the ratio, such as "over_plain".
     """
-    watched = f"latency_{name}"
+    watched = f"latency_{ratio_name}"
 
     def cell(row: Row) -> str:
         """Return the text of the cell for a system's row."""
-        if row["price"][name] is None:
+        if row["price"][ratio_name] is None:
             return "-"
-        price = show.interval_text(row["price"][name], 3)
+        price = show.interval_text(row["price"][ratio_name], 3)
         return f"{price} ({show.interval_text(row[watched], 3)})"
 
     return cell
@@ -113,22 +121,24 @@ _PRICES: Columns = {
 }
 
 
-def _price_table(rows: Sequence[Row]) -> str:
-    """Return the table of prices against plain decoding's and the best fixed tree's."""
+def _price_ratio_table(rows: Sequence[Row]) -> str:
+    """Return the table of prices against plain decoding's and the best fixed tree's, a row for each
+    system, with how many answers are slower than plain decoding's.
+    """
     price = rows[0]["price"]
     counted = f"answers of {price['least_tokens']} tokens or more"
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         **_PRICES,
-        f"{counted} below {' and '.join(price['slower'])} of plain": _slower_text,
+        f"{counted} below {' and '.join(price['slower'])} of plain": _slower_answers_text,
         "worst": lambda row: _two_digits(row["price"]["worst"]),
-        "calls priced by other places' and other rows' medians": _substituted_text,
+        "calls priced by other places' and other rows' medians": _substituted_calls_text,
     }
     return show.markdown_table(columns, rows)
 
 
-def _category_table(rows: Sequence[Row]) -> str:
-    """Return the table of one category's systems."""
+def _system_table_of_category(rows: Sequence[Row]) -> str:
+    """Return a table of one category's systems, a row for each: tokens per call, speed, price."""
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "tokens per call": show.figure_cell("tokens_per_call"),
@@ -138,7 +148,7 @@ def _category_table(rows: Sequence[Row]) -> str:
     return show.markdown_table(columns, rows)
 
 
-def _slower_text(row: Row) -> str:
+def _slower_answers_text(row: Row) -> str:
     """Say how many answers are slower than each limit, such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
     price = row["price"]
     counts = [
@@ -148,7 +158,8 @@ def _slower_text(row: Row) -> str:
     return f"{' and '.join(counts)} of {price['answers']}"
 
 
-def _substituted_text(row: Row) -> str:
+def _substituted_calls_text(row: Row) -> str:
+    """Say how many calls took other places' and other rows' medians, such as `3 and 1 of 60`."""
     price = row["price"]
     return f"{price['without_place']} and {price['by_nearest_rows']} of {price['calls']}"
 
@@ -157,7 +168,7 @@ def _two_digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _task_table(task: Row) -> str:
+def _heading_and_system_table(task: Row) -> str:
     """Return a task's heading and the table of its systems: speed, tokens per call, latency,
     memory, same tokens.
     """
@@ -177,16 +188,16 @@ def _task_table(task: Row) -> str:
     return f"**{show.task_heading(task)}**\n\n{show.markdown_table(columns, task['systems'])}"
 
 
-def _speedup_text(row: Row, name: str) -> str:
+def _speedup_text(row: Row, figure_name: str) -> str:
     """Format a row's speed-up over mlx-lm; 1.00 for mlx-lm itself, "-" where there is none.
 
     Args:
         row: of a system.
-        name: of the figure.
+        figure_name: such as "latency_speedup".
     """
     if row["kind"] == "mlx-lm":
         return "1.00"
-    return "-" if row[name] is None else show.interval_text(row[name], 2)
+    return "-" if row[figure_name] is None else show.interval_text(row[figure_name], 2)
 
 
 def _calls_text(row: Row) -> str:
@@ -228,7 +239,7 @@ def difference_text(one: Row) -> str:
     """Say where an answer differs from plain decoding's, and how close the two logits are there.
 
     Args:
-        one: as `describe_difference` returns it; prompt and token are shown from 1 on.
+        one: as `describe_first_difference` returns it; prompt and token are shown from 1 on.
     """
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:
@@ -237,7 +248,7 @@ def difference_text(one: Row) -> str:
     return f"{place}; the target's two logits are {one['gap']:.2g} apart{tie}"
 
 
-def _timing_text(result: show.Result) -> str:
+def _intervals_and_repeats_text(result: show.Result) -> str:
     """Return a clause about intervals and repeats, for the report's first line."""
     many = "s" if result["repeats"] > 1 else ""
     return (
@@ -247,11 +258,12 @@ def _timing_text(result: show.Result) -> str:
 
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
-    own = build_experiment(args, "compare")
+    """Run the experiment that the options name, and return its result as JSON values."""
+    own = build_task_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.measure())])
 
 
-def score_answer_files(args: argparse.Namespace) -> int:
+def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
     """Score the answers in the files of --answers, and compare each file with the first, prompt by
     prompt.
 
@@ -271,7 +283,7 @@ def score_answer_files(args: argparse.Namespace) -> int:
     require(are_whole, what, expected=expected, do="give other --data")
     texts: dict[str, list[Any]] = {}
     for item in args.answers:
-        name, file = split_name(item)
+        name, file = split_name_and_value(item)
         require(
             bool(name and file) and name not in texts,
             item,
@@ -292,7 +304,7 @@ def score_answer_files(args: argparse.Namespace) -> int:
         {
             "name": name,
             "figures": mean_scores(task, examples, said),
-            "differences": score_differences(task, examples, said, texts[first]),
+            "differences": mean_score_differences(task, examples, said, texts[first]),
         }
         for name, said in texts.items()
     ]
@@ -305,7 +317,7 @@ def score_answer_files(args: argparse.Namespace) -> int:
     lines += table({"answers": lambda row: row["name"], **show.metric_cells(own)}, rows)
     for row in rows[1:]:
         for figure, gap in row["differences"].items():
-            found = estimate(gap)
+            found = estimate_from_json(gap)
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
@@ -345,7 +357,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--out", "FOLDER", f"folder of the results (default: {RESULTS})", Path),
     )
     args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats", "max_tokens")
+    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
     judged = {"task", "answers", "data", "data_dir", "count"} if args.answers else vars(args)
     used = {"out", *({"saved"} if args.saved else judged)}
     for name, value in vars(args).items():
@@ -356,7 +368,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def read_results(paths: Sequence[Path]) -> dict[str, Any]:
+def read_results_as_one(paths: Sequence[Path]) -> dict[str, Any]:
     """Read saved results of different tasks as one result, their tasks in the order of the files.
 
     Raises:
@@ -367,8 +379,8 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
         result = _read_checked_result(path)
         whole = whole or {**result, "tasks": []}
         # One line above the tables says how all of them were measured.
-        here = _settings(whole)
-        there = _settings(result)
+        here = _how_measured(whole)
+        there = _how_measured(result)
         for key, value in here.items():
             require(
                 value == there.get(key),
@@ -395,17 +407,18 @@ def _read_checked_result(path: Path) -> dict[str, Any]:
         kinds = [{row["kind"] for row in task["systems"]} for task in result["tasks"]]
         if not kinds or not all({MLX_LM, PLAIN} <= one <= show.COLOURS.keys() for one in kinds):
             raise ValueError("no tasks, one without mlx-lm or plain, or an unknown kind of system")
-        format_report(result)
-        differing_systems(result)
+        format_markdown_report(result)
+        systems_parting_beyond_ties(result)
     return result
 
 
-def _settings(result: dict[str, Any]) -> dict[str, Any]:
+def _how_measured(result: dict[str, Any]) -> dict[str, Any]:
+    """Return all of a result but its tasks, with the machine's entries among the others."""
     shared = {key: value for key, value in result.items() if key not in ("tasks", "machine")}
     return {**shared, **result["machine"]}
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _measure_show_or_score(args: argparse.Namespace) -> int:
     """Measure, read results, or score files, then print and save the outcome.
 
     Without --out, a result that was read is only printed.
@@ -414,21 +427,21 @@ def _compare(args: argparse.Namespace) -> int:
         The exit code: 1 if a lossless system's tokens differ, which standard error names; else 0.
     """
     if args.task and args.answers:
-        return score_answer_files(args)
-    result = measure_task(args) if args.task else read_results(args.saved)
-    text = format_report(result)
+        return compare_and_save_answer_scores(args)
+    result = measure_task(args) if args.task else read_results_as_one(args.saved)
+    text = format_markdown_report(result)
     if args.out is None:
         print(text)
     else:
         make_folder(args.out)
-        print_save_and_draw_png(result, args.out / "compare", text, draw_bars)
-    differing = differing_systems(result)
+        print_save_and_draw_png(result, args.out / "compare", text, write_bar_chart)
+    differing = systems_parting_beyond_ties(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)
     return 1 if differing else 0
 
 
-main = make_main(PROG, parse_args, _compare)
+main = make_main(PROG, parse_args, _measure_show_or_score)
 
 
 if __name__ == "__main__":

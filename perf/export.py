@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -34,14 +34,24 @@ from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
 from .run.results import RESULTS, explain_broken_result
 from .run.tasks import SQL
-from .run.timing import TimedAnswer, ssmlx_answer, time_answer
+from .run.timing import TimedAnswer, answer_with_ssmlx, collect_timed_answer
 
 PROG = "perf.export"
 
 
-def count_by_device(
-    plan: Any, operations: Iterable[Any]
-) -> tuple[dict[str, int], dict[str, float]]:
+class DevicePlan(NamedTuple):
+    """Which devices Core ML prefers for operations.
+
+    Attributes:
+        operations: their number by device, such as "CPU" or "NeuralEngine".
+        cost_shares: the share of the estimated cost by device; empty where no cost is known.
+    """
+
+    operations: dict[str, int]
+    cost_shares: dict[str, float]
+
+
+def count_operations_by_device(plan: Any, operations: Iterable[Any]) -> DevicePlan:
     """Count operations by the device that Core ML prefers for them.
 
     Operations without a preference are not counted.
@@ -49,10 +59,6 @@ def count_by_device(
     Args:
         plan: a compute plan of coremltools.
         operations: of a function of the package.
-
-    Returns:
-        The number of operations by device, such as "CPU" or "NeuralEngine"; and the share of the
-        estimated cost by device, empty where no cost is known.
     """
     counts: dict[str, int] = {}
     weights: dict[str, float] = {}
@@ -66,11 +72,14 @@ def count_by_device(
         counts[device] = counts.get(device, 0) + 1
         weights[device] = weights.get(device, 0.0) + (0.0 if cost is None else cost.weight)
     total = sum(weights.values())
-    return counts, {device: weight / total for device, weight in weights.items() if total}
+    shares = {device: weight / total for device, weight in weights.items() if total}
+    return DevicePlan(counts, shares)
 
 
-def planned_devices(package: Path, compute_units: str) -> tuple[dict[str, int], dict[str, float]]:
-    """Return `count_by_device` of a Core ML package's function "decode"; on a Mac alone.
+def plan_devices_of_decode(package: Path, compute_units: str) -> DevicePlan:
+    """Compile a Core ML package, and return which devices its function "decode" would run on.
+
+    On a Mac alone; it waits for Core ML.
 
     Args:
         package: the .mlpackage.
@@ -82,10 +91,12 @@ def planned_devices(package: Path, compute_units: str) -> tuple[dict[str, int], 
     unit = getattr(ct.ComputeUnit, compute_units.upper().replace("-", "_"))
     compiled = ct.models.utils.compile_model(str(package))
     plan: Any = MLComputePlan.load_from_path(path=compiled, compute_units=unit)
-    return count_by_device(plan, plan.model_structure.program.functions[DECODE].block.operations)
+    return count_operations_by_device(
+        plan, plan.model_structure.program.functions[DECODE].block.operations
+    )
 
 
-def config_of_same_tree(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
+def config_of_same_tree_and_pruning(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     """Return settings with which MLX drafts the same tree, and prunes it alike, as an exported
     package.
     """
@@ -99,28 +110,36 @@ def config_of_same_tree(manifest: exported.Manifest, max_tokens: int) -> Generat
     )
 
 
-def logit_gap(
-    model: StreamFusedModel, prompt: Sequence[int], mine: TimedAnswer, theirs: TimedAnswer
+def logit_gap_at_first_difference(
+    model: StreamFusedModel, prompt: Sequence[int], package: TimedAnswer, plain: TimedAnswer
 ) -> float:
     """Return how much higher MLX's logit of its own token is than of the package's, where two
     answers first differ.
 
     Args:
-        model: MLX's.
+        model: MLX's, which computes the logits.
         prompt: token ids.
-        mine: the package's answer.
-        theirs: MLX's plain answer.
+        package: the package's answer.
+        plain: MLX's plain answer.
 
     Returns:
         The difference of logits at the first different token; 0 where one answer is only shorter.
     """
-    pairs = zip(mine.tokens, theirs.tokens, strict=False)
+    pairs = zip(package.tokens, plain.tokens, strict=False)
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if where is None:
         return 0.0  # one ends where the other goes on
-    text = mx.array([*prompt, *theirs.tokens[:where]])
+    text = mx.array([*prompt, *plain.tokens[:where]])
     logits = model.backbone.logits(model.backbone.append(text, model.make_cache())[:, -1:])[0]
-    return to_float(logits[theirs.tokens[where]] - logits[mine.tokens[where]])
+    return to_float(logits[plain.tokens[where]] - logits[package.tokens[where]])
+
+
+class Sides(NamedTuple):
+    """Answers to the same prompts: of a package, of MLX on the same tree, of plain decoding."""
+
+    package: Sequence[TimedAnswer]
+    same_tree: Sequence[TimedAnswer]
+    plain: Sequence[TimedAnswer]
 
 
 def compare_package(
@@ -134,7 +153,8 @@ def compare_package(
         mlx: model and tokenizer.
 
     Returns:
-        A row for each choice of compute units; one for Core AI.
+        A row of figures for each choice of compute units; one for Core AI. "largest_gap" is the
+        largest `logit_gap_at_first_difference`; None where all answers are plain decoding's.
     """
     manifest = exported.Manifest.read(folder)
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
@@ -148,21 +168,23 @@ def compare_package(
             asked = read_prompts(args.prompts)[: args.count]
             prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
             alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
-            drafting = config_of_same_tree(manifest, args.max_tokens)
-            plain = [ssmlx_answer(*mlx, prompt, alone) for prompt in prompts]
-            speculative = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
+            drafting = config_of_same_tree_and_pruning(manifest, args.max_tokens)
+            plain = [answer_with_ssmlx(*mlx, prompt, alone) for prompt in prompts]
+            speculative = [answer_with_ssmlx(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
             list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
         answers = [
-            time_answer(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
+            collect_timed_answer(
+                exported.stream_generate(package, prompt, max_tokens=args.max_tokens)
+            )
             for prompt in prompts
         ]
         gaps = [
-            logit_gap(mlx[0], prompt, mine, theirs)
-            for prompt, mine, theirs in zip(prompts, answers, plain, strict=True)
-            if mine.tokens != theirs.tokens
+            logit_gap_at_first_difference(mlx[0], prompt, own, expected)
+            for prompt, own, expected in zip(prompts, answers, plain, strict=True)
+            if own.tokens != expected.tokens
         ]
-        row = _figures_row(folder, units, manifest, (answers, speculative, plain))
+        row = _figures_row(folder, units, manifest, Sides(answers, speculative, plain))
         rows.append({**row, "largest_gap": round(max(gaps), 4) if gaps else None})
     return rows
 
@@ -171,7 +193,7 @@ def _figures_row(
     folder: Path,
     units: str | None,
     manifest: exported.Manifest,
-    sides: tuple[Sequence[TimedAnswer], ...],
+    sides: Sides,
 ) -> dict[str, Any]:
     """Return the figures of a package on one runtime, as JSON values.
 
@@ -179,39 +201,46 @@ def _figures_row(
         folder: of the package.
         units: compute units of Core ML; None for Core AI.
         manifest: of the package.
-        sides: answers of the package, of MLX with the same tree, and of plain decoding. Figures by
-            call and by second are of these three, in order; those by second do not count the
-            prompts and first tokens.
+        sides: all answers. Figures by call and by second are of the three sides, in order; those by
+            second do not count the prompts and first tokens.
+
+    Returns:
+        The figures. On a Mac, "operations" and "cost" say on which devices Core ML would run the
+        package; elsewhere they are empty.
     """
-    same = [(a, b) for a, b, c in zip(*sides, strict=True) if a.tokens == c.tokens]
+    same = [
+        (own, drafted)
+        for own, drafted, plain in zip(*sides, strict=True)
+        if own.tokens == plain.tokens
+    ]
     counts = [sum(len(a.tokens) for a in side) for side in sides]
     calls = [sum(a.target_calls for a in side) for side in sides]
     seconds = [sum(a.decode_seconds for a in side) for side in sides]
     is_core_ml = units is not None and sys.platform == "darwin"
-    planned = (
-        planned_devices(manifest.unchanged_package(folder), units or "") if is_core_ml else ({}, {})
-    )
+    planned = DevicePlan({}, {})
+    if is_core_ml:
+        planned = plan_devices_of_decode(manifest.unchanged_package(folder), units or "")
     return {
         "name": folder.name,
         "backend": "Core AI" if units is None else f"Core ML, {units}",
         "profile": manifest.profile,
         "precision": manifest.dtype,
         "compression": manifest.compression,
-        "prompts": len(sides[0]),
+        "prompts": len(sides.plain),
         "same_tokens": len(same),
         "same_calls": sum(mine.target_calls == theirs.target_calls for mine, theirs in same),
         "tokens_per_call": [round(n / c, 3) for n, c in zip(counts, calls, strict=True)],
         "tokens_per_second": [
-            round((n - len(sides[0])) / s, 2) if s else 0.0
+            round((n - len(sides.plain)) / s, 2) if s else 0.0
             for n, s in zip(counts, seconds, strict=True)
         ],
-        "operations": planned[0],
-        "cost": planned[1],
+        "operations": planned.operations,
+        "cost": planned.cost_shares,
     }
 
 
-def package_figures(folder: Path) -> dict[str, Any]:
-    """Return the size in megabytes and the relative RMS error of the weights, from an export's
+def read_size_and_weight_error(folder: Path) -> dict[str, Any]:
+    """Read "megabytes" and "weight_error", the relative RMS error of the weights, from an export's
     report.
 
     The error is None where the report has none.
@@ -225,7 +254,7 @@ def package_figures(folder: Path) -> dict[str, Any]:
         return {"megabytes": round(report["package_bytes"] / 1e6, 1), "weight_error": error}
 
 
-def row_text(row: Mapping[str, Any]) -> str:
+def format_row_as_lines(row: Mapping[str, Any]) -> str:
     """Format a row as lines of text: figures, rates, and operations by device."""
     error = row["weight_error"]
     gap = row["largest_gap"]
@@ -275,26 +304,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _export(args: argparse.Namespace) -> int:
+def _compare_print_and_save(args: argparse.Namespace) -> int:
     """Compare all packages with MLX, print the rows, and save them in perf's folder of results.
 
     Returns:
         The exit code: 1 if a float32 package's tokens differ from plain decoding's, else 0.
     """
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
-    told = [(folder, package_figures(folder)) for folder in args.folders]
+    told = [(folder, read_size_and_weight_error(folder)) for folder in args.folders]
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
     rows = [{**row, **own} for folder, own in told for row in compare_package(args, folder, mlx)]
     make_folder(RESULTS)
     result = {"machine": describe_machine(), "rows": rows}
-    print_and_save_json_and_txt(result, RESULTS / "export", "\n".join(map(row_text, rows)))
+    print_and_save_json_and_txt(
+        result, RESULTS / "export", "\n".join(map(format_row_as_lines, rows))
+    )
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )
     return 0 if exact else 1
 
 
-main = make_main(PROG, parse_args, _export)
+main = make_main(PROG, parse_args, _compare_print_and_save)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,18 +12,36 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.commands.options import make_parser, run_command
+from ssmlx.commands.options import make_main, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 
 from .compare import difference_text
-from .run.experiment import Experiment, Measured, differing_systems, find_differences, run_result
-from .run.options import add_experiment_options, add_out, build_experiment, check_counts
-from .run.show import Result, Row, figure_cell, heading, markdown_table, number_cell
+from .run.experiment import (
+    Experiment,
+    Measured,
+    find_differences_from_plain,
+    run_result,
+    systems_parting_beyond_ties,
+)
+from .run.options import (
+    add_experiment_options,
+    add_out_option,
+    build_task_experiment,
+    exit_if_count_below_one,
+)
+from .run.show import (
+    Result,
+    Row,
+    figure_cell,
+    markdown_table,
+    model_and_machine_heading,
+    number_cell,
+)
 from .run.statistics import Estimate, ratio
 from .run.target import MLX_LM, PLAIN, System
-from .run.tasks import mean_scores, score_differences
+from .run.tasks import mean_score_differences, mean_scores
 
 PROG = "perf.precision"
 TASKS = ("sql", "e2e", "chat")
@@ -54,7 +72,7 @@ def build_experiments(args: argparse.Namespace) -> list[Experiment]:
     for task in args.task:
         for dtype in args.dtype:
             own = argparse.Namespace(**{**vars(args), "task": task, "dtype": dtype})
-            whole = build_experiment(own, "precision")
+            whole = build_task_experiment(own, "precision")
             systems = [one for one in whole.systems if one.kind != MLX_LM]
             weights = replace(whole.weights, rounds=mx.default_device() == mx.cpu)
             found.append(replace(whole, weights=weights, systems=systems, warm_up=0))
@@ -76,7 +94,7 @@ def precision_result(measured: Measured) -> dict[str, Any]:
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
         "one_pass": asdict(count_one_pass_differences(measured)),
-        "systems": [_system_row(measured, one) for one in plan.systems],
+        "systems": [_figures_up_to_first_difference(measured, one) for one in plan.systems],
     }
 
 
@@ -90,7 +108,7 @@ def count_one_pass_differences(measured: Measured) -> Estimate:
     """
     others = []
     lengths = []
-    for prompt, kept in zip(measured.prompts, measured.first(PLAIN), strict=True):
+    for prompt, kept in zip(measured.prompts, measured.answers_of_first_repeat(PLAIN), strict=True):
         tokens = kept.answer.tokens
         logits = measured.target.mlx_model(mx.array([[*prompt, *tokens[:-1]]]))[0]
         chosen = mx.argmax(logits[len(prompt) - 1 :], axis=-1)
@@ -99,7 +117,7 @@ def count_one_pass_differences(measured: Measured) -> Estimate:
     return ratio(others, lengths)
 
 
-def _system_row(measured: Measured, system: System) -> dict[str, Any]:
+def _figures_up_to_first_difference(measured: Measured, system: System) -> dict[str, Any]:
     """Return a system's figures, as JSON values: tokens compared, differences in 1,000 of them, and
     the metric.
 
@@ -108,11 +126,11 @@ def _system_row(measured: Measured, system: System) -> dict[str, Any]:
     task = measured.experiment.task
     examples = measured.experiment.examples
     assert task is not None
-    own = measured.first(system.name)
-    plain = measured.first(PLAIN)
+    own = measured.answers_of_first_repeat(system.name)
+    plain = measured.answers_of_first_repeat(PLAIN)
     texts = [one.text for one in own]
     expected = [one.text for one in plain]
-    found = find_differences(measured, system) or []
+    found = find_differences_from_plain(measured, system) or []
     compared = [len(one.answer.tokens) for one in own]
     parted = [0] * len(own)
     for one in found:
@@ -131,7 +149,7 @@ def _system_row(measured: Measured, system: System) -> dict[str, Any]:
         "tokens": sum(len(one.answer.tokens) for one in own),
         "target_calls": sum(one.answer.target_calls for one in own),
         "metric": _shown_metric(mean_scores(task, examples, texts)),
-        "metric_less_plain": _shown_metric(score_differences(task, examples, texts, expected)),
+        "metric_less_plain": _shown_metric(mean_score_differences(task, examples, texts, expected)),
     }
 
 
@@ -140,7 +158,7 @@ def _shown_metric(values: Row) -> Any:
     return next((values[name] for name in METRICS if name in values), None)
 
 
-def report_rows(result: Result) -> list[dict[str, Any]]:
+def report_rows_without_plain(result: Result) -> list[dict[str, Any]]:
     """Return the rows of the table: each part's systems but plain decoding, with the part's values
     and plain decoding's metric.
     """
@@ -152,7 +170,7 @@ def report_rows(result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def _gap_text(row: Row) -> str:
+def _median_and_largest_gap_text(row: Row) -> str:
     """Return median and largest gap of logits where answers differ, and the largest share of the
     logit; "-" without any.
     """
@@ -171,26 +189,32 @@ COLUMNS: Columns = {
     "compared tokens": number_cell("compared"),
     "divergences per 1,000": figure_cell("per_thousand", 1),
     "by one pass": figure_cell("one_pass", 1),
-    "gap of logits, median and largest": _gap_text,
+    "gap of logits, median and largest": _median_and_largest_gap_text,
     "metric, %": figure_cell("metric", 1),
     "plain's": figure_cell("plain", 1),
     "difference": figure_cell("metric_less_plain", 1),
 }
 
 
-def format_report(result: Result) -> str:
-    """Format the result: a heading, the table, and a line for each difference."""
+def format_markdown_report(result: Result) -> str:
+    """Format the result: a model_and_machine_heading, the table, and a line for each difference."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
-        for row in report_rows(result)
+        for row in report_rows_without_plain(result)
         for one in row["differences"]
     ]
     return "\n".join(
-        [heading(result), "", markdown_table(COLUMNS, report_rows(result)), "", *notes]
+        [
+            model_and_machine_heading(result),
+            "",
+            markdown_table(COLUMNS, report_rows_without_plain(result)),
+            "",
+            *notes,
+        ]
     )
 
 
-def _precision(args: argparse.Namespace) -> int:
+def _measure_print_and_save(args: argparse.Namespace) -> int:
     """Measure all tasks and precisions, print the report, and save it.
 
     Returns:
@@ -200,12 +224,12 @@ def _precision(args: argparse.Namespace) -> int:
     parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
-    print_and_save_json_and_txt(result, args.out / "precision", format_report(result))
-    return 1 if differing_systems(result) else 0
+    print_and_save_json_and_txt(result, args.out / "precision", format_markdown_report(result))
+    return 1 if systems_parting_beyond_ties(result) else 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `perf.precision`, and return its exit code.
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `perf.precision`; several tasks and precisions may be named.
 
     Args:
         argv: the words after the command; None for the process's own.
@@ -213,10 +237,13 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats", "max_tokens")
-    return run_command(lambda: _precision(args), PROG)
+    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
+    return args
+
+
+main = make_main(PROG, parse_args, _measure_print_and_save)
 
 
 if __name__ == "__main__":

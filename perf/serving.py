@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from subprocess import Popen
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -32,7 +32,7 @@ from mlx_lm.utils import save_config, save_model
 
 import ssmlx
 from ssmlx.commands.machine import describe_machine
-from ssmlx.commands.options import add_options, make_parser, run_command
+from ssmlx.commands.options import add_options, make_main, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
@@ -40,8 +40,8 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.report import Columns, table
 from ssmlx.settings import PREFILL_STEP_SIZE
 
-from .run.options import add_base, add_out, check_counts
-from .run.results import ROOT, machine_load
+from .run.options import add_model_option, add_out_option, exit_if_count_below_one
+from .run.results import ROOT, machine_load_text
 from .run.target import FLOATS, load_weights_as
 
 PROG = "perf.serving"
@@ -196,23 +196,31 @@ def write_unpacked_model_folder(model: str, dtype: str, folder: Path) -> None:
         shutil.copy(path, folder)
 
 
-def ask_all_at_once(
-    ask: Ask, prompts: list[str], max_tokens: int
-) -> tuple[float, list[ReceivedAnswer]]:
-    """Ask all prompts at the same time, each on a thread of its own.
+class Round(NamedTuple):
+    """Answers to prompts that were asked at the same time, and the seconds until the last ended."""
+
+    seconds: float
+    answers: list[ReceivedAnswer]
+
+
+def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> Round:
+    """Ask all prompts at the same time, each on a thread of its own, and wait for all answers.
+
+    Args:
+        ask: asks a server or an engine.
+        prompts: users' messages.
+        max_tokens: of an answer.
 
     Returns:
-        The seconds until the last answer ended, and the answers in the order of the prompts.
+        The answers in the order of the prompts.
     """
     with ThreadPoolExecutor(len(prompts)) as pool:
         started = time.perf_counter()
         received = list(pool.map(lambda prompt: ask(prompt, max_tokens), prompts))
-        return time.perf_counter() - started, received
+        return Round(time.perf_counter() - started, received)
 
 
-def concurrency_row(
-    system: str, count: int, rounds: list[tuple[float, list[ReceivedAnswer]]]
-) -> Row:
+def concurrency_row(system: str, num_requests: int, rounds: Sequence[Round]) -> Row:
     """Return the figures of one system under a number of requests at once.
 
     Seconds to the first token are percentiles over all answers; "each" is the median seconds
@@ -220,32 +228,34 @@ def concurrency_row(
 
     Args:
         system: its name.
-        count: requests at once.
-        rounds: seconds and answers of each round.
+        num_requests: requests at once.
+        rounds: what was asked at once, one round after the other.
     """
-    received = [one for _, some in rounds for one in some]
+    received = [answer for one in rounds for answer in one.answers]
     p50, p95 = np.percentile([one.first for one in received], [50, 95])
     tokens = sum(one.tokens for one in received)
     each = median((one.times[-1] - one.times[0]) / max(1, one.tokens - 1) for one in received)
-    speed = tokens / sum(seconds for seconds, _ in rounds)
-    row = {"system": system, "open": count, "tokens": tokens, "tokens_per_second": speed}
+    speed = tokens / sum(one.seconds for one in rounds)
+    row = {"system": system, "open": num_requests, "tokens": tokens, "tokens_per_second": speed}
     return {**row, "first_p50": float(p50), "first_p95": float(p95), "each": each}
 
 
-def measure_delay(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
+def measure_delay_by_long_prompt(
+    system: str, ask: Ask, prompt: str, long_prompt_words: int
+) -> list[Row]:
     """Measure how a long prompt delays the tokens of another answer that is being written.
 
     Args:
         system: its name.
         ask: asks it.
         prompt: of the answer that is delayed.
-        count: words of the long prompt, about its tokens.
+        long_prompt_words: of the prompt that is sent meanwhile; about its tokens.
 
     Returns:
         One row, with seconds between chunks before and beside the long prompt; none if the answer
         ended before the long prompt was sent.
     """
-    pieces = ceil(count / PREFILL_STEP_SIZE)
+    pieces = ceil(long_prompt_words / PREFILL_STEP_SIZE)
     others = list[Future[ReceivedAnswer]]()
     with ThreadPoolExecutor(1) as pool:
 
@@ -254,7 +264,7 @@ def measure_delay(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
             chunks.
             """
             if chunks == BEFORE:
-                others.append(pool.submit(ask, " word" * count, 1))
+                others.append(pool.submit(ask, " word" * long_prompt_words, 1))
 
         received = ask(prompt, 4 * BEFORE + 2 * pieces, send_long_prompt)
     if len(received.times) <= BEFORE:
@@ -264,10 +274,10 @@ def measure_delay(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
     usual = median(gaps[: BEFORE - 1])
     longest = max(gaps[BEFORE - 1 :])
     times = {"usual": usual, "longest": longest, "first": first, "piece": first / pieces}
-    return [{"system": system, "prompt_tokens": count, **times}]
+    return [{"system": system, "prompt_tokens": long_prompt_words, **times}]
 
 
-def format_report(result: Result) -> str:
+def format_text_report(result: Result) -> str:
     """Format the result as text: a table by number of requests and one of delays."""
 
     def columns(names: Mapping[str, str]) -> Columns:
@@ -310,13 +320,17 @@ def format_report(result: Result) -> str:
     )
 
 
-def _serving(args: argparse.Namespace) -> int:
-    """Measure both servers and an engine, print the report, and save it; return 0."""
+def _measure_print_and_save(args: argparse.Namespace) -> int:
+    """Measure both servers and an engine, print the report, and save it; return 0, the exit code.
+
+    Raises:
+        InputError: a server does not start or answer, or the model cannot be loaded.
+    """
     make_folder(args.out)
     examples = [json.loads(line) for line in DATA.read_text().splitlines()]
     prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
     upcoming = (f"{number}. {prompt}" for number, prompt in enumerate(prompts))
-    load = machine_load()
+    load = machine_load_text()
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
@@ -327,7 +341,9 @@ def _serving(args: argparse.Namespace) -> int:
         for ask in alone.values():
             ask("Hello", 4)
         for count in args.open:
-            rounds: dict[str, list[Any]] = {name: [] for name in (alone if count == 1 else systems)}
+            rounds: dict[str, list[Round]] = {
+                name: [] for name in (alone if count == 1 else systems)
+            }
             for _ in range(args.count):
                 asked = [next(upcoming) for _ in range(count)]
                 for name, found in rounds.items():
@@ -335,22 +351,24 @@ def _serving(args: argparse.Namespace) -> int:
             rows += [concurrency_row(name, count, found) for name, found in rounds.items()]
         prompt = next(upcoming)
         delays = [
-            row for n, ask in systems.items() for row in measure_delay(n, ask, prompt, args.long)
+            row
+            for name, ask in systems.items()
+            for row in measure_delay_by_long_prompt(name, ask, prompt, args.long)
         ]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
     result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
-    print_and_save_json_and_txt(result, args.out / "serving", format_report(result))
+    print_and_save_json_and_txt(result, args.out / "serving", format_text_report(result))
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `perf.serving`, and return its exit code.
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `perf.serving`.
 
     Args:
         argv: the words after the command; None for the process's own.
     """
     parser = make_parser(PROG, __doc__)
-    add_base(parser)
+    add_model_option(parser)
     add_options(
         parser,
         ("--adapter", None, "adapter of ssmlx's server (default: %(default)s)", "chat"),
@@ -360,10 +378,13 @@ def main(argv: list[str] | None = None) -> int:
         ("--max-tokens", None, "tokens of an answer (default: %(default)s)", 32),
         ("--long", None, "tokens of the long prompt (default: %(default)s)", 4000),
     )
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args(argv)
-    check_counts(parser, args, "open", "count", "max_tokens", "long")
-    return run_command(lambda: _serving(args), PROG)
+    exit_if_count_below_one(parser, args, "open", "count", "max_tokens", "long")
+    return args
+
+
+main = make_main(PROG, parse_args, _measure_print_and_save)
 
 
 if __name__ == "__main__":

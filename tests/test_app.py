@@ -104,8 +104,8 @@ def test_the_script_answers_at_once_what_it_answers_alone(tiny, ask, capsys):
 def test_the_script_shows_both_answers_as_they_grow(ask, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     screen = ask.Screen(["a", "b"])
-    screen.add(0, "x" * 500)
-    screen.add(1, "the\nend")
+    screen.append_and_redraw(0, "x" * 500)
+    screen.append_and_redraw(1, "the\nend")
     err = capsys.readouterr().err
     assert max(map(len, err.splitlines())) < 100 and err.count("\x1b[2F") == 1
     assert err.splitlines()[-1].endswith("2> the end")
@@ -118,7 +118,7 @@ def test_the_scripts_mistakes_are_one_line(ask, capsys):
 
 
 def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, monkeypatch):
-    add = ask.Screen.add
+    add = ask.Screen.append_and_redraw
     number = iter(range(10**6))
 
     def interrupt(screen, *values):
@@ -126,7 +126,7 @@ def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, 
         if next(number) == 5:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(ask.Screen, "add", interrupt)
+    monkeypatch.setattr(ask.Screen, "append_and_redraw", interrupt)
     open_before = threading.active_count()
     # Whoever started the tests may have it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -165,13 +165,13 @@ def test_a_time_out_cancels_the_answer_and_the_engine_goes_on(engine, patterns):
 
 def test_an_answer_is_cancelled_when_it_is_enough(engine, patterns):
     text = asyncio.run(
-        patterns.answer_until(engine, QUESTIONS[0], lambda text: len(text.split()) >= 10)
+        patterns.answer_until_enough(engine, QUESTIONS[0], lambda text: len(text.split()) >= 10)
     )
     assert 10 <= len(text.split()) < 60
 
 
 def test_an_engine_closed_under_open_answers_ends_them(engine, patterns):
-    texts = asyncio.run(patterns.close_under_answers(engine, QUESTIONS))
+    texts = asyncio.run(patterns.close_engine_during_answers(engine, QUESTIONS))
     assert len(texts) == 2 and all(texts)
     assert engine.adapters == []
     with pytest.raises(ssmlx.InputError, match="the engine is closed"):
@@ -218,13 +218,13 @@ def test_the_typed_program_answers(tiny, monkeypatch):
 
     assistant = typed.Assistant(str(tiny[0]))
     try:
-        text = assistant.ask(QUESTIONS[0])
+        text = assistant.ask_and_count_saved_calls(QUESTIONS[0])
         assert text and asyncio.run(assistant.ask_async(QUESTIONS[0])) == text
         assert assistant.saved_calls >= 0
         assert next(assistant.chat().reply(QUESTIONS[1])).text is not None
     finally:
         assistant.close()
-    assert typed.answer_once(str(tiny[0]), QUESTIONS[0])[0]
+    assert typed.load_and_answer_once(str(tiny[0]), QUESTIONS[0]).text
 
 
 @pytest.fixture

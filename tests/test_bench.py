@@ -10,8 +10,14 @@ from tiny import FakeClock, make_model
 
 from perf.bench import __main__ as bench
 from perf.bench import machine
-from perf.bench.__main__ import Part, Rounds, measure_context, part_deadlines, run_rounds
-from perf.bench.report import format_report
+from perf.bench.__main__ import (
+    Part,
+    Rounds,
+    measure_behind_long_context,
+    part_deadlines,
+    warm_up_then_answer_a_prompt_a_round,
+)
+from perf.bench.report import format_text_report
 from perf.run.tasks import Example
 from perf.run.timing import TimedAnswer
 from ssmlx.model import metal
@@ -39,18 +45,20 @@ def test_a_median_is_taken_over_turns_but_the_first(time):
         return mx.array(0)
 
     calls = {1: lambda: call(1, next(slow)), 2: lambda: call(2, 5.0), 4: lambda: call(4, 6.0)}
-    found, noise = machine.median_seconds(calls, 3, time)
+    found, noise = machine.time_calls_in_turns(calls, 3, time)
     assert found == {1: 2.0, 2: 5.0, 4: 6.0} and order == [1, 2, 4] * 4
     assert noise == 0.0  # of the three calls, two are steady
-    spreads = [machine.quartile_spread(one) for one in ([1.0], [2.0, 2.0], [1.0, 2.0, 3.0, 4.0])]
+    spreads = [
+        machine.relative_quartile_spread(one) for one in ([1.0], [2.0, 2.0], [1.0, 2.0, 3.0, 4.0])
+    ]
     assert spreads == [0.0, 0.0, 0.6]
 
 
 def test_rows_are_timed_in_trees_of_that_many_nodes_behind_the_context():
     model = make_model()
     for size in machine.ROWS:
-        assert machine.make_likely_tree(model, size).num_nodes == size
-    assert machine.make_filled_cache(model, [1, 2, 3], 20, 8).offset == 20
+        assert machine.make_tree_of_halving_guesses(model, size).num_nodes == size
+    assert machine.make_filled_cache(model, [1, 2, 3], 20, scratch_rows=8).offset == 20
     assert machine.weight_bits(model) == 32
 
 
@@ -75,17 +83,19 @@ class FakeTarget:
 def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
     target = FakeTarget(time, *seconds)
     limit = time() + limit
-    measured = run_rounds(target, bench.bench_systems(1)[:1], "abcdefgh", limit, label="", now=time)
-    assert [one["mlx-lm"] for one in measured.found] == list(found) and not measured.is_cold
+    measured = warm_up_then_answer_a_prompt_a_round(
+        target, bench.mlx_lm_plain_and_default(1)[:1], "abcdefgh", limit, label="", now=time
+    )
+    assert [one["mlx-lm"] for one in measured.answers] == list(found) and not measured.is_cold
     assert target.asked == ["a", *found] and time() <= limit
-    assert measured.seconds == max(seconds)
+    assert measured.longest_seconds == max(seconds)
 
 
 def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
-    of = bench.bench_systems(1)
+    of = bench.mlx_lm_plain_and_default(1)
     target = FakeTarget(time, 3)
-    found = run_rounds(target, of, "ab", time() + 5, label="", now=time)
-    assert found.found == [{one.name: "a" for one in of}] and found.is_cold
+    found = warm_up_then_answer_a_prompt_a_round(target, of, "ab", time() + 5, label="", now=time)
+    assert found.answers == [{one.name: "a" for one in of}] and found.is_cold
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +116,21 @@ def parts_of(folders):
 
 
 def loaded(folders):
-    experiment = bench.build_experiment(parts_of(folders)[1], folders / "base", "float32")
-    return experiment, *experiment.load()
+    experiment = bench.experiment_of_part(parts_of(folders)[1], folders / "base", "float32")
+    return experiment, *experiment.load_target_and_prompts()
 
 
 def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
     texts = [[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []]
-    assert bench.make_context_text(2, 0, *texts) == [2, 3]
-    assert bench.make_context_text(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
-    assert bench.make_context_text(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
+    assert bench.make_context_ending_in_prompt(2, 0, *texts) == [2, 3]
+    assert bench.make_context_ending_in_prompt(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
+    assert bench.make_context_ending_in_prompt(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
     _, target, _ = loaded(folders)
-    *text, end = bench.reference_tokens(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
+    *text, end = bench.encode_first_reference_with_end(
+        Example({"prompt": "w1"}, ("w5 w6", "w7")), target
+    )
     assert target.tokenizer.decode(text) == "w5 w6" and end == target.tokenizer.eos_token_id
-    assert bench.reference_tokens(Example({"prompt": "w1"}), target) == []
+    assert bench.encode_first_reference_with_end(Example({"prompt": "w1"}), target) == []
 
 
 def run_bench(folders, out, monkeypatch, *more):
@@ -135,8 +147,8 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert run_bench(folders, tmp_path / "out", monkeypatch) == 0
     said = capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "bench.json").read_text())
-    assert (tmp_path / "out" / "bench.txt").read_text() == format_report(result) + "\n"
-    assert format_report(result) in said and result["left_out"] == []
+    assert (tmp_path / "out" / "bench.txt").read_text() == format_text_report(result) + "\n"
+    assert format_text_report(result) in said and result["left_out"] == []
     assert [task["prompts"] for task in result["answers"]] == [2, 2]
     assert [task["scope"] for task in result["answers"]] == ["all", "streams"]
     assert [one["tokens"] for one in result["contexts"]] == [8, 24]
@@ -145,7 +157,7 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert "is written in place" in said and str(folders) not in said
     assert launches["paused_seconds"] > 0 and launches["straight_peak"] >= 0
     found = {**launches, "straight_peak": launches["paused_peak"] + 2**30}
-    assert "is COPIED" in format_report({**result, "launches": found})
+    assert "is COPIED" in format_text_report({**result, "launches": found})
     assert "reads 1 times a step" in said and launches["reads"] == 1
     assert rows["rows"][0] == rows["ratios"][0] == 1 and rows["bits"] == 32
     assert len(rows["ratios"]) == len(rows["rows"]) and min(rows["seconds"], default=0) > 0
@@ -156,9 +168,9 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert min(row["peak_bytes"] for row in rows) > 0 and rows[2]["speedup"]["low"] > 0
     assert result["weights"] == "float32"  # auto on the CPU
     learned = [["plain calls a call, by nodes", "4"], ["streams, from 0 tokens on", "1.75"]]
-    assert "calls with streams" in (text := format_report({**result, "learned": learned}))
+    assert "calls with streams" in (text := format_text_report({**result, "learned": learned}))
     assert text.splitlines().count("streams, from 0 tokens on     1.75") == 1
-    assert "has learned" not in format_report({**result, "learned": []})
+    assert "has learned" not in format_text_report({**result, "learned": []})
 
 
 def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monkeypatch, capsys):
@@ -181,9 +193,9 @@ def test_a_context_is_not_begun_where_a_round_would_end_too_late(folders, monkey
     before = Rounds([{"plain": answer}], False, 200.0)
     given = (experiment, target, [[1, 2, 3, 4], *prompts[1:]], before)
     now = perf_counter()
-    assert measure_context(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
-    assert measure_context(*given, now + 450, 12) is None
-    found = measure_context(*given, now + 450, 8)
+    assert measure_behind_long_context(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
+    assert measure_behind_long_context(*given, now + 450, 12) is None
+    found = measure_behind_long_context(*given, now + 450, 8)
     assert found["tokens"] == 8 and found["prompts"] == 1
 
 

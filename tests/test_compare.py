@@ -10,15 +10,16 @@ import mlx.core as mx
 import pytest
 import real
 from mlx.utils import tree_flatten
+from test_mtp import head_tensors, published, write_head, write_target
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
 from perf import compare
-from perf.compare import draw_bars, format_report
+from perf.compare import format_markdown_report, write_bar_chart
 from perf.run import experiment as figures
 from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
-from perf.run.options import SYSTEMS, build_experiment, parse_systems
+from perf.run.options import SYSTEMS, build_task_experiment, parse_systems_with_baselines
 from ssmlx.decoding import call
 from ssmlx.drafters.heads import overwrite_head_files
 from ssmlx.generation.learned import _BY_PATH
@@ -29,7 +30,8 @@ from ssmlx.settings import SamplingConfig
 TEMPLATE = "user: {prompt} | model:"
 GREEDY = SamplingConfig()
 PROMPTS = [real.words(4, first) for first in (1, 9, 17, 25)]
-LOSSLESS = [name for name in SYSTEMS if name != "mlx-lm"]
+# The tiny model has no MTP head.
+LOSSLESS = [name for name in SYSTEMS if name not in ("mlx-lm", "mtp")]
 MEASURED = Path(__file__).parents[1] / "perf" / "measured"
 
 
@@ -86,7 +88,7 @@ def arguments(folders, tmp_path):
 @pytest.fixture
 def command(arguments, capsys, monkeypatch):
     """Run the command on the tiny model, without its picture: (exit code, stdout, stderr)."""
-    monkeypatch.setattr(compare, "draw_bars", lambda result, path: None)
+    monkeypatch.setattr(compare, "write_bar_chart", lambda result, path: None)
 
     def run(*more, **settings):
         return real.exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
@@ -106,7 +108,7 @@ def saved(tmp_path: Path, name: str = "out/compare") -> dict:
 
 
 def experiment(argv: list[str]) -> Experiment:
-    return build_experiment(compare.parse_args(argv), "compare")
+    return build_task_experiment(compare.parse_args(argv), "compare")
 
 
 def rows_of(result: dict) -> dict[str, dict]:
@@ -120,10 +122,11 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     result = saved(tmp_path)
     task = result["tasks"][0]
     rows = rows_of(result)
-    assert tuple(rows) == SYSTEMS and task["left_out"] == {}
-    assert [row["same_as_plain"] for row in rows.values()] == [3] * len(SYSTEMS)
+    assert list(rows) == [name for name in SYSTEMS if name != "mtp"]
+    assert list(task["left_out"]) == ["mtp"]
+    assert [row["same_as_plain"] for row in rows.values()] == [3] * len(rows)
     metric = [row["figures"]["exact match"]["value"] for row in rows.values()]
-    assert metric == pytest.approx([100 / 3] * len(SYSTEMS))
+    assert metric == pytest.approx([100 / 3] * len(rows))
     assert rows["plain"]["tokens"] == rows["plain"]["target_calls"] == 27
     assert rows["mlx-lm"]["speedup"] == {"value": 1, "low": 1, "high": 1}
     assert all(row["tokens"] == 27 and row["target_calls"] <= 27 for row in rows.values())
@@ -149,14 +152,20 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert rows["plain"]["weight_bytes"] == 0 < rows["plain"]["peak_bytes"]
     assert all(row["peak_bytes"] > row["weight_bytes"] for row in rows.values())
     # And what is said of it.
-    assert (tmp_path / "out" / "compare.txt").read_text() == out == format_report(result) + "\n"
+    assert (
+        (tmp_path / "out" / "compare.txt").read_text()
+        == out
+        == format_markdown_report(result) + "\n"
+    )
     assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
-    draw_bars(result, tmp_path / "x.png")
+    write_bar_chart(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_system_that_is_named_drafts_at_every_call():
-    found = parse_systems(["default", "streams", "lookahead", "streams --tree-size 4"], GREEDY, 9)
+    found = parse_systems_with_baselines(
+        ["default", "streams", "lookahead", "streams --tree-size 4"], GREEDY, 9
+    )
     assert [one.name for one in found if one.config.is_controlled] == ["default"]
 
 
@@ -250,9 +259,12 @@ def test_every_tree_of_an_adapter_is_lossless(command, tmp_path, name):
 def test_a_system_without_its_weights_is_left_out(command, folders, arguments, tmp_path):
     code, out, err = command("--count", 1, "--repeats", 1)
     assert code == 0
-    assert set(saved(tmp_path)["tasks"][0]["left_out"]) == {*HEAD_KINDS, "draft-model"}
+    assert set(saved(tmp_path)["tasks"][0]["left_out"]) == {*HEAD_KINDS, "mtp", "draft-model"}
     assert "medusa: left out, no --medusa FOLDER" in out
     assert "sql: medusa is left out, no --medusa FOLDER" in err
+    assert (
+        "sql: mtp is left out, no --mtp MODEL, and the base model has no MTP head of its own\n"
+    ) in err
     plan = experiment([*arguments(), "--adapter", "none"])
     assert plan.left_out["streams"] == "no --adapter FOLDER"
     assert plan.weights.scope is None
@@ -265,6 +277,31 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     assert plan.left_out["streams"] == "the adapter has no streams"
 
 
+def test_a_models_own_mtp_head_is_measured(command, tmp_path):
+    """Beside a folder of a head alone, which drafts the same; without either it is left out."""
+    name = "qwen3_5_moe"
+    head = published(head_tensors(name), raw=False)
+    model = write_target(name, tmp_path / "model", head)
+    bare = write_target(name, tmp_path / "bare")
+    beside = write_head(name, tmp_path / "head", head)
+    more = ("--systems", "mtp", "mtp tokens=1", "--count", 2, "--repeats", 1)
+    calls = []
+    for given in ((model,), (bare, "--mtp", beside)):
+        code, _, err = command(*more, "--fresh", "--model", *given, "--adapter", "none")
+        assert code == 0 and "left out" not in err, err
+        rows = rows_of(saved(tmp_path))
+        assert list(rows) == ["mlx-lm", "plain", "mtp", "mtp tokens=1"]
+        assert {row["same_as_plain"] for row in rows.values()} == {2}
+        assert rows["mtp"]["options"]["drafter_settings"]["num_draft_tokens"] == 3
+        assert [rows[one]["options"]["nodes"] for one in ("mtp", "mtp tokens=1")] == [4, 2]
+        assert rows["mtp"]["extra_parameters"] > 0 < rows["mtp"]["weight_bytes"]
+        calls.append([row["target_calls"] for row in rows.values()])
+    assert calls[0] == calls[1]
+    code, _, err = command(*more, "--model", bare, "--adapter", "none")
+    assert code == 0 and list(rows_of(saved(tmp_path))) == ["mlx-lm", "plain"]
+    assert err.count("is left out") == 2
+
+
 def test_systems_have_the_options_of_generate(command, weights, tmp_path):
     full = "streams --tree full --tree-width 2 --num-streams 1 --prune budget --prune-to 2"
     more = ("--systems", full, "medusa --tree-size 5", "--count", 1, "--repeats", 1)
@@ -275,7 +312,7 @@ def test_systems_have_the_options_of_generate(command, weights, tmp_path):
     assert (options["levels"], options["nodes"]) == (1, 3)
     assert options["tree"]["width"] == 2 and options["prune"]["kind"] == "budget"
     assert rows["medusa --tree-size 5"]["options"]["nodes"] == 5
-    (lookahead,) = parse_systems(["lookahead window=7"], SamplingConfig(), 9)[2:]
+    (lookahead,) = parse_systems_with_baselines(["lookahead window=7"], SamplingConfig(), 9)[2:]
     assert lookahead.config.lookahead.window == 7 and lookahead.config.max_tokens == 9
 
 
@@ -351,7 +388,7 @@ def without_times(result: dict) -> list:
 def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     def settings(*more, system="medusa", **adapter):
         plan = experiment(arguments(*weights, *more, **adapter))
-        return plan.answer_settings(next(one for one in plan.systems if one.name == system))
+        return plan.settings_of_answers(next(one for one in plan.systems if one.name == system))
 
     first = settings()
     assert first == settings("--repeats", 5) == settings("--count", 2)
@@ -364,7 +401,7 @@ def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     ):
         assert settings(*more) != first
     assert settings(adapter="light") != first
-    monkeypatch.setattr("perf.run.experiment.code_version", lambda: "other")
+    monkeypatch.setattr("perf.run.experiment.sources_digest", lambda: "other")
     assert settings() != first
 
 
@@ -392,13 +429,13 @@ def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
 
 
 def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_path):
-    answered = target.mlx_lm_answer
+    answered = target.answer_with_mlx_lm
 
     def other(*args):
         answer = answered(*args)
         return replace(answer, tokens=[*answer.tokens[:-1], (answer.tokens[-1] + 1) % real.VOCAB])
 
-    monkeypatch.setattr(target, "mlx_lm_answer", other)
+    monkeypatch.setattr(target, "answer_with_mlx_lm", other)
     code, out, _ = command("--systems", "streams")
     assert code == 0 and "mlx-lm: prompt 3 parts from plain at token 9" in out
     rows = rows_of(saved(tmp_path))
@@ -408,23 +445,23 @@ def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_pa
 
 def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
     plan = experiment(arguments("--systems", "streams", "--dtype", "bfloat16"))
-    loaded, prompts = plan.load()
+    loaded, prompts = plan.load_target_and_prompts()
     measured = Measured(plan, loaded, prompts, {}, "")
     logits = loaded.mlx_model(mx.array([prompts[0]]))[0, -1].astype(mx.float32)
     order = [int(token) for token in mx.argsort(-logits)]
     close = min(range(real.VOCAB - 1), key=lambda i: float(logits[order[i]] - logits[order[i + 1]]))
     for pair, tie in (((order[close], order[close + 1]), True), ((order[0], order[-1]), False)):
-        found = figures.describe_difference(measured, 0, [pair[0]], [pair[1]])
+        found = figures.describe_first_difference(measured, 0, [pair[0]], [pair[1]])
         assert (found["token"], found["near_tie"]) == (0, tie)
         assert found["gap"] == pytest.approx(abs(float(logits[pair[0]] - logits[pair[1]])))
         row = {"name": "x", "kind": "streams", "differences": [found]}
-        failed = figures.differing_systems({"tasks": [{"task": "sql", "systems": [row]}]})
+        failed = figures.systems_parting_beyond_ties({"tasks": [{"task": "sql", "systems": [row]}]})
         assert failed == ([] if tie else ["sql, x"])
     exact = replace(plan, weights=replace(plan.weights, dtype="float32"))
     pair = [order[close]], [order[close + 1]]
-    found = figures.describe_difference(replace(measured, experiment=exact), 0, *pair)
+    found = figures.describe_first_difference(replace(measured, experiment=exact), 0, *pair)
     assert found["near_tie"] is (found["gap"] == 0)
-    assert figures.describe_difference(measured, 0, [1, 2], [1])["gap"] is None
+    assert figures.describe_first_difference(measured, 0, [1, 2], [1])["gap"] is None
 
 
 def test_the_published_tables_are_those_of_the_saved_result(capsys):
@@ -443,7 +480,7 @@ def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
     joined = tmp_path / "new" / "joined"
     assert compare.main(["--from", *files, "--out", str(joined)]) == 0
     assert json.loads((joined / "compare.json").read_text()) == whole
-    assert capsys.readouterr().out == format_report(whole) + "\n"
+    assert capsys.readouterr().out == format_markdown_report(whole) + "\n"
     assert compare.main(["--from", *files, files[0]]) == 2
     assert "holds sql, and so does" in real.one_line(capsys.readouterr().err, "perf.compare")
     for settings in ({"dtype": "float16"}, {"machine": {**whole["machine"], "memory": "1 GiB"}}):

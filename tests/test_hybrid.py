@@ -15,14 +15,14 @@ from transformers import Qwen3_5ForCausalLM
 
 from perf.hybrid import learn, measure, train
 from perf.hybrid.figures import (
-    accepted_levels,
-    count_accepted,
-    going_back_bytes,
-    held_out_prompts,
-    load_reference,
+    accepted_share_by_level,
+    count_accepted_behind_each_root,
+    count_bytes_to_go_back,
+    cut_held_out_prompts,
+    load_torch_model_and_head,
     replayed_tokens_per_call,
 )
-from perf.hybrid.head import Head, draft_chains, steps_mask
+from perf.hybrid.head import Head, draft_chains, mask_of_stacked_steps
 from perf.hybrid.learn import Run, Sampler, Sizes, make_config, save_checkpoint
 from perf.hybrid.schedule import Schedule
 from perf.hybrid.text import END, MARKDOWN, PYTHON, Source, is_held_out, read_sources
@@ -84,7 +84,7 @@ def test_a_step_sees_the_first_steps_rows_and_its_own():
     drawn += ["100 100 000", "110 010 000", "111 001 000"]
     drawn += ["100 100 100", "110 010 010", "111 001 001"]
     expected = [[mark == "1" for mark in line if mark != " "] for line in drawn]
-    assert steps_mask(3, 3).tolist() == expected
+    assert mask_of_stacked_steps(3, 3).tolist() == expected
 
 
 def test_chains_are_those_of_one_step_after_the_other():
@@ -96,7 +96,9 @@ def test_chains_are_those_of_one_step_after_the_other():
         hidden = model.model(text, use_cache=False).last_hidden_state
         chains = draft_chains(model, head, text, hidden, 3)
         for root in range(1, len(TOKENS)):
-            rows = head.join(F.embedding(text[:, 1 : root + 1], table), hidden[:, :root])
+            rows = head.join_and_project(
+                F.embedding(text[:, 1 : root + 1], table), hidden[:, :root]
+            )
             drafted = []
             for _ in range(3):
                 length = rows.shape[1]
@@ -104,7 +106,9 @@ def test_chains_are_those_of_one_step_after_the_other():
                 output = head(rows, model.model.rotary_emb, torch.arange(length), causal)[:, -1:]
                 token = F.linear(output, table).argmax(dim=-1)
                 drafted.append(int(token))
-                rows = torch.cat([rows, head.join(F.embedding(token, table), output)], dim=1)
+                rows = torch.cat(
+                    [rows, head.join_and_project(F.embedding(token, table), output)], dim=1
+                )
             assert chains[root - 1].tolist() == drafted
     assert len({*chains.flatten().tolist()}) > 5
 
@@ -112,7 +116,7 @@ def test_chains_are_those_of_one_step_after_the_other():
 def test_mlx_lm_loads_the_folder_and_computes_what_transformers_does(folder):
     model, _ = load_model(folder)
     assert not [name for name, _ in tree_flatten(model.parameters()) if "mtp" in name]
-    reference, head = load_reference(folder)
+    reference, head = load_torch_model_and_head(folder)
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS]), use_cache=False).logits
     assert_close(model(mx.array([TOKENS])), mx.array(expected.numpy()), 1e-4)
@@ -133,7 +137,7 @@ def test_bytes_are_those_that_a_call_records(folder):
     for one in recorded.recurrences:
         inputs += sum(one._arguments[name].nbytes for name in one._signature.by_row)
     config = make_config(SIZES).to_dict()
-    assert going_back_bytes(config, 5, 4) == {"states": states, "inputs": inputs}
+    assert count_bytes_to_go_back(config, 5, 4) == {"states": states, "inputs": inputs}
     assert len(recorded.recurrences) == 3
 
 
@@ -183,14 +187,14 @@ def test_what_is_no_run_is_one_line(data, tmp_path, capsys):
     for content in (b"", b"no tensors"):
         (tmp_path / learn.STATE).write_bytes(content)
         with pytest.raises(InputError, match=r"training.pt cannot be read .*; expected"):
-            run.load(tmp_path)
+            run.load_if_saved(tmp_path)
 
 
 def test_prompts_lie_evenly_over_what_is_held_out():
     words = ["alpha", "beta", "gamma", "delta"]
     sources = [Source(word, [word * 50], [f"{word} {n}" for n in range(90)]) for word in words]
     tokenizer = learn.train_tokenizer(sources, 280)
-    prompts = held_out_prompts(tokenizer, [*sources, Source("short", [], ["x"])], 6, 12)
+    prompts = cut_held_out_prompts(tokenizer, [*sources, Source("short", [], ["x"])], 6, 12)
     texts = [tokenizer.decode(prompt) for prompt in prompts]
     assert [len(prompt) for prompt in prompts] == [12] * 6
     for text, word in zip(texts, [*words, *words[:2]], strict=True):
@@ -201,14 +205,14 @@ def test_prompts_lie_evenly_over_what_is_held_out():
 def test_acceptance_is_counted_by_level():
     calls = [TimedCall(rows, tokens, 0, 0.1, "mtp") for rows, tokens in ((3, 3), (3, 2), (2, 1))]
     calls.append(TimedCall(1, 1, 0, 0.1))
-    assert accepted_levels([TimedAnswer([], 5, 1.0, calls=calls)]) == [2 / 3, 1 / 2]
-    assert accepted_levels([TimedAnswer([], 1, 1.0)]) == []
+    assert accepted_share_by_level([TimedAnswer([], 5, 1.0, calls=calls)]) == [2 / 3, 1 / 2]
+    assert accepted_share_by_level([TimedAnswer([], 1, 1.0)]) == []
 
 
 def test_replayed_calls_are_those_of_a_walk():
     text = [5, 6, 7, 8, 9, 10, 11]
     chains = torch.tensor([[7, 8], [8, 0], [0, 0], [10, 11], [0, 0], [0, 0]])
-    accepted = count_accepted(text, chains, 1)
+    accepted = count_accepted_behind_each_root(text, chains, 1)
     assert accepted == [2, 1, 0, 2]
     assert replayed_tokens_per_call([accepted], 2) == (3 + 3) / 2
     assert replayed_tokens_per_call([accepted], 1) == (2 + 1 + 2) / 3
@@ -216,12 +220,12 @@ def test_replayed_calls_are_those_of_a_walk():
 
 @pytest.mark.slow
 def test_model_and_head_learn(data):
-    tokenizer, streams = learn.prepare(data, data, data, SIZES.vocab_size)
+    tokenizer, streams = learn.make_or_read_tokenizer_and_tokens(data, data, data, SIZES.vocab_size)
     assert tokenizer.get_vocab_size() == SIZES.vocab_size
     schedule = Schedule(minutes=10.0, batch=4, length=64, warm_up=5)
     tasks = {name: streams[name] for name in ("add", "count")}
     run = Run(SIZES, schedule, Sampler(tasks, learn.WEIGHTS, schedule.length))
-    losses = [run.step() for _ in range(40)]
+    losses = [run.learn_from_one_batch() for _ in range(40)]
     assert all(after < before - 0.5 for before, after in zip(losses[0], losses[-1], strict=True))
 
 
@@ -238,7 +242,7 @@ def test_a_run_goes_on_and_its_model_is_measured(data, tmp_path, monkeypatch, ca
     assert second["steps"] > first["steps"] > 0 and second["seconds"] > first["seconds"]
     table = "model.embed_tokens.weight"
     assert not bool((first["model"][table] == second["model"][table]).all())
-    _, head = load_reference(out)
+    _, head = load_torch_model_and_head(out)
     assert bool((head.fc.weight == second["head"]["fc.weight"]).all())
     capsys.readouterr()
     measured = ["--data", str(data), "--documents", str(data), "--model", str(out)]

@@ -14,7 +14,7 @@ from named_commands import (
     script_modules,
 )
 
-from perf.run.options import parse_systems
+from perf.run.options import parse_systems_with_baselines
 from ssmlx.commands.options import generate_config
 from ssmlx.errors import InputError
 from ssmlx.settings import SamplingConfig
@@ -28,7 +28,7 @@ def check_values(command):
     if hasattr(options, "decoding"):
         generate_config(options)
     if command.module == "perf.compare" and options is not None:
-        parse_systems(options.systems, SamplingConfig())
+        parse_systems_with_baselines(options.systems, SamplingConfig())
 
 
 def test_options_parse():

@@ -11,7 +11,7 @@ from tiny import make_base, make_model, make_tokenizer, slow
 
 from perf import precision
 from perf.run import target
-from perf.run.rounding import RoundedEmbedding, RoundedLinear, round_products
+from perf.run.rounding import RoundedEmbedding, RoundedLinear, replace_by_rounding_layers
 from perf.run.target import PACKED, load_weights_as
 from ssmlx.loading.adapter import write_adapter_in_place
 from ssmlx.settings import TreeConfig
@@ -80,7 +80,7 @@ def test_a_run_goes_on(measure, tmp_path, monkeypatch):
 
 def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkeypatch, capsys):
     """Two of three answers, parted on purpose at their third token by more than rounding."""
-    real = target.ssmlx_answer
+    real = target.answer_with_ssmlx
     calls = []
 
     def other(model, tokenizer, prompt, config, **loaded):
@@ -90,7 +90,7 @@ def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkey
             found.tokens[2] = 0 if len(calls) < 3 else found.tokens[2]
         return found
 
-    monkeypatch.setattr(target, "ssmlx_answer", other)
+    monkeypatch.setattr(target, "answer_with_ssmlx", other)
     assert measure("--dtype", "bfloat16", "--systems", "streams") == 1
     row = parts(tmp_path)[0]["systems"][1]
     assert [one["token"] for one in row["differences"]] == [2, 2]
@@ -170,7 +170,7 @@ def test_answers_part_at_near_ties_alone(rounds, bits, width, dtype):
         if bits:
             nn.quantize(base, 32, bits)
         if rounds:
-            round_products(base, dtype)
+            replace_by_rounding_layers(base, dtype)
         model = make_model(base=base, scope="streams", adapter={"lora_scale": 1.0})
         plain = written(model, decoding="plain")
         for tree in (BEST, CHAIN):

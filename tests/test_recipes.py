@@ -150,16 +150,18 @@ def test_sampled_prompts_are_new_each_time():
     model = make_model()
     tokenizer = make_tokenizer()
     draw = {"batch_size": 32, "seed": 1}
-    found = chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
+    found = chat_prompts.sample_user_turns(model, tokenizer, 6, **draw)
     assert len({questions.normalise_prompt(text) for text in found}) == 6
-    assert found == chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
+    assert found == chat_prompts.sample_user_turns(model, tokenizer, 6, **draw)
 
 
 def test_sampled_prompts_are_kept_for_their_model(tmp_path, monkeypatch):
     texts = iter(("text 1", "text 2"))
-    monkeypatch.setattr(chat_prompts, "sample_prompts", lambda *_, **__: [next(texts)])
+    monkeypatch.setattr(chat_prompts, "sample_user_turns", lambda *_, **__: [next(texts)])
     asked = [chat_prompts.parse_args(["--out", str(tmp_path), "--model", name]) for name in "aba"]
-    found = [chat_prompts._read_or_sample_prompts(args, None, None)[0][-1] for args in asked]
+    found = [
+        chat_prompts._read_earlier_or_sample_prompts(args, None, None)[0][-1] for args in asked
+    ]
     assert found == ["1", "2", "1"]
 
 
@@ -168,11 +170,11 @@ def test_sampled_prompts_go_to_one_split_each(monkeypatch):
     monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(questions.SPLITS, counts))
     start = "one two three four five six seven eight"
     found = ["known text", f"{start} nine", f"{start} ten", *(f"text {n}" for n in range(5))]
-    splits = chat_prompts.split_sampled_prompts(found, {"train": ["Known text!"]})
+    splits = chat_prompts.split_without_near_copies(found, {"train": ["Known text!"]})
     assert splits["test"] == [f"{start} nine", "text 0"]
     assert splits["train"] == ["text 3", "text 4"]
     with pytest.raises(InputError, match="5 of 6 sampled"):
-        chat_prompts.split_sampled_prompts(found[:6], {"train": []})
+        chat_prompts.split_without_near_copies(found[:6], {"train": []})
 
 
 def test_two_turn_chats_hold_the_models_own_answer():

@@ -17,9 +17,21 @@ from perf import serving
 from perf.run import results, tasks
 from perf.run import target as targets
 from perf.run.experiment import speedup_figures
-from perf.run.price import best_tree, call_kinds, price_answers, price_figures
-from perf.run.results import AnswerStore, Kept, files_version
-from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
+from perf.run.price import (
+    cheapest_system,
+    kinds_of_calls,
+    price_answers,
+    price_ratios_and_slow_answers,
+)
+from perf.run.results import AnswerStore, Kept, file_stats_digest
+from perf.run.statistics import (
+    Estimate,
+    mean,
+    median_ratio,
+    paired_difference,
+    ratio,
+    ratio_of_median_rates,
+)
 from perf.run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from perf.run.timing import TimedAnswer, TimedCall
 from ssmlx.errors import InputError
@@ -137,8 +149,8 @@ def test_a_paired_difference_sees_what_two_intervals_do_not():
 def test_a_speed_up_is_a_ratio_of_medians_over_prompts():
     assert median_ratio([4 / 1.0, 4 / 2.0, 1.0], [2.0, 4 / 3, 0.5]).value == pytest.approx(1.5)
     # A single token takes no time to decode: such an answer says nothing of speed.
-    assert speedup([0.0], [0.0]) is None
-    assert speedup([0.0, 3.0], [1.0, 2.0])["value"] == 1.5
+    assert ratio_of_median_rates([0.0], [0.0]) is None
+    assert ratio_of_median_rates([0.0, 3.0], [1.0, 2.0])["value"] == 1.5
 
 
 def test_speed_ups_are_of_the_median_repeat():
@@ -163,7 +175,7 @@ def answer_of_calls(*calls: tuple[int, float], prefill: float = 1.0, tokens: int
 
 def test_the_kinds_of_calls():
     def kinds(system, *rows):
-        found = call_kinds(system, answer_of_calls(*((one, 1.0) for one in rows)).calls)
+        found = kinds_of_calls(system, answer_of_calls(*((one, 1.0) for one in rows)).calls)
         return [(one.drafter, one.rows, one.place) for one in found]
 
     streams = kinds(STREAMS, 1, 1, 6, 6, 16, 1, 1)
@@ -182,7 +194,7 @@ def test_the_kinds_of_calls():
     assert [place for _, _, place in lookup] == ["first", "entry", "exit", "last"]
     assert {name for name, _, _ in lookup} == {"prompt-lookup"}
     (short, long) = (TimedCall(1, 1, context, 1.0) for context in (100, 4000))
-    assert [one.bucket for one in call_kinds(PLAIN, [short, long])] == [0, 3072]
+    assert [one.bucket for one in kinds_of_calls(PLAIN, [short, long])] == [0, 3072]
 
 
 def priced(**answers):
@@ -225,15 +237,17 @@ def test_prices_are_compared_prompt_by_prompt():
     good = [answer_of_calls(*[(16, 2.0)] * 2)] * 6
     poor = [answer_of_calls(*[(6, 2.0)] * 5, tokens=tokens) for tokens in (23, 24, 30, 30, 30, 30)]
     prices = priced(plain=plain, good=good, poor=poor)
-    assert best_tree(prices, ["poor", "good"]) == "good" and best_tree(prices, []) is None
-    found = price_figures("poor", prices, "good")
+    assert (
+        cheapest_system(prices, ["poor", "good"]) == "good" and cheapest_system(prices, []) is None
+    )
+    found = price_ratios_and_slow_answers("poor", prices, "good")
     assert found["over_plain"]["value"] == pytest.approx(10 / 11)
     assert found["over_best_tree"]["value"] == found["over_best"]["value"] == pytest.approx(5 / 11)
     # An answer of 23 tokens does not count.
     assert (found["answers"], found["slower"]) == (5, {"0.93": 5, "0.88": 0})
     assert found["worst"] == pytest.approx(10 / 11)
-    assert price_figures("poor", prices, "poor")["over_best"] == found["over_plain"]
-    assert price_figures("good", prices, None)["over_best_tree"] is None
+    assert price_ratios_and_slow_answers("poor", prices, "poor")["over_best"] == found["over_plain"]
+    assert price_ratios_and_slow_answers("good", prices, None)["over_best_tree"] is None
 
 
 KEPT = Kept(TimedAnswer([1, 2], 2, 0.5, calls=[TimedCall(1, 1, 7, 0.5)]), "a “b”")
@@ -243,7 +257,7 @@ def stored(folder, *prompts, fresh=False, **settings):
     """A store to which these were added, and which is closed."""
     store = AnswerStore(folder, "sql", settings, fresh=fresh)
     for prompt in prompts:
-        store.keep(prompt, KEPT)
+        store.add_and_write(prompt, KEPT)
     store.file.close()
     return store
 
@@ -269,19 +283,19 @@ def test_answers_of_other_settings_are_not_mixed_in(tmp_path):
 
 def test_a_folder_whose_files_changed_is_another(tmp_path):
     (tmp_path / "a").write_text("1")
-    first = files_version(tmp_path)
+    first = file_stats_digest(tmp_path)
     (tmp_path / "a").write_text("12")
-    assert files_version(tmp_path) != first and files_version(None) is None
+    assert file_stats_digest(tmp_path) != first and file_stats_digest(None) is None
 
 
 def test_code_that_decides_answers_is_told_from_other(tmp_path, monkeypatch):
     names = ("settings.py", "model/metal/attention.metal")
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    versions = {results.code_version.__wrapped__()}
+    versions = {results.sources_digest.__wrapped__()}
     for name in (*(f"ssmlx/{one}" for one in names), "perf/run/timing.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-        versions.add(results.code_version.__wrapped__())
+        versions.add(results.sources_digest.__wrapped__())
     assert len(versions) == 4
 
 
@@ -312,7 +326,7 @@ def adapter_of(base: Path, scope: str):
 def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, dtype):
     adapter = adapter_of(folders / "base", scope)
     target = Target(Weights(folders / base, dtype, adapter=adapter))
-    streams = target.drafting(STREAMS).model
+    streams = target.load_drafting_once(STREAMS).model
     ours = {id(array) for _, array in tree_flatten(target.mlx_model.parameters())}
     for model in (target.plain, streams):
         arrays = dict(tree_flatten(model.backbone.model.parameters()))
@@ -351,15 +365,19 @@ def test_what_drafting_adds_is_counted_once(tmp_path):
         adapter = make_adapter(base, scope=scope)
         lora = sum(one.a.size + one.b.size for one in adapter.trained_lora.values())
         streams = adapter.streams.num_parameters
-        assert targets.added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
+        assert targets.count_parameters_of_streams(adapter) == streams + (
+            lora if scope == "streams" else 0
+        )
         target = Target(Weights(base, adapter=adapter))
         system = System(STREAMS, STREAMS, GenerateConfig(decoding="speculative"))
-        assert target.extra_parameters(system) == targets.added_parameters(adapter)
+        assert target.count_added_parameters(system) == targets.count_parameters_of_streams(adapter)
 
 
 def test_the_parameters_of_the_bundled_adapters_are_those_of_the_readme():
-    read = [targets.read_unfused_adapter(bundled_adapters()[name]) for name in ("sql", "chat")]
-    assert [*map(targets.added_parameters, read)] == [1_572_672, 1_572_096]
+    read = [
+        targets.read_adapter_with_own_lora(bundled_adapters()[name]) for name in ("sql", "chat")
+    ]
+    assert [*map(targets.count_parameters_of_streams, read)] == [1_572_672, 1_572_096]
 
 
 def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):
@@ -368,7 +386,7 @@ def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):
     settings = json.loads((folder / "streams_config.json").read_text())
     (folder / "streams_config.json").write_text(json.dumps({**settings, "fused": True}))
     with pytest.raises(InputError, match="has no LoRA of its own: it is a fused model"):
-        targets.read_unfused_adapter(folder)
+        targets.read_adapter_with_own_lora(folder)
 
 
 @pytest.mark.parametrize("chunks", [3, serving.BEFORE, serving.BEFORE + 1])
@@ -379,7 +397,7 @@ def test_an_answer_that_ends_too_soon_tells_no_delay(chunks):
             tell(count + 1)
         return serving.ReceivedAnswer(asked=0.0, times=times)
 
-    rows = serving.measure_delay("ssmlx", ask, "hello", 4000)
+    rows = serving.measure_delay_by_long_prompt("ssmlx", ask, "hello", 4000)
     assert [row["longest"] for row in rows] == [1.0] * (chunks > serving.BEFORE)
 
 

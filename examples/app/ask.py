@@ -22,13 +22,13 @@ class Screen:
     """
 
     def __init__(self, questions: list[str]) -> None:
-        """Start with an empty text for each question."""
+        """Start with an empty text for each question; nothing is drawn yet."""
         self.questions = questions
         self.texts = [""] * len(questions)
         self._live = sys.stderr.isatty()
         self._drawn = 0
 
-    def add(self, number: int, text: str) -> None:
+    def append_and_redraw(self, number: int, text: str) -> None:
         """Add text to an answer, and draw all lines again if standard error is a terminal.
 
         Args:
@@ -44,12 +44,15 @@ class Screen:
             print(up + shown, end="", file=sys.stderr, flush=True)
             self._drawn = len(lines)
 
-    def close(self) -> None:
+    def print_whole_answers(self) -> None:
+        """Print each question with the text of its answer so far, on standard output."""
         for question, text in zip(self.questions, self.texts, strict=True):
             print(f"\n{question}\n{text}", flush=True)
 
 
-async def answer(engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: int) -> None:
+async def stream_answer_to_screen(
+    engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: int
+) -> None:
     """Stream one answer onto the screen; where the task is cancelled, so is the answer.
 
     Args:
@@ -61,10 +64,10 @@ async def answer(engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: 
     question = screen.questions[number]
     async with engine.stream(question, max_tokens=max_tokens) as segments:
         async for segment in segments:
-            screen.add(number, segment.text)
+            screen.append_and_redraw(number, segment.text)
 
 
-async def answer_all(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:
+async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:
     """Stream every answer at once; where one fails or Ctrl-C comes, all are cancelled.
 
     Raises:
@@ -72,7 +75,7 @@ async def answer_all(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> N
     """
     async with asyncio.TaskGroup() as tasks:
         for number in range(len(screen.questions)):
-            tasks.create_task(answer(engine, number, screen, max_tokens))
+            tasks.create_task(stream_answer_to_screen(engine, number, screen, max_tokens))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     screen = Screen(args.questions)
     try:
         with ssmlx.Engine(args.model, adapters=(args.adapter,)) as engine:
-            asyncio.run(answer_all(engine, screen, args.max_tokens))
+            asyncio.run(answer_all_at_once(engine, screen, args.max_tokens))
     except ssmlx.InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -105,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         print("cancelled", file=sys.stderr)
         return 130
     finally:
-        screen.close()
+        screen.print_whole_answers()
     return 0
 
 

@@ -10,15 +10,23 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 import ssmlx
 
 QUESTIONS = ("Name three primary colours.", "What is a monsoon?")
 
 
+class AnswerSoFar(NamedTuple):
+    """The text that came in time, and whether it is the whole answer."""
+
+    text: str
+    is_whole: bool
+
+
 async def answer_within(
     engine: ssmlx.Engine, question: str, seconds: float, max_tokens: int = 256
-) -> tuple[str, bool]:
+) -> AnswerSoFar:
     """Answer a question for some seconds at most; then the answer is cancelled.
 
     Args:
@@ -26,9 +34,6 @@ async def answer_within(
         question: what the user asks.
         seconds: how long to wait for the whole answer.
         max_tokens: longest answer.
-
-    Returns:
-        The text that came in time, and whether it is the whole answer.
     """
     pieces: list[str] = []
     try:
@@ -38,11 +43,11 @@ async def answer_within(
                 async for segment in answer:
                     pieces.append(segment.text)
     except TimeoutError:
-        return "".join(pieces), False
-    return "".join(pieces), True
+        return AnswerSoFar("".join(pieces), is_whole=False)
+    return AnswerSoFar("".join(pieces), is_whole=True)
 
 
-async def answer_until(
+async def answer_until_enough(
     engine: ssmlx.Engine, question: str, is_enough: Callable[[str], bool]
 ) -> str:
     """Answer a question until `is_enough` of the text so far, as a Stop button does it.
@@ -59,23 +64,26 @@ async def answer_until(
     return text
 
 
-async def close_under_answers(engine: ssmlx.Engine, questions: Sequence[str]) -> list[str]:
+async def close_engine_during_answers(engine: ssmlx.Engine, questions: Sequence[str]) -> list[str]:
     """Ask several questions, and close the engine once each answer has begun.
 
     Returns:
-        What there was of each answer. `close` cancels them; reading them ends without an error.
+        The text that there was of each answer, in order. `close` cancels them; reading them ends
+        without an error.
     """
     begun = [asyncio.Event() for _ in questions]
 
-    async def read(number: int) -> str:
-        """Return the text of an answer, and set its event at each segment."""
+    async def read_to_end(number: int) -> str:
+        """Read an answer until it ends or the engine is closed; set its event at each segment, and
+        return its text.
+        """
         text = ""
         async for segment in engine.stream(questions[number], max_tokens=2000):
             text += segment.text
             begun[number].set()
         return text
 
-    reading = [asyncio.create_task(read(number)) for number in range(len(questions))]
+    reading = [asyncio.create_task(read_to_end(number)) for number in range(len(questions))]
     for event in begun:
         await event.wait()
     await asyncio.to_thread(engine.close)  # it waits, so not on the thread of the event loop
@@ -98,19 +106,19 @@ def answer_in_another_process(model: str, question: str, max_tokens: int) -> str
         return pool.submit(answer_in_this_process, model, question, max_tokens).result()
 
 
-async def show(model: str) -> None:
+async def print_each_pattern(model: str) -> None:
     """Show a time-out, a cancelled answer and a closed engine once each, and print what came."""
     engine = await asyncio.to_thread(ssmlx.Engine, model)
-    text, is_whole = await answer_within(engine, QUESTIONS[0], seconds=1)
-    print(f"within a second ({'whole' if is_whole else 'cut'}): {text}")
-    text = await answer_until(engine, QUESTIONS[1], lambda text: len(text.split()) >= 10)
+    answer = await answer_within(engine, QUESTIONS[0], seconds=1)
+    print(f"within a second ({'whole' if answer.is_whole else 'cut'}): {answer.text}")
+    text = await answer_until_enough(engine, QUESTIONS[1], lambda text: len(text.split()) >= 10)
     print(f"cancelled after ten words: {text}")
-    for text in await close_under_answers(engine, QUESTIONS):
+    for text in await close_engine_during_answers(engine, QUESTIONS):
         print(f"engine closed after: {text}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show each pattern with the model of the command line.
+    """Show each pattern with the model of the command line, the last in another process.
 
     Args:
         argv: the words after the command; None for the process's own.
@@ -122,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args(argv)
     try:
-        asyncio.run(show(args.model))
+        asyncio.run(print_each_pattern(args.model))
         text = answer_in_another_process(args.model, QUESTIONS[0], 20)
     except ssmlx.InputError as error:
         print(error, file=sys.stderr)

@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import ssmlx
 
@@ -21,7 +22,7 @@ class Assistant:
         self.engine = ssmlx.Engine(model, memory_gb=memory_gb)
         self.saved_calls = 0
 
-    def ask(self, question: str, adapter: str | None = None) -> str:
+    def ask_and_count_saved_calls(self, question: str, adapter: str | None = None) -> str:
         """Answer a question, and count the calls that drafts saved; an empty text where there is no
         memory for it.
 
@@ -58,14 +59,22 @@ class Assistant:
         self.engine.close()
 
 
-def answer_once(model: str, question: str) -> tuple[str, float]:
-    """Answer one question without an engine, with the adapter that ssmlx chooses.
+class MeasuredAnswer(NamedTuple):
+    """An answer's text, and how many tokens a target call brought on average."""
 
-    Returns:
-        The text, and the tokens per target call.
+    text: str
+    tokens_per_call: float
+
+
+def load_and_answer_once(model: str, question: str) -> MeasuredAnswer:
+    """Load a model with the adapter that ssmlx chooses, and answer one question, without an engine.
+
+    Args:
+        model: a folder, a Hub name or an alias.
+        question: is asked alone; the answer has 40 tokens at most.
     """
     loaded, tokenizer = ssmlx.load(model, adapter="auto")
     prompt: list[int] = ssmlx.prompt_tokens(question, loaded, tokenizer)
     responses = list(ssmlx.stream_generate(loaded, tokenizer, prompt, max_tokens=40))
     text: str = "".join(one.text for one in responses)
-    return text, responses[-1].tokens_per_call
+    return MeasuredAnswer(text, responses[-1].tokens_per_call)

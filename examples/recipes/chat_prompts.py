@@ -95,23 +95,26 @@ def cut_to_whole_sentences(text: str) -> str:
     return (text[: ends[-1]] if ends and text[: ends[-1]].strip() else text).strip()
 
 
-def split_sampled_prompts(
-    found: Sequence[str], written: dict[str, list[str]]
+def split_without_near_copies(
+    sampled: Sequence[str], hand_written: dict[str, list[str]]
 ) -> dict[str, list[str]]:
     """Divide the model's own prompts among the splits "test", "valid" and "train", in this order.
 
     Prompts that begin like a hand-written one, or like an earlier one, are left out.
 
     Args:
-        found: the model's prompts.
-        written: the hand-written prompts of every split.
+        sampled: the model's prompts.
+        hand_written: the hand-written prompts of every split.
+
+    Returns:
+        The model's prompts of each split, as many as `COUNTS` says.
 
     Raises:
         InputError: too few are left.
     """
-    seen = {opening_words(text) for texts in written.values() for text in texts}
+    seen = {opening_words(text) for texts in hand_written.values() for text in texts}
     fresh = []
-    for text in found:
+    for text in sampled:
         if (key := opening_words(text)) not in seen:
             seen.add(key)
             fresh.append(text)
@@ -122,14 +125,14 @@ def split_sampled_prompts(
         start += COUNTS[split].sampled
     require(
         len(fresh) >= start,
-        f"{len(fresh)} of {len(found)} sampled prompts are left without near copies",
+        f"{len(fresh)} of {len(sampled)} sampled prompts are left without near copies",
         expected=f"{start}",
         do="raise SAMPLED",
     )
     return splits
 
 
-def sample_prompts(
+def sample_user_turns(
     model: Any, tokenizer: Any, count: int, *, batch_size: int, seed: int
 ) -> list[str]:
     """Sample `count` different prompts from the model, in the order in which they came.
@@ -177,7 +180,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _write_prompts(args: argparse.Namespace) -> None:
+def _make_and_write_prompts(args: argparse.Namespace) -> None:
     """Write the prompts of all splits into --out, and say on standard error how many.
 
     Raises:
@@ -193,7 +196,9 @@ def _write_prompts(args: argparse.Namespace) -> None:
     model, tokenizer = continuations.load_answering_model(
         resolve_model(args.model), args.dtype, args.device
     )
-    sampled = split_sampled_prompts(_read_or_sample_prompts(args, model, tokenizer), written)
+    sampled = split_without_near_copies(
+        _read_earlier_or_sample_prompts(args, model, tokenizer), written
+    )
     for split, lists in split_question_lists().items():
         rng = random.Random(f"{args.seed} {split} chats")
         texts = [*written[split], *sampled[split]]
@@ -207,7 +212,9 @@ def _write_prompts(args: argparse.Namespace) -> None:
         print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
 
 
-def _read_or_sample_prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
+def _read_earlier_or_sample_prompts(
+    args: argparse.Namespace, model: Any, tokenizer: Any
+) -> list[str]:
     """Return sampled prompts: those that an earlier run with the same settings wrote, else new
     ones, which are written into --out.
     """
@@ -215,12 +222,12 @@ def _read_or_sample_prompts(args: argparse.Namespace, model: Any, tokenizer: Any
     kept = args.out / f"sampled_{of}_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
     if kept.is_file():
         return [prompt["prompt"] for prompt in read_prompts(kept)]
-    found = sample_prompts(model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed)
+    found = sample_user_turns(model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed)
     continuations.write_jsonl(kept, ({"prompt": text} for text in found))
     return found
 
 
-main = make_main(PROG, parse_args, _write_prompts)
+main = make_main(PROG, parse_args, _make_and_write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -50,21 +50,21 @@ class Step:
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
 
-    def command_words(self, args: argparse.Namespace) -> list[str]:
+    def command_with_real_folders(self, args: argparse.Namespace) -> list[str]:
         """Return the command's words with real folders; with --max-steps, with fewer steps and
         prompts.
 
         Args:
             args: the recipe's options.
         """
-        words = [real_path(word, args) for word in shlex.split(self.command)]
+        words = [path_with_real_folder(word, args) for word in shlex.split(self.command)]
         for name, most in (("max_steps", args.max_steps), ("count", 16 * args.max_steps)):
             if most and name in self.options():
                 words += [f"--{name.replace('_', '-')}", str(most)]
         return words
 
 
-def real_path(name: str, args: argparse.Namespace) -> str:
+def path_with_real_folder(name: str, args: argparse.Namespace) -> str:
     """Replace a leading DATA or OUT of a path by the folder of --data-dir or --out; other paths
     stay.
 
@@ -78,10 +78,13 @@ def real_path(name: str, args: argparse.Namespace) -> str:
 
 
 def check_equal_training(steps: Sequence[Step]) -> None:
-    """Raise InputError where two drafters of a task were not to learn equally much.
+    """Refuse steps whose drafters of one task would not learn equally much.
 
     Steps that train are compared with the first of their task in the settings of `EQUAL`; steps
     without streams, which train a task's LoRA, are not.
+
+    Raises:
+        InputError: a setting differs; the line names both steps.
     """
     rivals: dict[str, tuple[str, str]] = {}
     for step in steps:
@@ -93,23 +96,25 @@ def check_equal_training(steps: Sequence[Step]) -> None:
             require(has == expected, found, expected=f"{expected}, as {name}", do="make them equal")
 
 
-def check_or_fill_digest(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
-    """Compare the SHA-256 of a file with its digest in `files`; a digest of None is filled in
+def check_or_fill_digest_of_file(
+    name: str, digests: dict[str, str | None], args: argparse.Namespace
+) -> None:
+    """Compare the SHA-256 of a file with its digest in `digests`; a digest of None is filled in
     there.
 
     Args:
         name: of the file in the recipe.
-        files: digests by name; is changed.
+        digests: SHA-256 by file name; is changed.
         args: the recipe's options.
 
     Raises:
         InputError: the file is missing, or another one.
     """
-    path = ROOT / real_path(name, args)
-    expected = files[name]
+    path = ROOT / path_with_real_folder(name, args)
+    expected = digests[name]
     do = "take the steps before it, or give --data-dir"
     require(path.is_file(), f"{path} does not exist", expected="data to learn from", do=do)
-    files[name] = digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digests[name] = digest = hashlib.sha256(path.read_bytes()).hexdigest()
     found = f"{path} has the SHA-256 {digest}"
     do = f"put that file there, or null into {args.out / MANIFEST.name} to learn from this one"
     require(expected in (None, digest), found, expected=f"{expected}", do=do)
@@ -137,7 +142,7 @@ def run_module(words: Sequence[str]) -> int:
     return subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode
 
 
-def _run_recipe(args: argparse.Namespace) -> int:
+def _run_unfinished_steps(args: argparse.Namespace) -> int:
     """Run the chosen steps that are not finished, one after the other, and record each in
     OUT/comparison.json.
 
@@ -166,7 +171,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     chosen = [one for one in steps if f"{one.name}/".startswith(f"{args.only or one.name}/")]
     require(bool(chosen), f"--only {args.only}", expected="a task or a step", do="correct it")
 
-    def keep() -> None:
+    def write_record() -> None:
         """Write the record with the steps and digests as they are now."""
         told = {**manifest, "steps": [asdict(step) for step in steps]}
         write_whole(record, json.dumps(told, indent=1).encode() + b"\n")
@@ -174,22 +179,22 @@ def _run_recipe(args: argparse.Namespace) -> int:
     for number, step in enumerate(chosen, 1):
         for name in files:
             if name in step.input_files() or not name.startswith(("OUT/", "DATA/")):
-                check_or_fill_digest(name, files, args)
+                check_or_fill_digest_of_file(name, files, args)
         if not step.finished:
-            words = step.command_words(args)
+            words = step.command_with_real_folders(args)
             step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)
-            keep()
+            write_record()
             if code := run_module(words):
                 return code
             step.finished = True
-            keep()
+            write_record()
     print(f"{record}: {len(chosen)} steps are finished", file=sys.stderr)
     return 0
 
 
-main = make_main(PROG, parse_args, with_lock_on_out_folder(_run_recipe))
+main = make_main(PROG, parse_args, with_lock_on_out_folder(_run_unfinished_steps))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -54,10 +54,11 @@ def parse_attributes(text: str) -> Attributes:
 
 
 def format_attributes(attributes: Attributes) -> str:
+    """Format pairs as `name[Aromi], area[riverside]`."""
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 
-def read_more_values(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
+def read_values_not_held_out(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
     """Read `VALUES`, values by attribute, without the names and places that held-out prompts have.
 
     Args:
@@ -72,19 +73,19 @@ def read_more_values(held_out: Collection[Attributes]) -> Mapping[str, Sequence[
 
 def recombine_attributes(
     known: Sequence[Attributes],
-    count: int,
+    most: int,
     taken: Collection[str],
     seed: int,
-    more: Mapping[str, Sequence[str]],
+    more_values: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """Make new prompts: the attributes of a known prompt, with values of others.
 
     Args:
         known: prompts as pairs.
-        count: how many to make; fewer if `DRY_ROUNDS` draws in a row give nothing new.
+        most: how many to make; fewer if `DRY_ROUNDS` draws in a row give nothing new.
         taken: prompts that must not be made.
         seed: of the draws.
-        more: further values by attribute, from which half of the draws come.
+        more_values: further values by attribute, from which half of the draws come.
 
     Returns:
         The prompts as texts, all different.
@@ -96,16 +97,16 @@ def recombine_attributes(
         for name, value in attributes:
             values.setdefault(name, []).append(value)
 
-    def value_of(name: str) -> str:
+    def draw_value(name: str) -> str:
         """Draw a value of an attribute."""
-        new = more.get(name)
+        new = more_values.get(name)
         return draw.choice(new if new and draw.random() < MORE_SHARE else values[name])
 
     found: list[str] = []
     dry = 0
-    while len(found) < count and dry < DRY_ROUNDS:
+    while len(found) < most and dry < DRY_ROUNDS:
         names = [name for name, _ in draw.choice(known)]
-        text = format_attributes(tuple((name, value_of(name)) for name in names))
+        text = format_attributes(tuple((name, draw_value(name)) for name in names))
         dry = dry + 1 if text in seen else 0
         if not dry:
             seen.add(text)
@@ -128,7 +129,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _write_prompts(args: argparse.Namespace) -> None:
+def _make_and_write_prompts(args: argparse.Namespace) -> None:
     """Write the training prompts that are not held out, then --count new ones, into the file --out.
 
     Reads train, valid and test.jsonl of the folder --data; prompts of the last two are held out.
@@ -146,14 +147,14 @@ def _write_prompts(args: argparse.Namespace) -> None:
     own = list(dict.fromkeys(own))
     held_out = [text for texts in others for text in texts]
     known = [parse_attributes(text) for text in own]
-    more = read_more_values([parse_attributes(text) for text in held_out])
+    more = read_values_not_held_out([parse_attributes(text) for text in held_out])
     new = recombine_attributes(known, args.count, {*own, *held_out}, args.seed, more)
     prompts = [text for text in own if text not in held_out] + new
     write_jsonl(args.out, ({"prompt": text} for text in prompts))
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-main = make_main(PROG, parse_args, _write_prompts)
+main = make_main(PROG, parse_args, _make_and_write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -22,7 +22,7 @@ from huggingface_hub.utils import tqdm
 
 from ssmlx.answers import run_on_mlx_thread
 from ssmlx.commands.machine import describe_machine
-from ssmlx.commands.options import add_options, make_parser, run_command
+from ssmlx.commands.options import add_options, make_main, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.generation.learned import cost_table_rows, learned_of
 from ssmlx.loading.files import make_folder
@@ -31,13 +31,23 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.settings import DTYPES, GenerateConfig
 
 from ..run.experiment import Experiment, Measured, task_result
-from ..run.options import DEFAULT, adapter_with_streams, add_base, add_out, check_counts
-from ..run.results import Kept, machine_load
+from ..run.options import (
+    DEFAULT,
+    add_model_option,
+    add_out_option,
+    exit_if_count_below_one,
+    read_adapter_with_streams,
+)
+from ..run.results import Kept, machine_load_text
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, find_data_file, read_examples
 from ..run.timing import TimedAnswer
-from .machine import attention_kernel_trials, time_rows_and_launches, weight_bits
-from .report import format_report
+from .machine import (
+    attention_kernel_trials_so_far,
+    time_forwards_launches_and_steps,
+    weight_bits,
+)
+from .report import format_text_report
 
 PROG = "perf.bench"
 EPILOG = """examples:
@@ -93,17 +103,17 @@ class Rounds(NamedTuple):
     """Answers of rounds, in each of which every system answers one prompt.
 
     Attributes:
-        found: for each round, the answers by system.
+        answers: for each round, the answers by the system's name.
         is_cold: whether there was time for the first round alone, which warms up.
-        seconds: time of the longest round.
+        longest_seconds: time of the longest round.
     """
 
-    found: Sequence[Mapping[str, TimedAnswer]]
+    answers: Sequence[Mapping[str, TimedAnswer]]
     is_cold: bool
-    seconds: float
+    longest_seconds: float
 
 
-def run_rounds(
+def warm_up_then_answer_a_prompt_a_round(
     target: Target,
     systems: Sequence[System],
     prompts: Sequence[list[int]],
@@ -116,7 +126,7 @@ def run_rounds(
     allows.
 
     The order of the systems rotates from round to round. No round but the first begins if the
-    longest one so far would end after the deadline.
+    longest one so far would make it end after the deadline.
 
     Args:
         target: the loaded model.
@@ -127,10 +137,10 @@ def run_rounds(
         now: the clock.
 
     Returns:
-        The rounds; the warm-up counts only where there was time for no other.
+        The rounds, a prompt each; the warm-up counts only where there was time for no other.
     """
     longest = 0.0
-    found = list[dict[str, TimedAnswer]]()
+    answers = list[dict[str, TimedAnswer]]()
     is_cold = True
     began = now()
     shown = tqdm(total=max(1, deadline - began), desc=label, bar_format=BAR, disable=None)
@@ -143,20 +153,21 @@ def run_rounds(
             one.name: target.answer(one, prompt) for one in (*systems[first:], *systems[:first])
         }
         longest = max(longest, now() - started)
-        found = [one_round] if turn < 2 else [*found, one_round]
+        answers = [one_round] if turn < 2 else [*answers, one_round]
         is_cold = not turn
         shown.update(min(now() - began, shown.total) - shown.n)
     shown.close()
-    return Rounds(found, is_cold, longest)
+    return Rounds(answers, is_cold, longest)
 
 
-def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
-    """Measure the machine, answers with each adapter, and answers after long contexts.
+def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
+    """Measure the machine, answers with each adapter, and answers after long contexts, within
+    `args.minutes`.
 
     What would not end in time is left out, and named in "left_out".
 
     Args:
-        args: of the command.
+        args: of the command: the model, the type of its weights, minutes, and lengths of contexts.
         parts: the adapters, in the order in which they are measured; the last one also answers
             after long contexts.
 
@@ -174,7 +185,7 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
     ends = part_deadlines(started, 60 * args.minutes, weights)
     result: dict[str, Any] = {
         "machine": describe_machine(),
-        "load": machine_load(),
+        "load": machine_load_text(),
         "date": time.strftime("%Y-%m-%d"),
         "model": base.name if Path(args.model).expanduser().exists() else args.model,
         "minutes": args.minutes,
@@ -188,23 +199,27 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
         if begun + needed > max(ends.values()):
             left_out.append(Path(part.adapter).name)
             continue
-        experiment = build_experiment(part, base, args.dtype)
-        target, prompts = experiment.load()
-        streams = target.drafting(STREAMS).model
+        experiment = experiment_of_part(part, base, args.dtype)
+        target, prompts = experiment.load_target_and_prompts()
+        streams = target.load_drafting_once(STREAMS).model
         loaded = time.perf_counter() - begun
         if not result["answers"]:
             result["weights"] = precision_text(target)
             given = streams, prompts[0], ends["rows"]
-            result |= run_on_mlx_thread(partial(time_rows_and_launches, *given))
+            result |= run_on_mlx_thread(partial(time_forwards_launches_and_steps, *given))
         end = ends[part.adapter]
         label = experiment.name
-        found = run_rounds(target, experiment.systems, prompts, end, label=label)
-        needed = max(needed, loaded + found.seconds)
-        result["answers"].append(round_figures(experiment, target, prompts, found))
+        rounds = warm_up_then_answer_a_prompt_a_round(
+            target, experiment.systems, prompts, end, label=label
+        )
+        needed = max(needed, loaded + rounds.longest_seconds)
+        result["answers"].append(figures_of_rounds(experiment, target, prompts, rounds))
         result["learned"] = cost_table_rows(learned_of(streams)[0].costs)
         for length in args.contexts if part is parts[-1] else ():
             end = ends[str(length)]
-            contexts[length] = measure_context(experiment, target, prompts, found, end, length)
+            contexts[length] = measure_behind_long_context(
+                experiment, target, prompts, rounds, end, length
+            )
         del target, streams
         gc.collect()
         mx.clear_cache()
@@ -212,33 +227,48 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
     return {
         **result,
         "contexts": [one for one in contexts.values() if one],
-        "trials": attention_kernel_trials(),
+        "trials": attention_kernel_trials_so_far(),
         "left_out": left_out,
         "seconds": time.perf_counter() - started,
     }
 
 
-def bench_systems(max_tokens: int) -> list[System]:
+def mlx_lm_plain_and_default(max_tokens: int) -> list[System]:
     """Return mlx-lm, plain decoding, and drafting by default, all greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 
-def build_experiment(part: Part, base: Path, dtype: str) -> Experiment:
-    """Return the experiment of a part: its task, adapter and systems, on a base model's folder."""
-    task, (folder, adapter) = TASKS[part.task], adapter_with_streams(part.adapter)
+def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
+    """Return the experiment of a part: its task, adapter and systems, on a base model's folder.
+
+    Its examples and its adapter are read; the base is not.
+
+    Args:
+        part: what to measure.
+        base: folder of the base model.
+        dtype: type of all weights, as `load_weights_as` takes it.
+
+    Raises:
+        InputError: the adapter or the data cannot be read, or the adapter has no streams.
+    """
+    task, (folder, adapter) = TASKS[part.task], read_adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),
-        systems=bench_systems(part.max_tokens),
+        systems=mlx_lm_plain_and_default(part.max_tokens),
         examples=read_examples(find_data_file(task, part.data), task),
         task=task,
     )
 
 
-def round_figures(
-    experiment: Experiment, target: Target, prompts: Sequence[list[int]], found: Rounds, **more: Any
+def figures_of_rounds(
+    experiment: Experiment,
+    target: Target,
+    prompts: Sequence[list[int]],
+    rounds: Rounds,
+    **more: Any,
 ) -> dict[str, Any]:
     """Return the figures of all answers of some rounds, as JSON values.
 
@@ -249,15 +279,17 @@ def round_figures(
         experiment: has the systems.
         target: the loaded model.
         prompts: token ids of each round's prompt.
-        found: the rounds.
+        rounds: the answers.
         more: further entries, which take the place of figures of the same names.
     """
     answers = {
-        system.name: [[Kept(one[system.name], "")] for one in found.found]
+        system.name: [[Kept(one[system.name], "")] for one in rounds.answers]
         for system in experiment.systems
     }
-    measured = Measured(replace(experiment, task=None), target, prompts, answers, machine_load())
-    return task_result(measured, is_cold=found.is_cold, **more)
+    measured = Measured(
+        replace(experiment, task=None), target, prompts, answers, machine_load_text()
+    )
+    return task_result(measured, is_cold=rounds.is_cold, **more)
 
 
 def precision_text(target: Target) -> str:
@@ -270,29 +302,33 @@ def precision_text(target: Target) -> str:
     return f"{weight_bits(target.plain)}-bit weights, {dtype}"
 
 
-def make_context_text(
-    length: int, turn: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+def make_context_ending_in_prompt(
+    length: int, last_prompt: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[int]:
-    """Make a context of exactly `length` tokens that ends with prompt number `turn`.
+    """Make a context of exactly `length` tokens that ends with prompt number `last_prompt`.
 
     Earlier prompts with their answers come before it; the oldest is cut off at the front. Prompts
     repeat where they are too few.
 
     Args:
         length: in tokens.
-        turn: number of the last prompt.
+        last_prompt: its number, from 0 on; above the last one it begins anew.
         prompts: token ids of each.
         answers: token ids, one list for each prompt.
+
+    Returns:
+        Token ids.
     """
-    text = list(prompts[turn % len(prompts)])
+    text = list(prompts[last_prompt % len(prompts)])
+    number = last_prompt
     while len(text) < length:
-        turn -= 1
-        before = turn % len(prompts)
+        number -= 1
+        before = number % len(prompts)
         text = [*prompts[before], *answers[before], *text]
     return text[-length:]
 
 
-def reference_tokens(example: Example, target: Target) -> list[int]:
+def encode_first_reference_with_end(example: Example, target: Target) -> list[int]:
     """Return token ids of the first reference answer with its end token; empty where none is
     known.
     """
@@ -303,15 +339,15 @@ def reference_tokens(example: Example, target: Target) -> list[int]:
     return [*text, tokenizer.eos_token_id]
 
 
-def measure_context(
+def measure_behind_long_context(
     experiment: Experiment,
     target: Target,
     prompts: Sequence[list[int]],
-    before: Rounds,
+    rounds_without: Rounds,
     deadline: float,
-    length: int,
+    context_tokens: int,
 ) -> dict[str, Any] | None:
-    """Let the systems answer after a context of `length` tokens until the deadline.
+    """Let the systems answer after a context of `context_tokens` tokens until the deadline.
 
     Each answer has `CONTEXT_TOKENS` tokens, as no token ends it.
 
@@ -319,38 +355,44 @@ def measure_context(
         experiment: its examples make the context.
         target: the loaded model.
         prompts: token ids of its prompts.
-        before: answers without the context, from which the time of a round is estimated.
+        rounds_without: answers without the context, from which the time of a round is estimated.
         deadline: in seconds, on `time.perf_counter`'s clock.
-        length: tokens of context.
+        context_tokens: length of the context.
 
     Returns:
         Figures; None if the model's context is too short, or one round would take too long.
     """
-    limit = target.plain.backbone.context_length or length + CONTEXT_TOKENS
-    taken = [answer for one in before.found for answer in one.values()]
-    growth = max(1.0, length / len(prompts[0]))
+    needed = context_tokens + CONTEXT_TOKENS
+    limit = target.plain.backbone.context_length or needed
+    taken = [answer for one in rounds_without.answers for answer in one.values()]
+    growth = max(1.0, context_tokens / len(prompts[0]))
     seconds = sum(one.prefill_seconds * growth + one.decode_seconds for one in taken)
-    expected = SAFETY * seconds / len(before.found)
-    if length + CONTEXT_TOKENS > limit or time.perf_counter() + expected > deadline:
+    expected = SAFETY * seconds / len(rounds_without.answers)
+    if needed > limit or time.perf_counter() + expected > deadline:
         return None
-    answers = [reference_tokens(one, target) for one in experiment.examples]
-    own = [make_context_text(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
-    experiment = replace(experiment, systems=bench_systems(CONTEXT_TOKENS))
+    answers = [encode_first_reference_with_end(one, target) for one in experiment.examples]
+    own = [
+        make_context_ending_in_prompt(context_tokens, number, prompts, answers)
+        for number in range(MOST_ROUNDS)
+    ]
+    experiment = replace(experiment, systems=mlx_lm_plain_and_default(CONTEXT_TOKENS))
     with target.without_end_tokens():
-        label = f"{length} tokens of context"
-        found = run_rounds(target, experiment.systems, own, deadline, label=label)
-    return round_figures(experiment, target, own, found, tokens=length)
+        label = f"{context_tokens} tokens of context"
+        rounds = warm_up_then_answer_a_prompt_a_round(
+            target, experiment.systems, own, deadline, label=label
+        )
+    return figures_of_rounds(experiment, target, own, rounds, tokens=context_tokens)
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _measure_print_and_save(args: argparse.Namespace) -> int:
     """Measure, print and save the report.
 
     Returns:
         The exit code: 1 if answers with float32 weights differ from plain decoding's, else 0.
     """
     make_folder(args.out)
-    result = measure_all(args, PARTS)
-    print_and_save_json_and_txt(result, args.out / "bench", format_report(result))
+    result = measure_what_time_allows(args, PARTS)
+    print_and_save_json_and_txt(result, args.out / "bench", format_text_report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]
@@ -362,28 +404,31 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `perf.bench`, and return its exit code.
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `perf.bench`; `contexts` comes sorted, each length once.
 
     Args:
         argv: the words after the command; None for the process's own.
     """
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
-    add_base(parser)
+    add_model_option(parser)
     add_options(
         parser,
         ("--minutes", "N", "minutes to take at most (default: %(default)g)", 5.0),
         ("--dtype", None, "as of python -m ssmlx.generate (default: %(default)s)", "auto", DTYPES),
         ("--contexts", "N", f"tokens of context (default: {CONTEXTS[0]})", list(CONTEXTS)),
     )
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))
-    check_counts(parser, args, "contexts")
+    exit_if_count_below_one(parser, args, "contexts")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
-    return run_command(lambda: _bench(args), PROG)
+    return args
+
+
+main = make_main(PROG, parse_args, _measure_print_and_save)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -34,10 +36,10 @@ PAUSE = 0.02
 Clock = Callable[[], float]
 
 
-def time_rows_and_launches(
+def time_forwards_launches_and_steps(
     model: StreamFusedModel, prompt: list[int], deadline: float
 ) -> dict[str, Any]:
-    """Time whole forwards of a tree's rows, launches, and decoding steps.
+    """Time whole forwards of trees of `ROWS` nodes, launches of kernels, and decoding steps.
 
     Args:
         model: with streams, on the weights that are measured.
@@ -46,30 +48,30 @@ def time_rows_and_launches(
 
     Returns:
         "rows": seconds of a forward of each of `ROWS` rows, their ratios to one row, noise, and
-        seconds of a launch; "launches": what `time_decoding_steps` returns.
+        seconds of a launch; "launches": what `time_steps_with_and_without_pauses` returns.
     """
-    cache = make_filled_cache(model, prompt, CONTEXT, max(ROWS))
+    cache = make_filled_cache(model, prompt, CONTEXT, scratch_rows=max(ROWS))
 
     def forward(tree: Tree) -> mx.array:
         hidden = model.insert(model.lower(tree, cache), 0)
         return mx.argmax(model.backbone.logits(model.upper(hidden, tree, cache, 0)), axis=-1)
 
-    calls = {row: partial(forward, make_likely_tree(model, row)) for row in ROWS}
-    once = sum(median_seconds(calls, 1)[0].values())
+    calls = {row: partial(forward, make_tree_of_halving_guesses(model, row)) for row in ROWS}
+    once = sum(time_calls_in_turns(calls, 1).seconds.values())
     turns = min(max(int((deadline - time.perf_counter()) / once), TURNS[0]), TURNS[1])
-    found, noise = median_seconds(calls, turns)
-    seconds = list(found.values())
+    times = time_calls_in_turns(calls, turns)
+    seconds = list(times.seconds.values())
     rows = {
         "bits": weight_bits(model),
         "context": CONTEXT,
         "turns": turns,
-        "noise": noise,
+        "noise": times.noise,
         "rows": ROWS,
         "seconds": seconds,
         "ratios": [one / seconds[0] for one in seconds],
-        "launch": time_tiny_kernel(),
+        "launch": seconds_per_chained_kernel(),
     }
-    return {"rows": rows, "launches": time_decoding_steps(model, prompt)}
+    return {"rows": rows, "launches": time_steps_with_and_without_pauses(model, prompt)}
 
 
 def weight_bits(model: StreamFusedModel) -> int:
@@ -80,86 +82,99 @@ def weight_bits(model: StreamFusedModel) -> int:
 
 
 def make_filled_cache(
-    model: StreamFusedModel, tokens: Sequence[int], context: int, scratch: int
+    model: StreamFusedModel, tokens: Sequence[int], num_tokens: int, *, scratch_rows: int
 ) -> TreeCache:
-    """Make a cache that holds `context` tokens, computed by the model.
+    """Make a cache that holds `num_tokens` tokens, computed by the model.
 
     Args:
         model: whose cache it is.
         tokens: one or more ids, repeated until there are enough.
-        context: how many tokens are in it.
-        scratch: rows for which it has room beside them.
+        num_tokens: how many tokens are in it.
+        scratch_rows: rows for which it has room beside them.
     """
-    cache = model.make_cache(scratch)
-    text = [tokens[index % len(tokens)] for index in range(context)]
+    cache = model.make_cache(scratch_rows)
+    text = [tokens[index % len(tokens)] for index in range(num_tokens)]
     # Room beforehand: a buffer that grows is copied, which would be timed.
-    cache.reserve(more_tokens=context, step_rows=scratch)
+    cache.reserve(more_tokens=num_tokens, step_rows=scratch_rows)
     prefill(model, text, cache)
     return cache
 
 
-def make_likely_tree(model: StreamFusedModel, size: int) -> Tree:
-    """Make a best tree of `size` nodes in which each candidate is half as likely as the one before.
+def make_tree_of_halving_guesses(model: StreamFusedModel, num_nodes: int) -> Tree:
+    """Make the best tree of `num_nodes` nodes where each guess is half as likely as the one before.
 
     Its shape is about that of trees that streams draft. Its arrays are computed.
     """
     streams = model.num_streams
-    config = TreeConfig(kind="best", size=size)
+    config = TreeConfig(kind="best", size=num_nodes)
     count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
     tokens = mx.broadcast_to(mx.arange(count, dtype=mx.int32), (streams, count))
     logprobs = mx.broadcast_to(-0.7 * mx.arange(1, count + 1), (streams, count))
     root = mx.array([0], mx.int32)
-    tree = grow_tree(root, tokens, logprobs, TreeConfig(kind="best", size=size, width=count))
+    tree = grow_tree(root, tokens, logprobs, replace(config, width=count))
     mx.eval(tree.tokens, tree.depths, tree.paths)
     return tree
 
 
-def median_seconds(
-    calls: Mapping[int, Callable[[], mx.array]], turns: int, clock: Clock = time.perf_counter
-) -> tuple[dict[int, float], float]:
+class CallTimes(NamedTuple):
+    """What calls took.
+
+    Attributes:
+        seconds: the median of each call, by its number of rows.
+        noise: the median over calls of `relative_quartile_spread`.
+    """
+
+    seconds: dict[int, float]
+    noise: float
+
+
+def time_calls_in_turns(
+    calls_by_rows: Mapping[int, Callable[[], mx.array]],
+    turns: int,
+    clock: Clock = time.perf_counter,
+) -> CallTimes:
     """Time calls in turns, so that what else the machine does falls on all of them alike.
 
     In the turns that do not count, trials of the fused attention kernel that are pending are run.
 
     Args:
-        calls: what to evaluate, by its number of rows.
+        calls_by_rows: what to evaluate, by its number of rows.
         turns: of all calls that count, after `WARM_TURNS`.
         clock: in seconds.
-
-    Returns:
-        The median seconds of each call by its rows; and the noise, the median `quartile_spread` of
-        all calls.
     """
-    times: dict[int, list[float]] = {rows: [] for rows in calls}
-    order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls]
+    times: dict[int, list[float]] = {rows: [] for rows in calls_by_rows}
+    order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls_by_rows]
     for turn, rows in bar(order, "forwards"):
         started = clock()
-        mx.eval(calls[rows]())
+        mx.eval(calls_by_rows[rows]())
         seconds = clock() - started
         if turn >= WARM_TURNS:
             times[rows].append(seconds)
         else:
             metal.time_pending_shape()
-    noise = statistics.median(quartile_spread(values) for values in times.values())
-    return {rows: statistics.median(values) for rows, values in times.items()}, noise
+    noise = statistics.median(relative_quartile_spread(values) for values in times.values())
+    return CallTimes({rows: statistics.median(values) for rows, values in times.items()}, noise)
 
 
-def quartile_spread(times: Sequence[float]) -> float:
-    """Return the distance between the first and third quartile, over the median; 0 for one time."""
+def relative_quartile_spread(times: Sequence[float]) -> float:
+    """Return the distance between the first and third quartile, over the median.
+
+    It is 0 for one time, and where the median is 0.
+    """
     if len(times) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return (high - low) / middle if middle else 0.0
 
 
-def time_tiny_kernel() -> float:
+def seconds_per_chained_kernel() -> float:
     """Return the seconds that a tiny kernel takes in a chain of kernels that wait for each other.
 
-    That is the difference of a long and a short chain over their lengths', each the fastest of
-    `CHAIN_TURNS`.
+    That is the difference in time of a long and a short chain, over the difference of their
+    lengths; each chain's time is the shortest of `CHAIN_TURNS`.
     """
 
-    def seconds(length: int) -> float:
+    def time_one_chain(length: int) -> float:
         """Return the seconds of evaluating a chain of `length` kernels; building it does not
         count.
         """
@@ -170,11 +185,11 @@ def time_tiny_kernel() -> float:
         mx.eval(found)
         return time.perf_counter() - started
 
-    short, long = (min(seconds(one) for _ in range(CHAIN_TURNS)) for one in CHAINS)
+    short, long = (min(time_one_chain(one) for _ in range(CHAIN_TURNS)) for one in CHAINS)
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
-def attention_kernel_trials() -> list[dict[str, Any]]:
+def attention_kernel_trials_so_far() -> list[dict[str, Any]]:
     """Return the shapes at which the fused attention kernel was compared with MLX's in this
     process, with both times.
 
@@ -192,28 +207,37 @@ def attention_kernel_trials() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def count_host_reads() -> Iterator[list[int]]:
-    """Count reads of arrays by the host inside the block.
+def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
+    """Count reads of arrays by the host inside the block, on any thread.
 
-    The yielded list grows by one at each call of `mx.array.item` or `tolist`.
+    The yielded counter grows by one at each call of `mx.array.item` or `tolist`, under that name;
+    both methods are replaced until the block ends.
     """
-    reads: list[int] = []
+    calls: Counter[str] = Counter()
 
-    def counting(own: Callable[[mx.array], Any]) -> Callable[[mx.array], Any]:
-        return lambda array: (reads.append(1), own(array))[1]  # type: ignore[func-returns-value]
+    def counting(name: str) -> Callable[[mx.array], Any]:
+        own = getattr(mx.array, name)
 
-    names: Any = {name: counting(getattr(mx.array, name)) for name in ("item", "tolist")}
-    with patch.multiple(mx.array, **names):
-        yield reads
+        def read(array: mx.array) -> Any:
+            calls[name] += 1
+            return own(array)
+
+        return read
+
+    replaced: Any = {name: counting(name) for name in ("item", "tolist")}
+    with patch.multiple(mx.array, **replaced):
+        yield calls
 
 
-def pause_and_go_on(seconds: float, tokens: Sequence[int]) -> bool:
+def sleep_and_never_stop(seconds: float, tokens: Sequence[int]) -> bool:
     """Sleep, and return False: a stop condition that is never met."""
     time.sleep(seconds)
     return False
 
 
-def time_decoding_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
+def time_steps_with_and_without_pauses(
+    model: StreamFusedModel, prompt: list[int]
+) -> dict[str, float]:
     """Time decoding steps, with and without a pause after each read of a step's tokens.
 
     MLX copies a layer's cache if the GPU still holds it when the next step is launched. Then the
@@ -235,7 +259,7 @@ def time_decoding_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str,
     for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:
         cache = model.make_cache()
         cache.reserve(more_tokens=LAUNCH_ROOM)
-        stops = partial(pause_and_go_on, pause)
+        stops = partial(sleep_and_never_stop, pause)
         steps = speculative_decode(model, prompt, cache, drafters=drafters, stops=stops)
         calls = filter(None, steps)
         for _ in range(LAUNCH_STEPS // 2):
@@ -244,11 +268,11 @@ def time_decoding_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str,
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         started = time.perf_counter()
-        with count_host_reads() as reads:
+        with count_item_and_tolist_calls() as reads:
             for _ in range(LAUNCH_STEPS):
                 next(calls)
         seconds = (time.perf_counter() - started) / LAUNCH_STEPS - pause
         found[f"{name}_seconds"] = min(seconds, found.get(f"{name}_seconds", seconds))
         found[f"{name}_peak"] = mx.get_peak_memory() - before
-        found |= {"layer": cache.nbytes / model.num_layers, "reads": len(reads) / LAUNCH_STEPS}
+        found |= {"layer": cache.nbytes / model.num_layers, "reads": reads.total() / LAUNCH_STEPS}
     return found

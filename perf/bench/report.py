@@ -1,11 +1,12 @@
 """What `perf.bench` says."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from ssmlx.generation.memory import MIB
 from ssmlx.report import Columns, align_rows, table
 
-from ..run.show import Cell, Result, Row, interval_text, same_tokens_cell
+from ..run.show import Result, Row, figure_cell, same_tokens_cell
 from ..run.statistics import FEW
 
 NOTES = (
@@ -16,8 +17,8 @@ NOTES = (
 )
 
 
-def format_report(result: Result) -> str:
-    """Format a result of `measure_all` as text."""
+def format_text_report(result: Result) -> str:
+    """Format a result of `measure_what_time_allows` as text."""
     found = result["machine"]
     heading = [
         f"{found['machine']}, {found['memory']}, {found['os']}, power: {found['power']}",
@@ -33,16 +34,16 @@ def format_report(result: Result) -> str:
     notes.append(f"{took}; load: {result['load']}")
     blocks = [
         heading,
-        [*_machine_lines(result)],
-        *(_adapter_block(task) for task in result["answers"]),
-        [*map(_context_line, result["contexts"])],
-        _learned_lines(result),
+        [*_row_launch_and_cache_lines(result)],
+        *(_adapter_heading_and_table(task) for task in result["answers"]),
+        [*map(_context_speedup_and_prefill_line, result["contexts"])],
+        _learned_cost_lines(result),
         notes,
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _machine_lines(result: Result) -> Iterator[str]:
+def _row_launch_and_cache_lines(result: Result) -> Iterator[str]:
     """Yield the lines about rows, launches, the attention kernel, and copies of caches."""
     rows = result["rows"]
     launches = result["launches"]
@@ -70,11 +71,11 @@ def _machine_lines(result: Result) -> Iterator[str]:
         f"a step: {straight} at the peak; with a pause before each {paused}; a layer's cache, "
         f"{launches['layer'] / MIB:.1f} MiB, is {'COPIED' if copied else 'written in place'}"
     )
-    shapes = ", ".join(map(_trial_text, result["trials"]))
+    shapes = ", ".join(map(_kernel_trial_text, result["trials"]))
     yield f"attention kernel: {shapes or 'no trial, for want of Metal'}"
 
 
-def _learned_lines(result: Result) -> list[str]:
+def _learned_cost_lines(result: Result) -> list[str]:
     """Return lines with the costs of calls that answers with the last adapter have taught; none
     without any.
     """
@@ -84,7 +85,7 @@ def _learned_lines(result: Result) -> list[str]:
     return [title, *align_rows(rows)] if rows else []
 
 
-def _trial_text(one: Row) -> str:
+def _kernel_trial_text(one: Row) -> str:
     """Return one trial of the kernel: rows x keys, MLX's and the kernel's microseconds, whether it
     is used.
 
@@ -98,21 +99,25 @@ def _trial_text(one: Row) -> str:
     )
 
 
-def _adapter_block(task: Row) -> list[str]:
-    """Return the heading and the table of an adapter's answers, system by system."""
+def _adapter_heading_and_table(task: Row) -> list[str]:
+    """Return the heading and the table of an adapter's answers, a row for each system.
+
+    Figures have intervals where there is more than one prompt.
+    """
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
         what += "; the first round alone, not warmed up"
+    cell = partial(figure_cell, with_interval=count > 1)
     columns: Columns = {
         "system": lambda row: row["name"],
-        "decode tokens/s": _interval_cell(task, "decode_rate", 1),
-        "over mlx-lm": _interval_cell(task, "speedup", 2),
-        "over plain": _interval_cell(task, "over_plain", 2),
-        "whole, over plain": _interval_cell(task, "latency_over_plain", 2),
+        "decode tokens/s": cell("decode_rate", 1),
+        "over mlx-lm": cell("speedup", 2),
+        "over plain": cell("over_plain", 2),
+        "whole, over plain": cell("latency_over_plain", 2),
         "tokens/call": lambda row: f"{row['tokens_per_call']['value']:.2f}",
-        "first token, ms": _interval_cell(task, "first_token_seconds", 0, 1e3),
-        "peak, MiB": lambda row: f"{_peak(task, row) / MIB:.1f}",
+        "first token, ms": cell("first_token_seconds", 0, 1e3),
+        "peak, MiB": lambda row: f"{_weights_and_peak_bytes(task, row) / MIB:.1f}",
         "same as plain": same_tokens_cell(count),
     }
     return [
@@ -121,46 +126,29 @@ def _adapter_block(task: Row) -> list[str]:
     ]
 
 
-def _context_line(task: Row) -> str:
+def _context_speedup_and_prefill_line(task: Row) -> str:
     """Return one line about answers after a long context: speed-ups over mlx-lm, and prompt
     tokens/s.
     """
-    speedup = _interval_cell(task, "speedup", 2)
+    speedup = figure_cell("speedup", with_interval=task["prompts"] > 1)
     shown = [
-        f"{row['name']} {speedup(row)}, prefill {prefill_rate(task, row):.0f}"
+        f"{row['name']} {speedup(row)}, prefill {prompt_tokens_per_second(task, row):.0f}"
         for row in task["systems"]
     ]
-    return f"{_name(task)}, over mlx-lm, and prompt tokens/s: {'; '.join(shown)}"
+    where = f"{task['adapter']} behind {task['tokens']} tokens of context"
+    return f"{where}, over mlx-lm, and prompt tokens/s: {'; '.join(shown)}"
 
 
-def _name(task: Row) -> str:
-    context = f" behind {task['tokens']} tokens of context" if "tokens" in task else ""
-    return f"{task['adapter']}{context}"
-
-
-def _interval_cell(task: Row, name: str, digits: int, scale: float = 1.0) -> Cell:
-    """Make a cell with a figure, with an interval if there is more than one prompt; "-" where there
-    is none.
-
-    Args:
-        task: the adapter's answers.
-        name: of the figure in a row.
-        digits: behind the point.
-        scale: what the figure is multiplied by.
-    """
-
-    def cell(row: Row) -> str:
-        text = interval_text(row[name], digits, scale) if row[name] else "-"
-        return text if task["prompts"] > 1 else text.partition(" ")[0]
-
-    return cell
-
-
-def _peak(task: Row, row: Row) -> int:
+def _weights_and_peak_bytes(task: Row, row: Row) -> int:
     """Return bytes: the weights that a system needs, and the most in use beside them."""
     return int(task["target_bytes"] + row["peak_bytes"])
 
 
-def prefill_rate(context: Row, row: Row) -> float:
-    """Tokens/s until the first token."""
+def prompt_tokens_per_second(context: Row, row: Row) -> float:
+    """Return the tokens of a context over the mean seconds until a system's first token.
+
+    Args:
+        context: answers behind that context.
+        row: of a system.
+    """
     return float(context["tokens"] / row["first_token_seconds"]["value"])

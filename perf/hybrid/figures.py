@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -30,16 +30,16 @@ from ssmlx.report import Columns
 from ssmlx.settings import GenerateConfig
 
 from ..run.show import markdown_table
-from ..run.target import MLX_LM, PLAIN, mlx_lm_answer
-from ..run.timing import TimedAnswer, ssmlx_answer
+from ..run.target import MLX_LM, PLAIN, answer_with_mlx_lm
+from ..run.timing import TimedAnswer, answer_with_ssmlx
 from .head import Head, draft_chains
-from .learn import encode_stream
+from .learn import encode_into_one_row
 from .text import Source, read_sources
 
 DRAFTED = 4  # tokens of the chains that are timed and replayed
 
 
-def held_out_prompts(
+def cut_held_out_prompts(
     tokenizer: Tokenizer, sources: Sequence[Source], count: int, length: int
 ) -> list[list[int]]:
     """Cut prompts out of held-out text, as many of each source.
@@ -56,7 +56,7 @@ def held_out_prompts(
     Raises:
         InputError: no source holds out a prompt.
     """
-    streams = [encode_stream(tokenizer, source.held_out) for source in sources]
+    streams = [encode_into_one_row(tokenizer, source.held_out) for source in sources]
     streams = [row for row in streams if len(row) > length]
     require(
         bool(streams),
@@ -73,7 +73,7 @@ def held_out_prompts(
     return prompts[:count]
 
 
-def largest_difference(folder: Path, tokens: Sequence[int]) -> float:
+def relative_logit_gap_to_transformers(folder: Path, tokens: Sequence[int]) -> float:
     """Compare mlx-lm's logits with those of transformers on the folder's model.
 
     Returns:
@@ -81,13 +81,13 @@ def largest_difference(folder: Path, tokens: Sequence[int]) -> float:
     """
     model, _ = ssmlx.load(folder, dtype="float32")
     found = np.array(model.backbone.model(mx.array([tokens])), np.float32)
-    reference, _ = load_reference(folder)
+    reference, _ = load_torch_model_and_head(folder)
     with torch.no_grad():
         expected = reference(torch.tensor([tokens]), use_cache=False).logits.float().numpy()
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def load_reference(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
+def load_torch_model_and_head(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
     """Load the model of a folder by transformers, and the head that lies in it, in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     head = Head(model.config)
@@ -98,8 +98,15 @@ def load_reference(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
     return model.eval(), head.eval()
 
 
+class Text(NamedTuple):
+    """Token ids of a prompt, and of the answer that plain decoding gave."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
 @dataclass(frozen=True)
-class Answers:
+class SystemAnswers:
     """A system's answers to all prompts."""
 
     system: str
@@ -115,18 +122,18 @@ class Answers:
             "tokens": tokens,
             "calls": calls,
             "tokens_per_call": tokens / calls,
-            "levels": accepted_levels(self.answers),
+            "levels": accepted_share_by_level(self.answers),
             "same_as_plain": self.same_as_plain,
             "answers": len(self.answers),
         }
 
 
-def accepted_levels(answers: Sequence[TimedAnswer]) -> list[float]:
-    """The share of calls whose draft was accepted so far, for each level of a draft.
+def accepted_share_by_level(answers: Sequence[TimedAnswer]) -> list[float]:
+    """Return the share of calls whose draft was accepted so far, for each level of a draft.
 
     Returns:
         At place l, of the calls that verified l + 2 rows or more, the share that accepted l + 1
-        drafted tokens or more. Empty where nothing was drafted.
+        drafted tokens or more; of 8 levels at most. Empty where nothing was drafted.
     """
     calls = [call for answer in answers for call in answer.calls if call.drafter is not None]
     deepest = max((call.rows - 1 for call in calls), default=0)
@@ -137,7 +144,7 @@ def accepted_levels(answers: Sequence[TimedAnswer]) -> list[float]:
     return shares
 
 
-def make_systems(folder: Path, model: StreamFusedModel) -> dict[str, dict[str, Any]]:
+def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, dict[str, Any]]:
     """Make the systems that draft, as arguments of `ssmlx.stream_generate`.
 
     Where a controller decides, it reads no seconds: what it drafts is the same on every machine.
@@ -165,34 +172,36 @@ def make_systems(folder: Path, model: StreamFusedModel) -> dict[str, dict[str, A
     }
 
 
-def answer_all(
-    folder: Path, prompts: Sequence[list[int]], max_tokens: int
-) -> tuple[StreamFusedModel, list[Answers]]:
-    """Answer all prompts by mlx-lm, plain decoding and each of `make_systems`.
+def load_and_answer_by_all_systems(
+    folder: Path, prompts: Sequence[list[int]], num_tokens: int
+) -> tuple[StreamFusedModel, list[SystemAnswers]]:
+    """Answer all prompts by mlx-lm, plain decoding and each of `make_drafting_systems`.
 
     Nothing ends an answer but its length.
 
     Args:
         folder: of the model and its head.
         prompts: token ids.
-        max_tokens: of an answer.
+        num_tokens: of each answer.
 
     Returns:
         The model, and the answers of each system.
     """
     model, tokenizer = ssmlx.load(folder, dtype="float32")
     tokenizer.eos_token_ids = set()
-    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
+    plain = GenerateConfig(decoding="plain", max_tokens=num_tokens)
     given = {
-        MLX_LM: [mlx_lm_answer(model.backbone.model, tokenizer, one, plain) for one in prompts],
-        PLAIN: [ssmlx_answer(model, tokenizer, one, plain) for one in prompts],
+        MLX_LM: [
+            answer_with_mlx_lm(model.backbone.model, tokenizer, one, plain) for one in prompts
+        ],
+        PLAIN: [answer_with_ssmlx(model, tokenizer, one, plain) for one in prompts],
     }
-    for name, how in make_systems(folder, model).items():
-        settings = {**how, "max_tokens": max_tokens}
-        given[name] = [ssmlx_answer(model, tokenizer, one, **settings) for one in prompts]
+    for name, how in make_drafting_systems(folder, model).items():
+        settings = {**how, "max_tokens": num_tokens}
+        given[name] = [answer_with_ssmlx(model, tokenizer, one, **settings) for one in prompts]
     expected = [answer.tokens for answer in given[PLAIN]]
     return model, [
-        Answers(
+        SystemAnswers(
             name,
             answers,
             sum(one.tokens == tokens for one, tokens in zip(answers, expected, strict=True)),
@@ -201,7 +210,7 @@ def answer_all(
     ]
 
 
-def replay_head(folder: Path, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any]:
     """Replay what the head drafts on answers, in PyTorch, and what of it is accepted.
 
     Args:
@@ -212,14 +221,14 @@ def replay_head(folder: Path, texts: Sequence[tuple[list[int], list[int]]]) -> d
         The shares of chains accepted up to each level, of chains begun at every token; and tokens
         per call with a chain of each number of tokens, the prompt's call left out.
     """
-    model, head = load_reference(folder)
+    model, head = load_torch_model_and_head(folder)
     accepted = []  # drafted tokens accepted behind each token of each answer
     for prompt, answer in texts:
         text = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
             hidden = model.model(text, use_cache=False).last_hidden_state
             drafted = draft_chains(model, head, text, hidden, DRAFTED)
-        accepted.append(count_accepted(text[0].tolist(), drafted, len(prompt)))
+        accepted.append(count_accepted_behind_each_root(text[0].tolist(), drafted, len(prompt)))
     chains = [count for one in accepted for count in one]
     levels = range(1, DRAFTED + 1)
     return {
@@ -228,7 +237,9 @@ def replay_head(folder: Path, texts: Sequence[tuple[list[int], list[int]]]) -> d
     }
 
 
-def count_accepted(text: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
+def count_accepted_behind_each_root(
+    text: Sequence[int], drafted: torch.Tensor, start: int
+) -> list[int]:
     """Count, behind each root in an answer, the drafted tokens that the text goes on with.
 
     Args:
@@ -251,7 +262,7 @@ def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) ->
     """Count tokens per call of answers, the prompts' calls left out.
 
     Args:
-        accepted: of each answer, what `count_accepted` returns.
+        accepted: of each answer, what `count_accepted_behind_each_root` returns.
         drafted: tokens of a call's chain.
     """
     tokens = calls = 0
@@ -265,8 +276,8 @@ def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) ->
     return tokens / calls
 
 
-def time_going_back(
-    model: StreamFusedModel, texts: Sequence[tuple[list[int], list[int]]]
+def time_plain_calls_behind_chains(
+    model: StreamFusedModel, texts: Sequence[Text]
 ) -> dict[str, Any]:
     """Time what a plain call takes behind a chain, by how many of its drafted tokens were accepted.
 
@@ -297,10 +308,10 @@ def time_going_back(
         prefill(model, prompt[:-1], cache)
         while cache.offset + DRAFTED + 4 <= len(text):
             kept, is_alone = turn = next(order)
-            chain = _time_chain(model, cache, text, kept)
-            alone = _time_taking_back(cache) if is_alone else 0.0
-            behind = _time_plain(model, cache, text)
-            plain.append(_time_plain(model, cache, text))
+            chain = _time_one_chain_call(model, cache, text, kept)
+            alone = _time_taking_back_alone(cache) if is_alone else 0.0
+            behind = _time_one_plain_call(model, cache, text)
+            plain.append(_time_one_plain_call(model, cache, text))
             chains.append(chain / plain[-1])
             found[turn].append((alone if is_alone else behind) / plain[-1])
     require(
@@ -318,7 +329,8 @@ def time_going_back(
     }
 
 
-def _time_taking_back(cache: Any) -> float:
+def _time_taking_back_alone(cache: Any) -> float:
+    """Let a cache take back what the call before it rejected, and return the seconds."""
     started = time.perf_counter()
     cache.mark()  # takes back what was rejected
     mx.eval(cache.state)
@@ -327,8 +339,17 @@ def _time_taking_back(cache: Any) -> float:
     return seconds
 
 
-def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: int) -> float:
-    """Time a call on a chain behind the text, of which `kept` drafted tokens are right."""
+def _time_one_chain_call(
+    model: StreamFusedModel, cache: Any, text: Sequence[int], kept: int
+) -> float:
+    """Time a call on a chain behind the cached text, and return the seconds.
+
+    Args:
+        model: the target.
+        cache: holds the text so far; the accepted rows, `kept` + 1, are added.
+        text: token ids, which go on behind what is cached.
+        kept: how many of the chain's `DRAFTED` drafted tokens are right; the others are not.
+    """
     root = cache.offset
     size = model.backbone.vocab_size
     known = text[root : root + 1 + DRAFTED]
@@ -343,7 +364,8 @@ def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: 
     return seconds
 
 
-def _time_plain(model: StreamFusedModel, cache: Any, text: Sequence[int]) -> float:
+def _time_one_plain_call(model: StreamFusedModel, cache: Any, text: Sequence[int]) -> float:
+    """Time a plain call on the text's next token, which is then cached; return the seconds."""
     token = mx.array([text[cache.offset]], mx.int32)
     started = time.perf_counter()
     plain_call(model, token, last_tokens((), 0), cache).read_tokens()
@@ -351,13 +373,15 @@ def _time_plain(model: StreamFusedModel, cache: Any, text: Sequence[int]) -> flo
     return time.perf_counter() - started
 
 
-def going_back_bytes(config: Mapping[str, Any], rows: int, size: int) -> dict[str, int]:
+def count_bytes_to_go_back(
+    config: Mapping[str, Any], chain_rows: int, activation_bytes: int
+) -> dict[str, int]:
     """Count the bytes that recurrences need to run again over the rows of a chain.
 
     Args:
         config: of a Qwen3.5 text model.
-        rows: of the chain.
-        size: bytes of an activation; states are float32.
+        chain_rows: rows of the chain.
+        activation_bytes: of a number; states are float32.
 
     Returns:
         Bytes of `states`, which are read and written, and of `inputs`: what recurrences and
@@ -370,31 +394,35 @@ def going_back_bytes(config: Mapping[str, Any], rows: int, size: int) -> dict[st
     window = config["linear_conv_kernel_dim"] - 1
     return {
         "states": layers * heads * key_width * value_width * 4,
-        "inputs": layers * size * (rows * (channels + 2 * heads) + (rows + window) * channels),
+        "inputs": layers
+        * activation_bytes
+        * (chain_rows * (channels + 2 * heads) + (chain_rows + window) * channels),
     }
 
 
-def read_weights_bytes(config: Qwen3_5TextConfig, bits: float) -> int:
+def count_weight_bytes_of_a_call(config: Qwen3_5TextConfig, bits_per_weight: float) -> int:
     """Count the bytes of weights that a call reads: all but the table of embeddings.
 
     Args:
         config: of the model.
-        bits: of a weight; scales included.
+        bits_per_weight: scales included.
     """
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
     numbers = sum(one.numel() for one in model.model.layers.parameters())
     numbers += model.lm_head.weight.numel()
-    return int(numbers * bits / 8)
+    return int(numbers * bits_per_weight / 8)
 
 
-def byte_rows(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
-    """Return the table of bytes: of `config` in float32, and of Qwen3.5's default sizes."""
+def byte_rows_of_this_model_and_9b(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
+    """Return two rows of bytes that a call reads: of `config` in float32, and of the sizes of
+    Qwen3.5-9B in 4 bits.
+    """
     return [
         {
             "name": name,
-            "weights": read_weights_bytes(one, bits),
-            **going_back_bytes(one.to_dict(), 1 + DRAFTED, size),
+            "weights": count_weight_bytes_of_a_call(one, bits),
+            **count_bytes_to_go_back(one.to_dict(), 1 + DRAFTED, size),
         }
         for name, one, bits, size in (
             ("this model, float32", config, 32, 4),
@@ -404,6 +432,7 @@ def byte_rows(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
 
 
 def _percentages(shares: Sequence[float]) -> str:
+    """Format shares as whole per cent, with commas between; "-" without any."""
     return ", ".join(f"{share:.0%}" for share in shares) or "-"
 
 
@@ -425,12 +454,13 @@ BYTE_COLUMNS: Columns = {
 }
 
 
-def format_report(result: Mapping[str, Any]) -> str:
+def format_markdown_report(result: Mapping[str, Any]) -> str:
     """Format a result as text with tables in Markdown."""
     return "\n\n".join(_report_parts(result))
 
 
 def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report's paragraphs and tables: logits, systems, replay, times, bytes."""
     yield f"Logits differ from those of transformers by {result['difference']:.1e} of the largest"
     yield markdown_table(ANSWER_COLUMNS, result["systems"])
     replay = result["replay"]
@@ -450,7 +480,7 @@ def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
     yield markdown_table(BYTE_COLUMNS, result["bytes"])
 
 
-def measure(
+def measure_print_and_save(
     folder: Path,
     data: Path,
     documents: Path,
@@ -460,7 +490,7 @@ def measure(
     prompt_tokens: int,
     max_tokens: int,
 ) -> int:
-    """Measure a model that `learn` has written, print the report and save it.
+    """Measure a model that `perf.hybrid.train` has written, print the report and save it.
 
     Args:
         folder: the model's.
@@ -477,16 +507,16 @@ def measure(
     make_folder(out)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     sources = read_sources(data, documents)
-    prompts = held_out_prompts(tokenizer, sources, count, prompt_tokens)
-    model, answers = answer_all(folder, prompts, max_tokens)
+    prompts = cut_held_out_prompts(tokenizer, sources, count, prompt_tokens)
+    model, answers = load_and_answer_by_all_systems(folder, prompts, max_tokens)
     plain = next(one for one in answers if one.system == PLAIN)
-    texts = [(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
+    texts = [Text(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
     result = {
-        "difference": largest_difference(folder, prompts[0]),
+        "difference": relative_logit_gap_to_transformers(folder, prompts[0]),
         "systems": [one.row() for one in answers],
-        "replay": replay_head(folder, texts),
-        "times": time_going_back(model, texts),
-        "bytes": byte_rows(load_reference(folder)[0].config),
+        "replay": replay_drafts_in_torch(folder, texts),
+        "times": time_plain_calls_behind_chains(model, texts),
+        "bytes": byte_rows_of_this_model_and_9b(load_torch_model_and_head(folder)[0].config),
     }
-    print_and_save_json_and_txt(result, out / "hybrid", format_report(result))
+    print_and_save_json_and_txt(result, out / "hybrid", format_markdown_report(result))
     return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1

@@ -22,6 +22,7 @@ class Head(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(self, config: Qwen3_5TextConfig) -> None:
+        """Make the modules: random matrices, norms that change nothing."""
         super().__init__()
         width = config.hidden_size
         eps = config.rms_norm_eps
@@ -37,7 +38,7 @@ class Head(nn.Module):  # type: ignore[misc]
             elif isinstance(module, Qwen3_5RMSNorm):
                 nn.init.zeros_(module.weight)
 
-    def join(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def join_and_project(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Make the layer's input.
 
         Args:
@@ -57,7 +58,7 @@ class Head(nn.Module):  # type: ignore[misc]
         """Run the layer and the last norm.
 
         Args:
-            joined: [B, R, D] of `join`.
+            joined: [B, R, D] of `join_and_project`.
             rotary: the model's, which makes the embeddings of positions.
             positions: [R] of the rows.
             mask: [R, R] true where a row sees another.
@@ -72,50 +73,50 @@ class Head(nn.Module):  # type: ignore[misc]
         return output
 
 
-def steps_mask(rows: int, steps: int) -> torch.Tensor:
+def mask_of_stacked_steps(rows_of_step: int, num_steps: int) -> torch.Tensor:
     """Make the mask of several steps of the head, the rows of one behind those of the other.
 
     A row sees what it would see where it drafts: the rows of the first step up to its own, and its
     own row of the steps in between, and itself.
 
     Args:
-        rows: of a step, R.
-        steps: their number, S.
+        rows_of_step: R.
+        num_steps: S.
 
     Returns:
         [S R, S R] true where a row sees another.
     """
-    causal = torch.ones(rows, rows, dtype=torch.bool).tril()
-    own = torch.eye(rows, dtype=torch.bool)
+    causal = torch.ones(rows_of_step, rows_of_step, dtype=torch.bool).tril()
+    own = torch.eye(rows_of_step, dtype=torch.bool)
     nothing = torch.zeros_like(own)
     lines = [
-        torch.cat([causal, *[own] * step, *[nothing] * (steps - 1 - step)], dim=1)
-        for step in range(steps)
+        torch.cat([causal, *[own] * step, *[nothing] * (num_steps - 1 - step)], dim=1)
+        for step in range(num_steps)
     ]
     return torch.cat(lines)
 
 
-def run_steps(
-    model: Qwen3_5ForCausalLM, head: Head, inputs: list[torch.Tensor]
+def run_all_steps_in_one_pass(
+    model: Qwen3_5ForCausalLM, head: Head, joined_inputs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Run several steps of the head at every token at once.
+    """Run several steps of the head at every token at once; no step reads another's output here.
 
     Args:
         model: gives the embeddings of positions.
         head: runs.
-        inputs: [B, R, D] of `Head.join`, one for each step.
+        joined_inputs: [B, R, D] of `Head.join_and_project`, one for each step.
 
     Returns:
-        [B, R, D] outputs, one for each step.
+        [B, R, D] hidden states behind the head's norm, one for each step.
     """
-    rows = inputs[0].shape[1]
-    positions = torch.cat([torch.arange(rows) + step for step in range(len(inputs))])
-    mask = steps_mask(rows, len(inputs))
-    outputs = head(torch.cat(inputs, dim=1), model.model.rotary_emb, positions, mask)
+    rows = joined_inputs[0].shape[1]
+    positions = torch.cat([torch.arange(rows) + step for step in range(len(joined_inputs))])
+    mask = mask_of_stacked_steps(rows, len(joined_inputs))
+    outputs = head(torch.cat(joined_inputs, dim=1), model.model.rotary_emb, positions, mask)
     return list(outputs.split(rows, dim=1))
 
 
-def head_losses(
+def losses_of_two_steps(
     model: Qwen3_5ForCausalLM, head: Head, tokens: torch.Tensor, hidden: torch.Tensor
 ) -> list[torch.Tensor]:
     """Compute the head's losses one and two tokens behind the model's own next token.
@@ -133,16 +134,16 @@ def head_losses(
     """
     rows = tokens.shape[1] - 3
     table = model.model.embed_tokens.weight.detach()
-    first = head.join(F.embedding(tokens[:, 1 : rows + 1], table), hidden[:, :rows])
+    first = head.join_and_project(F.embedding(tokens[:, 1 : rows + 1], table), hidden[:, :rows])
     with torch.no_grad():
-        (drafted,) = run_steps(model, head, [first])
-    second = head.join(F.embedding(tokens[:, 2 : rows + 2], table), drafted)
+        (drafted,) = run_all_steps_in_one_pass(model, head, [first])
+    second = head.join_and_project(F.embedding(tokens[:, 2 : rows + 2], table), drafted)
     return [
         F.cross_entropy(
             F.linear(output, table).float().flatten(0, 1),
             tokens[:, step + 2 : step + 2 + rows].flatten(),
         )
-        for step, output in enumerate(run_steps(model, head, [first, second]))
+        for step, output in enumerate(run_all_steps_in_one_pass(model, head, [first, second]))
     ]
 
 
@@ -162,11 +163,11 @@ def draft_chains(
         [L - 1, K] drafted tokens; row i is the chain behind token i + 1.
     """
     table = model.model.embed_tokens.weight
-    inputs = [head.join(F.embedding(tokens[:, 1:], table), hidden[:, :-1])]
+    inputs = [head.join_and_project(F.embedding(tokens[:, 1:], table), hidden[:, :-1])]
     chains: list[torch.Tensor] = []
     while True:
-        output = run_steps(model, head, inputs)[-1]
+        output = run_all_steps_in_one_pass(model, head, inputs)[-1]
         chains.append(F.linear(output, table).argmax(dim=-1))
         if len(chains) == length:
             return torch.stack(chains, dim=-1)[0]
-        inputs.append(head.join(F.embedding(chains[-1], table), output))
+        inputs.append(head.join_and_project(F.embedding(chains[-1], table), output))

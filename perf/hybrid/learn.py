@@ -20,7 +20,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder, write_whole
 
-from .head import Head, head_losses
+from .head import Head, losses_of_two_steps
 from .schedule import Schedule
 from .text import END, Source, read_sources
 
@@ -74,18 +74,18 @@ def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (text for source in sources for text in _first(source.train, 1_500_000))
+    texts = (text for source in sources for text in _sample_evenly(source.train, 1_500_000))
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def _first(texts: Sequence[str], characters: int) -> Sequence[str]:
-    """Return texts spread over all of `texts`, of so many characters at most."""
+def _sample_evenly(texts: Sequence[str], max_characters: int) -> Sequence[str]:
+    """Return every n-th of the texts, so that `max_characters` characters are about their sum."""
     total = sum(map(len, texts))
-    return texts[:: max(1, math.ceil(total / characters))]
+    return texts[:: max(1, math.ceil(total / max_characters))]
 
 
-def encode_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
+def encode_into_one_row(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
     """Encode texts to one row of tokens, each text ended by `END`."""
     end = tokenizer.token_to_id(END)
     ids = [id for one in tokenizer.encode_batch(list(texts)) for id in (*one.ids, end)]
@@ -98,6 +98,16 @@ class Sampler:
     def __init__(
         self, streams: dict[str, np.ndarray], weights: dict[str, float], length: int
     ) -> None:
+        """Keep the streams that are longer than a sequence.
+
+        Args:
+            streams: of each source, its tokens in one row.
+            weights: how often each is drawn from, in any unit; 0.1 for a source without one.
+            length: tokens of a sequence.
+
+        Raises:
+            InputError: no stream is longer than a sequence.
+        """
         self._streams = {name: row for name, row in streams.items() if len(row) > length}
         require(
             bool(self._streams),
@@ -109,14 +119,15 @@ class Sampler:
         self._shares = shares / shares.sum()
         self._length = length
 
-    def draw(self, random: np.random.Generator, batch: int) -> torch.Tensor:
-        """Draw [batch, length] tokens."""
+    def draw_sequences(self, random: np.random.Generator, count: int) -> torch.Tensor:
+        """Draw a source for each row, then a place in it; return [count, length] tokens."""
         names = list(self._streams)
-        drawn = random.choice(len(names), size=batch, p=self._shares)
-        rows = [self._cut(random, self._streams[names[one]]) for one in drawn]
+        drawn = random.choice(len(names), size=count, p=self._shares)
+        rows = [self._cut_at_random(random, self._streams[names[one]]) for one in drawn]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
-    def _cut(self, random: np.random.Generator, row: np.ndarray) -> np.ndarray:
+    def _cut_at_random(self, random: np.random.Generator, row: np.ndarray) -> np.ndarray:
+        """Return a sequence's tokens from a drawn place of a row."""
         start = int(random.integers(len(row) - self._length))
         return row[start : start + self._length]
 
@@ -125,6 +136,10 @@ class Run:
     """A model and a head that learn, and can go on where they were stopped."""
 
     def __init__(self, sizes: Sizes, schedule: Schedule, sampler: Sampler) -> None:
+        """Make the model and the head of random numbers, always the same, and their optimizer.
+
+        PyTorch's own random numbers are seeded.
+        """
         torch.manual_seed(0)
         self.model = Qwen3_5ForCausalLM(make_config(sizes))
         self.head = Head(self.model.config)
@@ -143,14 +158,19 @@ class Run:
 
     @property
     def is_done(self) -> bool:
+        """Whether the schedule's minutes of learning are over."""
         return self.seconds >= self._schedule.minutes * 60
 
-    def step(self) -> list[float]:
-        """Learn from one batch, and return the losses of the model and of the head's two steps."""
+    def learn_from_one_batch(self) -> list[float]:
+        """Draw a batch, learn from it, and return the losses of the model and of the head's two
+        steps; steps and seconds are counted.
+        """
         started = time.perf_counter()
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate()
-        tokens = self._sampler.draw(np.random.default_rng(self.steps), self._schedule.batch)
+            group["lr"] = self._learning_rate_now()
+        tokens = self._sampler.draw_sequences(
+            np.random.default_rng(self.steps), self._schedule.batch
+        )
         losses = self._losses(tokens)
         self._optimizer.zero_grad(set_to_none=True)
         torch.stack(losses).sum().backward()
@@ -162,13 +182,15 @@ class Run:
         return [float(loss.detach()) for loss in losses]
 
     def _losses(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Return the model's loss, then the head's two, of which none changes the model."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(tokens, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden[:, :-1]).float()
             own = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            return [own, *head_losses(self.model, self.head, tokens, hidden.detach())]
+            return [own, *losses_of_two_steps(self.model, self.head, tokens, hidden.detach())]
 
-    def _rate(self) -> float:
+    def _learning_rate_now(self) -> float:
+        """Return the rate: it rises over the first steps, then falls with a cosine of the time."""
         done = min(1.0, self.seconds / (self._schedule.minutes * 60))
         warm = min(1.0, (1 + self.steps) / self._schedule.warm_up)
         return self._schedule.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
@@ -186,8 +208,8 @@ class Run:
         torch.save(state, content)
         write_whole(folder / STATE, content.getvalue())
 
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` saved, if there is anything.
+    def load_if_saved(self, folder: Path) -> None:
+        """Go on from what `save` saved; nothing is changed where there is no such file.
 
         Raises:
             InputError: it is broken, or of another model.
@@ -241,10 +263,24 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def prepare(
+def make_or_read_tokenizer_and_tokens(
     out: Path, data: Path, documents: Path, vocab_size: int
 ) -> tuple[Tokenizer, dict[str, np.ndarray]]:
-    """Make the tokenizer and the training text's tokens, or read those that `out` has."""
+    """Make the tokenizer and the training text's tokens, and write them into `out`; read them where
+    they are there.
+
+    Args:
+        out: folder for tokenizer.json and tokens.npz; it exists.
+        data: with a folder for each task.
+        documents: its Markdown is read.
+        vocab_size: of the tokenizer that is made.
+
+    Returns:
+        The tokenizer, and each source's training text as one row of tokens.
+
+    Raises:
+        InputError: what `read_sources` raises.
+    """
     made = out / "tokens.npz"
     if made.exists():
         with np.load(made) as streams:
@@ -252,19 +288,27 @@ def prepare(
     sources = read_sources(data, documents)
     tokenizer = train_tokenizer(sources, vocab_size)
     save_tokenizer(tokenizer, out)
-    streams = {source.name: encode_stream(tokenizer, source.train) for source in sources}
+    streams = {source.name: encode_into_one_row(tokenizer, source.train) for source in sources}
     content = io.BytesIO()
     np.savez(content, **streams)
     write_whole(made, content.getvalue())
     return tokenizer, streams
 
 
-def train(run: Run, out: Path, schedule: Schedule, say: Callable[[str], None]) -> None:
-    """Learn until the schedule's minutes are over, saving as it says."""
+def train_and_save(run: Run, out: Path, schedule: Schedule, say: Callable[[str], None]) -> None:
+    """Learn until the schedule's minutes are over; save the run and its model every so often, and
+    at the end.
+
+    Args:
+        run: is changed.
+        out: folder of what is saved.
+        schedule: minutes of learning, and minutes between two saves.
+        say: is given a line about every 20th step.
+    """
     saved = run.seconds
     recent: list[list[float]] = []
     while not run.is_done:
-        recent.append(run.step())
+        recent.append(run.learn_from_one_batch())
         if run.steps % 20 == 0:
             means = np.mean(recent, axis=0)
             losses = ", ".join(f"{mean:.3f}" for mean in means)
@@ -282,7 +326,7 @@ def count_parameters(module: nn.Module) -> int:
     return sum(one.numel() for one in module.parameters())
 
 
-def learn(data: Path, documents: Path, out: Path, schedule: Schedule) -> None:
+def train_or_go_on(data: Path, documents: Path, out: Path, schedule: Schedule) -> None:
     """Train a model and its head, or go on with what `out` has, and say so on standard output.
 
     Args:
@@ -297,10 +341,10 @@ def learn(data: Path, documents: Path, out: Path, schedule: Schedule) -> None:
     torch.set_num_threads(1)
     make_folder(out)
     sizes = Sizes()
-    _, streams = prepare(out, data, documents, sizes.vocab_size)
+    _, streams = make_or_read_tokenizer_and_tokens(out, data, documents, sizes.vocab_size)
     print("tokens:", ", ".join(f"{name} {len(row):,}" for name, row in streams.items()))
     run = Run(sizes, schedule, Sampler(streams, WEIGHTS, schedule.length))
     numbers = [count_parameters(part) for part in (run.model, run.head)]
     print(f"parameters: {numbers[0]:,}, of the head {numbers[1]:,}")
-    run.load(out)
-    train(run, out, schedule, lambda line: print(line, flush=True))
+    run.load_if_saved(out)
+    train_and_save(run, out, schedule, lambda line: print(line, flush=True))

@@ -9,30 +9,25 @@ import argparse
 from pathlib import Path
 
 from convert import check_torch
-from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
+from ssmlx.commands.options import add_int_options, add_options, make_main
 from ssmlx.errors import require
 
-from .train import DATA_HELP
+from .train import make_parser_with_texts
 
 PROG = "perf.hybrid.measure"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.hybrid.measure`.
+    """Parse the options of `perf.hybrid.measure`; --data and --model are required.
 
     Args:
         argv: the words after the command; None for the process's own.
     """
-    parser = make_parser(PROG, __doc__)
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=DATA_HELP)
+    parser = make_parser_with_texts(PROG, __doc__)
     parser.add_argument(
         "--model", type=Path, required=True, metavar="FOLDER", help="that perf.hybrid.train wrote"
     )
-    add_options(
-        parser,
-        ("--documents", "FOLDER", "of its Markdown (default: %(default)s)", Path()),
-        ("--out", "FOLDER", "for hybrid.json and hybrid.txt", Path()),
-    )
+    add_options(parser, ("--out", "FOLDER", "for hybrid.json and hybrid.txt", Path()))
     add_int_options(
         parser,
         ("count", 20, "prompts"),
@@ -63,9 +58,9 @@ def _measure(args: argparse.Namespace) -> int:
         do="raise them",
     )
     check_torch()
-    from .figures import measure
+    from .figures import measure_print_and_save
 
-    return measure(
+    return measure_print_and_save(
         args.model,
         args.data,
         args.documents,

@@ -59,18 +59,21 @@ def read_sources(data: Path, documents: Path) -> list[Source]:
         do="give the folder above those of the tasks",
     )
     sources = [
-        Source(task.name, *(_read_examples(task / f"{part}.jsonl") for part in ("train", "test")))
+        Source(
+            task.name,
+            *(_read_prompts_with_completions(task / f"{part}.jsonl") for part in ("train", "test")),
+        )
         for task in tasks
     ]
     markdown = (path for path in sorted(documents.rglob("*.md")) if not _is_hidden(path))
-    sources.append(_split(MARKDOWN, documents, markdown))
+    sources.append(_read_and_split_files(MARKDOWN, documents, markdown))
     library = Path(sysconfig.get_path("stdlib"))
     python = (
         path
         for path in sorted(library.rglob("*.py"))
         if not {"site-packages", "test", "tests", "idlelib"} & set(path.parts)
     )
-    sources.append(_split(PYTHON, library, python))
+    sources.append(_read_and_split_files(PYTHON, library, python))
     return sources
 
 
@@ -84,8 +87,12 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read_examples(path: Path) -> list[str]:
-    """Read each line's prompt and completion as one text."""
+def _read_prompts_with_completions(path: Path) -> list[str]:
+    """Read each line's prompt and completion as one text.
+
+    Raises:
+        InputError: a line is no JSON, or lacks one of them.
+    """
     texts = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         require(
@@ -98,13 +105,13 @@ def _read_examples(path: Path) -> list[str]:
     return texts
 
 
-def _split(name: str, folder: Path, files: Iterable[Path]) -> Source:
-    """Read files and hold out some of them.
+def _read_and_split_files(name: str, folder: Path, files: Iterable[Path]) -> Source:
+    """Read files into a source, some of them as held-out texts.
 
     Args:
         name: of the source; of `PYTHON`'s packages all files are held out or none.
         folder: of the files.
-        files: to read; very short and very long ones are left out.
+        files: to read; those of 200 characters or fewer, and of 200,000 or more, are left out.
     """
     source = Source(name)
     for path in files:

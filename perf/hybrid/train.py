@@ -9,31 +9,48 @@ import argparse
 from pathlib import Path
 
 from convert import check_torch
-from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
+from ssmlx.commands.options import Parser, add_int_options, add_options, make_main, make_parser
 from ssmlx.errors import require
 
 from .schedule import Schedule
 
 PROG = "perf.hybrid.train"
-DATA_HELP = "with a folder for each task, of train.jsonl and test.jsonl"
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.hybrid.train`.
+def make_parser_with_texts(module: str, text: str | None) -> Parser:
+    """Make the parser of a command that reads texts: it has --data, which is required, and
+    --documents, the current folder by default.
 
     Args:
-        argv: the words after the command; None for the process's own.
+        module: of the command, such as "perf.hybrid.train".
+        text: what the command does, as `make_parser` takes it.
     """
-    parser = make_parser(PROG, __doc__)
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=DATA_HELP)
+    parser = make_parser(module, text)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="for the model; it goes on there"
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="with a folder for each task, of train.jsonl and test.jsonl",
     )
     add_options(
         parser,
         ("--documents", "FOLDER", "whose Markdown is read (default: %(default)s)", Path()),
-        ("--minutes", None, "of learning (default: %(default)s)", Schedule.minutes),
     )
+    return parser
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `perf.hybrid.train`; --data and --out are required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
+    parser = make_parser_with_texts(PROG, __doc__)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="for the model; it goes on there"
+    )
+    add_options(parser, ("--minutes", None, "of learning (default: %(default)s)", Schedule.minutes))
     add_int_options(parser, ("batch", Schedule.batch, "sequences of a step"))
     return parser.parse_args(argv)
 
@@ -42,7 +59,7 @@ def _train(args: argparse.Namespace) -> None:
     """Check the options, and learn.
 
     Raises:
-        InputError: an option is out of bounds, PyTorch is missing, or what `learn` raises.
+        InputError: an option is out of bounds, PyTorch is missing, or what `train_or_go_on` raises.
     """
     require(
         args.minutes > 0 and args.batch > 0,
@@ -51,10 +68,10 @@ def _train(args: argparse.Namespace) -> None:
         do="raise them",
     )
     check_torch()
-    from .learn import learn
+    from .learn import train_or_go_on
 
     schedule = Schedule(minutes=args.minutes, batch=args.batch)
-    learn(args.data, args.documents, args.out, schedule)
+    train_or_go_on(args.data, args.documents, args.out, schedule)
 
 
 main = make_main(PROG, parse_args, _train)

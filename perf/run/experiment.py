@@ -24,30 +24,40 @@ from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.loading.files import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
 
-from .price import Price, best_tree, price_answers, price_figures
+from .price import Prices, cheapest_system, price_answers, price_ratios_and_slow_answers
 from .results import (
     AnswerStore,
     Kept,
-    code_version,
-    files_version,
-    machine_load,
+    file_stats_digest,
+    machine_load_text,
+    sources_digest,
     timing_environment,
 )
-from .statistics import Estimate, mean, median, ratio, speedup
-from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
+from .statistics import Estimate, mean, median, ratio, ratio_of_median_rates
+from .target import (
+    DRAFT_ALONE,
+    DRAFT_MODEL,
+    MLX_LM,
+    MTP,
+    PLAIN,
+    STREAMS,
+    System,
+    Target,
+    Weights,
+)
 from .tasks import Example, Task, leave_out_middle, mean_scores
 from .timing import TimedAnswer, rotate_turns
 
-Prompts = Sequence[Sequence[Kept]]
+KeptAnswers = Sequence[Sequence[Kept]]
 """One system's answers: for every prompt, its repeats."""
-Answers = Mapping[str, Prompts]
+AnswersBySystem = Mapping[str, KeptAnswers]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Systems that answer the same prompts on the same weights, in turns.
 
-    `load` checks that it can be run; `measure` runs it.
+    `load_target_and_prompts` checks that it can be run; `measure` runs it.
     """
 
     name: str  # of what is measured; the names of its files begin with it
@@ -72,7 +82,7 @@ class Experiment:
             one.name for one in self.systems if one.kind == STREAMS and not one.config.is_controlled
         ]
 
-    def load(self) -> tuple[Target, list[list[int]]]:
+    def load_target_and_prompts(self) -> tuple[Target, list[list[int]]]:
         """Load the target and encode the prompts; everything that could fail later is checked.
 
         Prompts of a task with a longest prompt are cut in their middle.
@@ -94,7 +104,7 @@ class Experiment:
         for prompt in prompts:
             check_prompt_length(plain, len(prompt))
         for system in self.systems:
-            target.build_drafters(system)
+            target.make_new_drafters(system)
         return target, prompts
 
     def measure(self) -> Measured:
@@ -105,14 +115,18 @@ class Experiment:
         first prompt `warm_up` times, which is not kept.
 
         Raises:
-            InputError: what `load` refuses; or another process writes these answers.
+            InputError: what `load_target_and_prompts` refuses; or another process writes these
+                answers.
         """
         mx.clear_cache()
-        load, (target, prompts) = machine_load(), self.load()
+        load = machine_load_text()
+        target, prompts = self.load_target_and_prompts()
         systems = {system.name: system for system in self.systems}
         assert self.out is not None
         stores = {
-            name: AnswerStore(self.out, self.name, self.answer_settings(system), fresh=self.fresh)
+            name: AnswerStore(
+                self.out, self.name, self.settings_of_answers(system), fresh=self.fresh
+            )
             for name, system in systems.items()
         }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
@@ -120,7 +134,7 @@ class Experiment:
         num_costs = {
             name: None
             if any(key in stores[name] for key in keys)
-            else target.count_known_costs(system)
+            else target.count_learned_call_costs(system)
             for name, system in systems.items()
         }
         for name, store in stores.items():
@@ -136,7 +150,7 @@ class Experiment:
         for key, name in rotate_turns(progress, list(stores)):
             if key not in stores[name]:
                 answer = target.answer(systems[name], key[1:], key[0])
-                stores[name].keep(key, Kept(answer, target.decode_text(answer.tokens)))
+                stores[name].add_and_write(key, Kept(answer, target.decode_text(answer.tokens)))
         answers = {
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
             for name, store in stores.items()
@@ -145,7 +159,7 @@ class Experiment:
             store.file.close()
         return Measured(self, target, prompts, answers, load, num_costs)
 
-    def answer_settings(self, system: System) -> dict[str, Any]:
+    def settings_of_answers(self, system: System) -> dict[str, Any]:
         """Return everything beside the prompt that a system's answer and its time depend on, as
         JSON values.
 
@@ -155,10 +169,10 @@ class Experiment:
         kind = DRAFT_MODEL if system.kind == DRAFT_ALONE else system.kind
         return {
             # Other code may answer otherwise.
-            "code": code_version(),
-            "base": files_version(weights.base),
+            "code": sources_digest(),
+            "base": file_stats_digest(weights.base),
             "folder": weights_and_configs_digest(weights.folder),
-            "checkpoint": files_version(weights.checkpoints.get(kind)),
+            "checkpoint": file_stats_digest(weights.checkpoints.get(kind)),
             "dtype": weights.dtype,
             "rounds": weights.rounds,
             "system": system.name,
@@ -178,36 +192,38 @@ class Measured:
     experiment: Experiment
     target: Target
     prompts: Sequence[list[int]]
-    answers: Answers
+    answers: AnswersBySystem
     load: str
     # costs that each system knew as the run began; None where it learns none, or nobody knows
     num_costs: Mapping[str, int | None] = field(default_factory=dict)
 
-    def first(self, name: str) -> list[Kept]:
+    def answers_of_first_repeat(self, system_name: str) -> list[Kept]:
         """[prompts] a system's answers, of the first repeat."""
-        return [repeats[0] for repeats in self.answers[name]]
+        return [repeats[0] for repeats in self.answers[system_name]]
 
 
-def run_result(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
+def run_result(
+    experiment: Experiment, model_name: str, task_results: Sequence[Any]
+) -> dict[str, Any]:
     """Return the result of a command as JSON values: how it was measured, and the results of its
     tasks.
 
     Args:
         experiment: its first system says the sampling.
-        model: the name that the user gave.
-        tasks: of each task, such as `task_result` returns.
+        model_name: as the user gave it.
+        task_results: of each task, such as `task_result` returns.
     """
     config = experiment.systems[0].config
     return {
         "machine": describe_machine(),
-        "model": model,
+        "model": model_name,
         "dtype": experiment.weights.dtype,
         "temp": config.temp,
         "top_k": config.top_k,
         "seed": config.seed,
         "repeats": experiment.repeats,
         "warm_up": experiment.warm_up,
-        "tasks": list(tasks),
+        "tasks": list(task_results),
     }
 
 
@@ -222,29 +238,29 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     """
     experiment = measured.experiment
     weights = measured.experiment.weights
-    shared = _metric_figures(experiment, measured.first(PLAIN))
+    plain_metrics = _mean_scores_of(experiment, measured.answers_of_first_repeat(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
     prices = _answer_prices(measured)
-    tree = best_tree(prices, experiment.fixed_trees)
+    tree = cheapest_system(prices, experiment.fixed_trees)
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
         "data": experiment.data,
-        "prompts": len(measured.first(PLAIN)),
+        "prompts": len(measured.answers_of_first_repeat(PLAIN)),
         "max_tokens": experiment.systems[0].config.max_tokens,
         "max_prompt_tokens": experiment.task.max_prompt_tokens if experiment.task else None,
         "adapter": weights.folder.resolve().name if weights.folder else None,
         "scope": weights.scope,
-        "target_bytes": measured.target.memory().weights,
-        "figures": list(shared),
+        "target_bytes": measured.target.measure_memory().weights,
+        "figures": list(plain_metrics),
         "left_out": dict(experiment.left_out),
         "load": measured.load,
-        "draft_call_seconds": _call_seconds(measured.answers.get(DRAFT_ALONE, ())),
+        "draft_call_seconds": _median_seconds_of_later_calls(measured.answers.get(DRAFT_ALONE, ())),
         "best_tree": tree,
         "systems": [
             {
-                **_system_row(system, measured, shared),
+                **_system_row(system, measured, plain_metrics),
                 **speedup_figures(system, measured.answers, tree),
-                "price": price_figures(system.name, prices, tree),
+                "price": price_ratios_and_slow_answers(system.name, prices, tree),
                 "num_costs": measured.num_costs.get(system.name),
             }
             for system in systems
@@ -254,7 +270,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     }
 
 
-def _answer_prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]]:
+def _answer_prices(measured: Measured) -> Prices:
     """Return the price of each answer of the target, by system, prompt and repeat."""
     systems = {one.name: one.kind for one in measured.experiment.systems if one.kind != DRAFT_ALONE}
     answers = {
@@ -267,7 +283,7 @@ def _answer_prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]
 def _category_results(
     measured: Measured,
     systems: Sequence[System],
-    prices: Mapping[str, Sequence[Sequence[Price]]],
+    prices: Prices,
 ) -> list[dict[str, Any]]:
     """Return the speeds of each system on each category of examples, in the order in which
     categories come.
@@ -289,14 +305,14 @@ def _category_results(
     for category, own in of_category.items():
         answers = {name: [prompts[i] for i in own] for name, prompts in measured.answers.items()}
         own_prices = {name: [prompts[i] for i in own] for name, prompts in prices.items()}
-        tree = best_tree(own_prices, measured.experiment.fixed_trees)
+        tree = cheapest_system(own_prices, measured.experiment.fixed_trees)
         rows = [
             {
                 "name": system.name,
                 "kind": system.kind,
                 "tokens_per_call": asdict(_tokens_per_call(answers[system.name])),
                 **speedup_figures(system, answers, tree),
-                "price": price_figures(system.name, own_prices, tree),
+                "price": price_ratios_and_slow_answers(system.name, own_prices, tree),
             }
             for system in systems
         ]
@@ -306,13 +322,13 @@ def _category_results(
     return found
 
 
-def _tokens_per_call(prompts: Prompts) -> Estimate:
+def _tokens_per_call(answers: KeptAnswers) -> Estimate:
     """Tokens per target call over all prompts, of the first repeats."""
-    first = [repeats[0].answer for repeats in prompts]
+    first = [repeats[0].answer for repeats in answers]
     return ratio([len(one.tokens) for one in first], [one.target_calls for one in first])
 
 
-def _metric_figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
+def _mean_scores_of(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
     """Return the mean of each of the task's scores of answers; empty without a task or without
     references.
     """
@@ -320,7 +336,9 @@ def _metric_figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, A
     return mean_scores(task, experiment.examples, [one.text for one in kept]) if task else {}
 
 
-def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
+def _system_row(
+    system: System, measured: Measured, plain_metrics: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a system's row of the tables, as JSON values.
 
     Times are medians of a prompt's repeats; tokens and calls are of the first repeat.
@@ -328,24 +346,24 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     Args:
         system: the system.
         measured: all answers.
-        shared: figures of plain decoding's answers, which are not computed again for the same
-            tokens.
+        plain_metrics: mean scores of plain decoding's answers, which are not computed again for
+            the same tokens.
     """
     prompts = measured.answers[system.name]
-    first = measured.first(system.name)
-    plain = measured.first(PLAIN)
+    first = measured.answers_of_first_repeat(system.name)
+    plain = measured.answers_of_first_repeat(PLAIN)
     is_shared = all(a.answer.tokens == b.answer.tokens for a, b in zip(first, plain, strict=True))
-    differences = find_differences(measured, system)
+    differences = find_differences_from_plain(measured, system)
     target = measured.target
-    weight_bytes = target.memory(system.kind).weights - target.memory().weights
+    weight_bytes = target.measure_memory(system.kind).weights - target.measure_memory().weights
     tokens = [len(kept.answer.tokens) for kept in first]
     calls = [kept.answer.target_calls for kept in first]
     drafts = [kept.answer.draft_calls for kept in first]
-    rates = _medians(prompts, lambda answer: answer.tokens_per_second)
+    rates = _medians_over_repeats(prompts, lambda answer: answer.tokens_per_second)
     return {
         "name": system.name,
         "kind": system.kind,
-        "options": _describe_drafting(system, target.build_drafters(system)),
+        "options": _describe_largest_tree(system, target.make_new_drafters(system)),
         "tokens_per_call": asdict(_tokens_per_call(prompts)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
@@ -354,15 +372,17 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "cut_at_max_tokens": sum(count == system.config.max_tokens for count in tokens),
         "draft_calls": sum(drafts),
         "draft_calls_per_answer": asdict(mean(drafts)),
-        "latency_seconds": asdict(mean(_medians(prompts, lambda a: a.seconds))),
-        "first_token_seconds": asdict(mean(_medians(prompts, lambda a: a.prefill_seconds))),
-        "decode_seconds": asdict(mean(_medians(prompts, lambda a: a.decode_seconds))),
+        "latency_seconds": asdict(mean(_medians_over_repeats(prompts, lambda a: a.seconds))),
+        "first_token_seconds": asdict(
+            mean(_medians_over_repeats(prompts, lambda a: a.prefill_seconds))
+        ),
+        "decode_seconds": asdict(mean(_medians_over_repeats(prompts, lambda a: a.decode_seconds))),
         "tokens_per_second": statistics.median(rates),
         "decode_rate": asdict(median(rates)),
-        "call_seconds": _call_seconds(prompts),
-        "figures": shared if is_shared else _metric_figures(measured.experiment, first),
+        "call_seconds": _median_seconds_of_later_calls(prompts),
+        "figures": plain_metrics if is_shared else _mean_scores_of(measured.experiment, first),
         "figures_of": PLAIN if is_shared else system.name,
-        "extra_parameters": target.extra_parameters(system),
+        "extra_parameters": target.count_added_parameters(system),
         "weight_bytes": weight_bytes,
         "peak_bytes": weight_bytes + max(k.answer.peak_bytes for one in prompts for k in one),
         "differences": differences or [],
@@ -370,49 +390,53 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     }
 
 
-def _describe_drafting(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
-    """Describe for the results how a system drafts.
+def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
+    """Describe for the results the largest tree that a system drafts, and what shapes its trees.
 
     Args:
         system: the system.
         drafters: its drafters; where several may draft, the first is described.
 
     Returns:
-        The levels and nodes of the largest tree, and the settings that shape trees, by name; empty
-        without drafters.
+        "levels" and "nodes" of the tree, and the settings "tree", "prune" and the drafter's own as
+        JSON values; empty without drafters.
     """
     if not drafters:
         return {}
     drafter = drafters[0]  # the first where several may draft
     config = asdict(system.config)
-    names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree"}
+    names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree", MTP: "drafter_settings"}
     own = names.get(system.kind, system.kind.replace("-", "_"))
     shapes = {name: config[name] for name in ("tree", "prune", own) if name in config}
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 
-def _medians(prompts: Prompts, of: Callable[[TimedAnswer], float]) -> list[float]:
+def _medians_over_repeats(
+    answers: KeptAnswers, figure_of: Callable[[TimedAnswer], float]
+) -> list[float]:
     """[prompts] a figure of an answer, the median of the repeats."""
-    return [statistics.median(of(kept.answer) for kept in repeats) for repeats in prompts]
+    return [statistics.median(figure_of(kept.answer) for kept in repeats) for repeats in answers]
 
 
-def _call_seconds(prompts: Prompts) -> float | None:
+def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
     """Return the median over answers of the seconds of a target call after the first.
 
     All repeats count, and answers of more than one call; None without any.
     """
-    answers = [kept.answer for repeats in prompts for kept in repeats]
-    times = [a.decode_seconds / (a.target_calls - 1) for a in answers if a.target_calls > 1]
+    timed = [kept.answer for repeats in answers for kept in repeats]
+    times = [a.decode_seconds / (a.target_calls - 1) for a in timed if a.target_calls > 1]
     return statistics.median(times) if times else None
 
 
-def speedup_figures(system: System, answers: Answers, tree: str | None = None) -> dict[str, Any]:
+def speedup_figures(
+    system: System, answers: AnswersBySystem, best_tree_system: str | None = None
+) -> dict[str, Any]:
     """Return how many times as fast a system is, as JSON values.
 
     Args:
         system: the system.
         answers: of all systems.
-        tree: name of the system that drafts the best fixed tree, or None.
+        best_tree_system: name of the system that drafts the best fixed tree, or None.
 
     Returns:
         Ratios of decode tokens/s ("speedup", "over_plain") and of times of whole answers
@@ -420,51 +444,56 @@ def speedup_figures(system: System, answers: Answers, tree: str | None = None) -
         where that takes part; times of whole answers over the best fixed tree's where there is one.
         Above 1 the system is faster.
     """
-    rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
+    rates = {
+        n: _medians_over_repeats(prompts, lambda a: a.tokens_per_second)
+        for n, prompts in answers.items()
+    }
     base, plain, own = (
-        _medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
+        _medians_over_repeats(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
     )
     found: dict[str, Any] = {
-        "speedup": speedup(rates[system.name], rates[MLX_LM]),
+        "speedup": ratio_of_median_rates(rates[system.name], rates[MLX_LM]),
         "latency_speedup": asdict(ratio(base, own)),
-        "over_plain": speedup(rates[system.name], rates[PLAIN]),
+        "over_plain": ratio_of_median_rates(rates[system.name], rates[PLAIN]),
         "latency_over_plain": asdict(ratio(plain, own)),
     }
-    if tree is not None:
-        theirs = _medians(answers[tree], lambda a: a.seconds)
+    if best_tree_system is not None:
+        theirs = _medians_over_repeats(answers[best_tree_system], lambda a: a.seconds)
         found["latency_over_best_tree"] = asdict(ratio(theirs, own))
     if DRAFT_MODEL in rates and system.kind == STREAMS:
-        found["speedup_over_draft_model"] = speedup(rates[system.name], rates[DRAFT_MODEL])
+        found["speedup_over_draft_model"] = ratio_of_median_rates(
+            rates[system.name], rates[DRAFT_MODEL]
+        )
     return found
 
 
-def find_differences(measured: Measured, system: System) -> list[dict[str, Any]] | None:
+def find_differences_from_plain(measured: Measured, system: System) -> list[dict[str, Any]] | None:
     """List where a system's answers differ from plain decoding's first one, in any repeat.
 
     Returns:
-        One entry for each prompt with a difference, as `describe_difference` makes it of the first
-        repeat that differs; None for mlx-lm when it samples, as its noise is its own.
+        One entry for each prompt with a difference, as `describe_first_difference` makes it of the
+        first repeat that differs; None for mlx-lm when it samples, as its noise is its own.
     """
     if system.kind == MLX_LM and system.config.temp:
         return None
     found = []
-    expected = [kept.answer.tokens for kept in measured.first(PLAIN)]
+    expected = [kept.answer.tokens for kept in measured.answers_of_first_repeat(PLAIN)]
     for index, repeats in enumerate(measured.answers[system.name]):
         tokens = [kept.answer.tokens for kept in repeats]
         other = next((row for row in tokens if row != expected[index]), None)
         if other is not None:
-            found.append(describe_difference(measured, index, expected[index], other))
+            found.append(describe_first_difference(measured, index, expected[index], other))
     return found
 
 
-def describe_difference(
-    measured: Measured, index: int, plain: list[int], other: list[int]
+def describe_first_difference(
+    measured: Measured, prompt_index: int, plain: list[int], other: list[int]
 ) -> dict[str, Any]:
     """Describe the first difference between two answers to a prompt, which are not the same.
 
     Args:
         measured: all answers; its target computes the logits.
-        index: of the prompt.
+        prompt_index: which prompt both answer.
         plain: token ids of plain decoding's answer.
         other: those of another.
 
@@ -476,17 +505,17 @@ def describe_difference(
     experiment = measured.experiment
     place = first_difference(plain, other)
     assert place is not None
-    found = {"prompt": index, "token": place, "gap": None, "logit": None, "near_tie": False}
+    found = {"prompt": prompt_index, "token": place, "gap": None, "logit": None, "near_tie": False}
     if experiment.systems[0].config.temp or place == min(len(plain), len(other)):
         return found
-    text = mx.array([measured.prompts[index] + plain[:place]])
+    text = mx.array([measured.prompts[prompt_index] + plain[:place]])
     logits = measured.target.mlx_model(text)[0, -1]
     dtype = getattr(mx, experiment.weights.activations)
     one = compare_logits(place, plain[place], other[place], logits, None, dtype)
     return {**found, "gap": one.gap, "logit": one.logit, "near_tie": one.is_near_tie}
 
 
-def differing_systems(result: Mapping[str, Any]) -> list[str]:
+def systems_parting_beyond_ties(result: Mapping[str, Any]) -> list[str]:
     """List systems whose tokens differ from plain decoding's by more than rounding, as "task,
     system".
 

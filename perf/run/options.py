@@ -18,13 +18,14 @@ from ssmlx.commands.options import (
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.files import make_folder
+from ssmlx.loading.model_heads import has_own_mtp_head
 from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
 from ssmlx.settings import GenerateConfig, SamplingConfig
 
 from . import target
 from .experiment import Experiment
 from .results import RESULTS
-from .target import DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, TEXT, System, Weights
+from .target import DRAFT_MODEL, MLX_LM, MTP, PLAIN, STREAMS, TEXT, System, Weights
 from .tasks import TASKS, find_data_file, make_scorer, read_examples
 
 BASE = "smollm2-135m-q4_1"
@@ -45,16 +46,18 @@ SYSTEMS = (MLX_LM, PLAIN, STREAMS, *target.CHECKPOINTS, "lookahead", "prompt-loo
 _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
 
-def add_base(group: argparse._ActionsContainer) -> None:
+def add_model_option(group: argparse._ActionsContainer) -> None:
+    """Add --model, the base model."""
     text = "the base model: a local folder, a Hub name or an alias (default: %(default)s)"
     add_options(group, ("--model", None, text, BASE))
 
 
-def add_out(group: argparse._ActionsContainer) -> None:
+def add_out_option(group: argparse._ActionsContainer) -> None:
+    """Add --out, the folder of the results."""
     add_options(group, ("--out", "FOLDER", "folder of the results (default: %(default)s)", RESULTS))
 
 
-def split_name(item: str) -> tuple[str | None, str]:
+def split_name_and_value(item: str) -> tuple[str | None, str]:
     """Split `NAME=VALUE` at the first "=".
 
     Returns:
@@ -66,7 +69,9 @@ def split_name(item: str) -> tuple[str | None, str]:
     return (None, item) if is_whole else (name, value)
 
 
-def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+def exit_if_count_below_one(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
+) -> None:
     """End the command with one line and exit code 2 if one of these options is below 1.
 
     Args:
@@ -83,18 +88,19 @@ def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
 
 def add_experiment_options(
     parser: argparse.ArgumentParser,
-    saved: argparse._MutuallyExclusiveGroup | None = None,
+    alternatives: argparse._MutuallyExclusiveGroup | None = None,
     *,
     tasks: Sequence[str] = (),
     systems: Sequence[str] = SYSTEMS,
     repeats: int = 1,
     dtypes: Sequence[str] = (),
 ) -> None:
-    """Add the options that `build_experiment` reads, but --out.
+    """Add the options that `build_task_experiment` reads, but --out.
 
     Args:
         parser: is given them.
-        saved: a group of alternatives to --task; without it, --task is required.
+        alternatives: a group of alternatives to --task, which gets --task; without it, --task is
+            required where it has no defaults.
         tasks: defaults of --task, which then takes several.
         systems: defaults of --systems.
         repeats: default of --repeats.
@@ -102,14 +108,14 @@ def add_experiment_options(
     """
     data = parser.add_argument_group("data")
     shown = f" (default: {' '.join(tasks)})" if tasks else ""
-    task = (saved or data).add_argument(
+    task = (alternatives or data).add_argument(
         "--task",
         choices=tuple(TASKS),
         default=tasks or None,
         nargs="+" if tasks else None,
         help=f"task whose prompts are answered{shown}",
     )
-    task.required = saved is None and not tasks
+    task.required = alternatives is None and not tasks
     add_options(
         data,
         (
@@ -124,7 +130,7 @@ def add_experiment_options(
         ("--count", "N", "use the first N prompts (default: all)", int),
     )
     weights = parser.add_argument_group("weights")
-    add_base(weights)
+    add_model_option(weights)
     weights.add_argument(
         "--dtype",
         choices=(*target.FLOATS, *target.PACKED),
@@ -133,7 +139,6 @@ def add_experiment_options(
         help="type of all weights; 8bit and 4bit have float16 activations "
         f"(default: {' '.join(dtypes) or 'float32'})",
     )
-    given = {kind: "MODEL" if kind == DRAFT_MODEL else "FOLDER" for kind in target.CHECKPOINTS}
     add_options(
         weights,
         (
@@ -144,8 +149,14 @@ def add_experiment_options(
             str,
         ),
         *(
-            (f"--{kind}", word, f"weights of the drafter {kind}", str)
-            for kind, word in given.items()
+            (
+                f"--{kind}",
+                _checkpoint_metavar(kind),
+                f"weights of the drafter {kind}"
+                + (" (default: the base model's own, where it has them)" if kind == MTP else ""),
+                str,
+            )
+            for kind in target.CHECKPOINTS
         ),
     )
     group = parser.add_argument_group("run")
@@ -180,8 +191,13 @@ def add_experiment_options(
     )
 
 
-def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
-    """Make the experiment that the options name, called `name`-TASK.
+def _checkpoint_metavar(kind: str) -> str:
+    """Return how the help names the value of --KIND: MODEL where a Hub name will do."""
+    return "MODEL" if kind in (DRAFT_MODEL, MTP) else "FOLDER"
+
+
+def build_task_experiment(args: argparse.Namespace, measurement: str) -> Experiment:
+    """Make the experiment that the options name, called MEASUREMENT-TASK.
 
     Everything is checked that can be checked without loading the model. Systems that lack weights
     are left out, and named on standard error. Where a draft model drafts, it also takes part alone.
@@ -189,7 +205,10 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
 
     Args:
         args: one --task and one --dtype, and the other options of `add_experiment_options`.
-        name: of the measurement.
+        measurement: what is measured, such as "compare"; names of files begin with it.
+
+    Returns:
+        The experiment; its examples and its adapter are read.
 
     Raises:
         InputError: an option is wrong, or would have no effect.
@@ -205,7 +224,8 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
     # Under a seed, so that every drafter must write the same.
     seed = args.seed if args.temp else None
     sampling = SamplingConfig(temp=args.temp, top_k=args.top_k, seed=seed)
-    systems = parse_systems(args.systems, sampling, args.max_tokens or task.max_tokens)
+    max_tokens = args.max_tokens or task.max_tokens
+    systems = parse_systems_with_baselines(args.systems, sampling, max_tokens)
     data = find_data_file(task, args.data, args.data_dir)
     examples = read_examples(data, task, args.count)
     make_scorer(task)
@@ -215,13 +235,15 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
         expected=f"{DEFAULT} or {TEXT} among --systems",
         do="drop --costs",
     )
-    weights = _read_weights(args)
+    weights = _find_weights_and_read_adapter(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
-        kind: f"no --{kind} FOLDER"
+        kind: f"no --{kind} {_checkpoint_metavar(kind)}"
         for kind in target.CHECKPOINTS
         if kind not in weights.checkpoints
     }
+    if MTP in lacking:
+        lacking[MTP] += ", and the base model has no MTP head of its own"
     if weights.adapter is None:
         lacking[STREAMS] = "no --adapter FOLDER"
     elif not weights.adapter.config.num_streams:
@@ -238,7 +260,7 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
     alone = [System(target.DRAFT_ALONE, target.DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
     return Experiment(
-        name=f"{name}-{task.name}",
+        name=f"{measurement}-{task.name}",
         weights=weights,
         systems=[*taking_part, *alone],
         examples=examples,
@@ -263,10 +285,10 @@ class _SystemParser(Parser):
         )
 
 
-def parse_systems(
+def parse_systems_with_baselines(
     texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
 ) -> list[System]:
-    """Parse --systems.
+    """Parse --systems; mlx-lm and plain decoding are put in front where they are missing.
 
     Args:
         texts: each the name of a system, or a drafter with options of ssmlx.generate; "trees"
@@ -275,7 +297,7 @@ def parse_systems(
         max_tokens: of an answer.
 
     Returns:
-        The systems in this order, mlx-lm and plain decoding in front if missing.
+        The systems in this order.
 
     Raises:
         InputError: a system is unknown or named twice, or an option is wrong.
@@ -284,30 +306,33 @@ def parse_systems(
     missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
     systems: dict[str, System] = {}
     for text in (*missing, *texts):
-        name, kind, config = _parse_system(text)
+        system = _parse_system(text)
         require(
-            name not in systems,
+            system.name not in systems,
             f"--systems names {text!r} twice",
             expected="each once",
             do="drop one",
         )
         config = replace(
-            config,
+            system.config,
             max_tokens=max_tokens,
             temp=sampling.temp,
             top_k=sampling.top_k,
             seed=sampling.seed,
         )
-        systems[name] = System(name, kind, config)
+        systems[system.name] = replace(system, config=config)
     return list(systems.values())
 
 
-def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
+def _parse_system(text: str) -> System:
     """Parse one system, such as `draft-model width=2 --tree full`.
 
+    Args:
+        text: its kind, and options of drafting; runs of white space count as one space.
+
     Returns:
-        Its name in tables, its kind, and its settings. All but mlx-lm, plain decoding and those of
-        `CONTROLLED` draft at every call.
+        The system, whose name is the text. All but mlx-lm, plain decoding and those of `CONTROLLED`
+        draft at every call.
 
     Raises:
         InputError: it is unknown, or an option is wrong.
@@ -325,9 +350,9 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     )
     name = " ".join(words)
     if kind in (MLX_LM, PLAIN):
-        return name, kind, GenerateConfig(decoding="plain")
+        return System(name, kind, GenerateConfig(decoding="plain"))
     if kind in CONTROLLED:
-        return name, CONTROLLED[kind], GenerateConfig()
+        return System(name, CONTROLLED[kind], GenerateConfig())
     first = next(iter(flags), len(words))
     parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
     add_streams_tree_prune_options(parser.add_argument_group())
@@ -338,15 +363,15 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     args.decoding = "speculative"
     args.drafter = parse_drafter_option(" ".join(words[:first]))
     # It drafts at every call, so that a system is the same on every machine.
-    return name, kind, generate_config(args).with_default_shape()
+    return System(name, kind, generate_config(args).with_default_shape())
 
 
-def _read_weights(args: argparse.Namespace) -> Weights:
+def _find_weights_and_read_adapter(args: argparse.Namespace) -> Weights:
     """Return the weights that the options name; without --adapter, the bundled adapter of the task
-    if there is one.
+    if there is one, and without --mtp, the base model's own head if it has one.
 
-    Adapter and draft model are found, and the adapter is read; the base is found or downloaded, not
-    loaded.
+    Names are resolved, which may download the base, a draft model or an MTP head; the adapter alone
+    is read.
 
     Raises:
         InputError: something does not exist or is broken.
@@ -356,29 +381,34 @@ def _read_weights(args: argparse.Namespace) -> Weights:
         folder = resolve_adapter(args.adapter)
     given = {kind: getattr(args, kind.replace("-", "_")) for kind in target.CHECKPOINTS}
     checkpoints = {
-        kind: resolve_model(value) if kind == DRAFT_MODEL else Path(value).expanduser()
+        kind: resolve_model(value) if kind in (DRAFT_MODEL, MTP) else Path(value).expanduser()
         for kind, value in given.items()
         if value is not None
     }
-    adapter = None if folder is None else target.read_unfused_adapter(folder)
+    adapter = None if folder is None else target.read_adapter_with_own_lora(folder)
     base = resolve_model(args.model)
+    if MTP not in checkpoints and has_own_mtp_head(base):
+        checkpoints[MTP] = base
     costs = (args.costs or args.out / "costs").expanduser().resolve()
     return Weights(
         base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints, costs=costs
     )
 
 
-def adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
+def read_adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
     """Find and read an adapter.
+
+    Args:
+        name: a bundled adapter's, or a folder.
 
     Returns:
         Its folder, and its contents.
 
     Raises:
-        InputError: it has no streams, or cannot be read.
+        InputError: it has no streams or no LoRA of its own, or cannot be read.
     """
     folder = resolve_adapter(name)
-    adapter = None if folder is None else target.read_unfused_adapter(folder)
+    adapter = None if folder is None else target.read_adapter_with_own_lora(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:
         raise InputError(
             f"--adapter {name} has no streams",

@@ -66,8 +66,23 @@ class Price:
     by_nearest_rows: int
 
 
-Answers = Sequence[Sequence[TimedAnswer]]
+TimedAnswers = Sequence[Sequence[TimedAnswer]]
 """One system's answers: for every prompt, its repeats."""
+Prices = Mapping[str, Sequence[Sequence[Price]]]
+"""By system: for every prompt, the price of each repeat of its answer."""
+
+
+class KindMedian(NamedTuple):
+    """Median seconds of a kind of call, and whose calls they are of.
+
+    Attributes:
+        seconds: the median.
+        taken_from: "own", of the kind itself; "rows", of the same place and the nearest number of
+            rows; "place", of all places and the same rows.
+    """
+
+    seconds: float
+    taken_from: Literal["own", "rows", "place"]
 
 
 @dataclass
@@ -77,42 +92,43 @@ class CallSeconds:
     """
 
     _seconds: dict[CallKind, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _medians: dict[CallKind, tuple[float, str]] = field(default_factory=dict)
+    _medians: dict[CallKind, KindMedian] = field(default_factory=dict)
 
     def add(self, kind: CallKind, seconds: float) -> None:
         """Note a call of a kind; it also counts for the place "any"."""
         self._seconds[kind].append(seconds)
         self._seconds[kind._replace(place="any")].append(seconds)
 
-    def price(self, kind: CallKind) -> tuple[float, str]:
-        """Return the median seconds of a kind, and how it was found; a call of it must have been
-        added.
+    def median_of(self, kind: CallKind) -> KindMedian:
+        """Return the median seconds of a kind of call, of which one at least must have been added.
 
-        The second is "" where the kind has at least `LEAST_SAMPLES` samples, "rows" where the
-        nearest number of rows lent its own, "place" where those of all places were taken. What was
-        found once is kept.
+        With fewer than `LEAST_SAMPLES` calls of the kind, those of the nearest number of rows, or
+        of all places, stand for it. What was found once is kept: calls that are added later do not
+        change it.
         """
         if kind not in self._medians:
-            self._medians[kind] = self._find_price(kind)
+            self._medians[kind] = self._find_median(kind)
         return self._medians[kind]
 
-    def _find_price(self, kind: CallKind) -> tuple[float, str]:
-        """Find what `price` returns for a kind, without keeping it."""
+    def _find_median(self, kind: CallKind) -> KindMedian:
+        """Find what `median_of` returns for a kind, without keeping it."""
         own = self._seconds[kind]
         if len(own) >= LEAST_SAMPLES:
-            return median(own), ""
+            return KindMedian(median(own), "own")
         # The place decides more than the rows do: a last call is a draft alone.
-        nearest = None if kind.place == "steady" else self._nearest_samples(kind)
+        nearest = None if kind.place == "steady" else self._samples_of_nearest_rows(kind)
         if nearest is not None:
-            return median(nearest), "rows"
+            return KindMedian(median(nearest), "rows")
         anywhere = kind._replace(place="any")
         own = self._seconds[anywhere]
         if len(own) >= LEAST_SAMPLES:
-            return median(own), "place"
-        nearest = self._nearest_samples(anywhere)
-        return (median(own), "place") if nearest is None else (median(nearest), "rows")
+            return KindMedian(median(own), "place")
+        nearest = self._samples_of_nearest_rows(anywhere)
+        if nearest is not None:
+            return KindMedian(median(nearest), "rows")
+        return KindMedian(median(own), "place")
 
-    def _nearest_samples(self, kind: CallKind) -> list[float] | None:
+    def _samples_of_nearest_rows(self, kind: CallKind) -> list[float] | None:
         """Return the samples of the kind that differs in rows alone, and least.
 
         Only kinds of at least `LEAST_SAMPLES` samples count; None where there is none.
@@ -126,16 +142,16 @@ class CallSeconds:
         return None if nearest is None else enough[nearest]
 
 
-def call_kinds(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
+def kinds_of_calls(system_kind: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
     """Yield the kind of each call of an answer.
 
     Args:
-        system: kind of the system, which decides how calls are launched. A bare root's call behind
-            which no tree is drafted counts as plain decoding's where the system launches it alike;
-            mlx-lm's counts as its own.
+        system_kind: of the system that answered, which decides how calls are launched. A bare
+            root's call behind which no tree is drafted counts as plain decoding's where the system
+            launches it alike; mlx-lm's counts as its own.
         calls: of one answer, in order, without the prompt's.
     """
-    is_pipelined = system in _IS_PLAINLY_LAUNCHED
+    is_pipelined = system_kind in _IS_PLAINLY_LAUNCHED
     rows = [call.rows for call in calls]
     for index, (call, following) in enumerate(pairwise([*calls, None])):
         assert call is not None
@@ -152,68 +168,67 @@ def call_kinds(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
             place = "exit"
         elif call.rows == 1 and next_rows > 1:
             place = "entry"
-        is_plain = is_bare and place == "steady" and system != MLX_LM
+        is_plain = is_bare and place == "steady" and system_kind != MLX_LM
         tree = following if place == "entry" else call
-        drafter = PLAIN if is_plain else (tree and tree.drafter) or system
+        drafter = PLAIN if is_plain else (tree and tree.drafter) or system_kind
         # A backend that computes while a call is launched has the tree's time in the entry.
         shown = next_rows if place == "entry" else rows[index]
         yield CallKind(drafter, shown, context_bucket(call.context), place)
 
 
-def price_answers(
-    systems: Mapping[str, str], answers: Mapping[str, Answers]
-) -> dict[str, list[list[Price]]]:
+def price_answers(system_kinds: Mapping[str, str], answers: Mapping[str, TimedAnswers]) -> Prices:
     """Return the price of every answer of a run, by system, prompt and repeat.
 
     Args:
-        systems: the kind of each system that takes part, by its name.
+        system_kinds: the kind of each system that takes part, by its name.
         answers: each system's, by its name.
     """
     seconds = CallSeconds()
-    for name, system in systems.items():
+    for name, kind in system_kinds.items():
         for repeats in answers[name]:
             for answer in repeats:
-                for kind, call in zip(call_kinds(system, answer.calls), answer.calls, strict=True):
-                    seconds.add(kind, call.seconds)
-    prompts = _prompt_seconds(systems, answers)
+                kinds = kinds_of_calls(kind, answer.calls)
+                for call_kind, call in zip(kinds, answer.calls, strict=True):
+                    seconds.add(call_kind, call.seconds)
+    prompts = _median_prompt_seconds(system_kinds, answers)
     return {
         name: [
             [
-                _price_answer(system, answer, prompt[_prompt_timing_group(system)], seconds)
+                _price_answer(kind, answer, prompt[_prompt_timing_group(kind)], seconds)
                 for answer in repeats
             ]
             for prompt, repeats in zip(prompts, answers[name], strict=True)
         ]
-        for name, system in systems.items()
+        for name, kind in system_kinds.items()
     }
 
 
-def _prompt_timing_group(system: str) -> str:
+def _prompt_timing_group(system_kind: str) -> str:
     """Return the name under which a system's calls for prompts are timed together.
 
     Systems that launch calls as plain decoding does share `PLAIN`; the others have their own.
     """
-    return PLAIN if system in _IS_PLAINLY_LAUNCHED else system
+    return PLAIN if system_kind in _IS_PLAINLY_LAUNCHED else system_kind
 
 
-def _prompt_seconds(
-    systems: Mapping[str, str], answers: Mapping[str, Answers]
+def _median_prompt_seconds(
+    system_kinds: Mapping[str, str], answers: Mapping[str, TimedAnswers]
 ) -> list[dict[str, float]]:
     """Return, for each prompt, the median seconds until the first token, by the name of
     `_prompt_timing_group`.
     """
     found = []
-    for index in range(len(answers[next(iter(systems))])):
+    for index in range(len(answers[next(iter(system_kinds))])):
         taken: dict[str, list[float]] = defaultdict(list)
-        for name, system in systems.items():
+        for name, kind in system_kinds.items():
             own = [answer.prefill_seconds for answer in answers[name][index]]
-            taken[_prompt_timing_group(system)] += own
+            taken[_prompt_timing_group(kind)] += own
         found.append({name: median(own) for name, own in taken.items()})
     return found
 
 
 def _price_answer(
-    system: str, answer: TimedAnswer, prompt_seconds: float, seconds: CallSeconds
+    system_kind: str, answer: TimedAnswer, prompt_seconds: float, seconds: CallSeconds
 ) -> Price:
     """Price an answer: the seconds of the prompt and the median seconds of each of its calls.
 
@@ -222,15 +237,15 @@ def _price_answer(
     counts how many took either.
 
     Args:
-        system: kind of the system, see `call_kinds`.
+        system_kind: of the system, see `kinds_of_calls`.
         answer: its calls are priced.
         prompt_seconds: of the prompt's call.
         seconds: of all calls of the run.
     """
-    found = [seconds.price(kind) for kind in call_kinds(system, answer.calls)]
-    how = Counter(name for _, name in found)
+    found = [seconds.median_of(kind) for kind in kinds_of_calls(system_kind, answer.calls)]
+    how = Counter(one.taken_from for one in found)
     return Price(
-        prompt_seconds + sum(one for one, _ in found),
+        prompt_seconds + sum(one.seconds for one in found),
         len(answer.tokens),
         len(found),
         how["place"],
@@ -238,34 +253,36 @@ def _price_answer(
     )
 
 
-def best_tree(prices: Mapping[str, Sequence[Sequence[Price]]], trees: Sequence[str]) -> str | None:
-    """Return the system among `trees` whose answers have the lowest sum of prices; None where
-    `trees` is empty.
+def cheapest_system(prices: Prices, names: Sequence[str]) -> str | None:
+    """Return the system among `names` whose answers have the lowest sum of prices; None where
+    `names` is empty.
 
     Args:
         prices: of each system, by prompt and repeat; a prompt's is the median of its repeats.
-        trees: names of systems.
+        names: of systems.
     """
-    return min(trees, key=lambda name: sum(_medians(prices[name])), default=None)
+    return min(names, key=lambda name: sum(_medians_over_repeats(prices[name])), default=None)
 
 
-def price_figures(
-    name: str, prices: Mapping[str, Sequence[Sequence[Price]]], tree: str | None
+def price_ratios_and_slow_answers(
+    name: str, prices: Prices, best_tree_system: str | None
 ) -> dict[str, Any]:
     """Return how a system's prices compare with plain decoding's and the best fixed tree's, as JSON
     values.
 
     Ratios above 1 mean that the system is cheaper. "slower" counts answers of `LEAST_TOKENS` tokens
-    or more below each speed of `SLOWER` over plain decoding's.
+    or more below each speed of `SLOWER` over plain decoding's; "worst" is the slowest such answer's
+    speed over plain decoding's, or None. The rest counts calls, and those priced by other kinds'.
 
     Args:
         name: the system.
         prices: of each system, by prompt and repeat.
-        tree: name of the system that drafts the best fixed tree; None where none took part.
+        best_tree_system: name of the system that drafts the best fixed tree; None where none took
+            part.
     """
-    own = _medians(prices[name])
-    plain = _medians(prices[PLAIN])
-    trees = None if tree is None else _medians(prices[tree])
+    own = _medians_over_repeats(prices[name])
+    plain = _medians_over_repeats(prices[PLAIN])
+    trees = None if best_tree_system is None else _medians_over_repeats(prices[best_tree_system])
     best = plain if trees is None or sum(plain) < sum(trees) else trees
     answers = [one for repeats in prices[name] for one in repeats]
     speeds = [
@@ -288,6 +305,6 @@ def price_figures(
     }
 
 
-def _medians(prompts: Sequence[Sequence[Price]]) -> list[float]:
+def _medians_over_repeats(prices: Sequence[Sequence[Price]]) -> list[float]:
     """[prompts] seconds, the median of the repeats."""
-    return [median(one.seconds for one in repeats) for repeats in prompts]
+    return [median(one.seconds for one in repeats) for repeats in prices]

@@ -24,8 +24,11 @@ RESULTS = ROOT / "perf" / "results"
 _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 
-def machine_load() -> str:
-    """How busy the machine is: a measurement shares it with whatever else runs."""
+def machine_load_text() -> str:
+    """Say how busy the machine is, such as `1.4 of 2 cores busy when it began`.
+
+    A measurement shares it with whatever else runs.
+    """
     return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores busy when it began"
 
 
@@ -63,38 +66,40 @@ class AnswerStore:
     """
 
     def __init__(
-        self, folder: Path, name: str, settings: Mapping[str, Any], *, fresh: bool = False
+        self, folder: Path, file_prefix: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
         """Open the file, or make it, lock it, and read its answers.
 
         Args:
             folder: of the file.
-            name: the file's name begins with it.
+            file_prefix: the file's name begins with it, and goes on with a digest of `settings`.
             settings: everything that an answer depends on beside its key, as JSON values.
             fresh: whether to forget earlier answers.
 
         Raises:
             InputError: another process writes into the file, or it cannot be read.
         """
-        path = folder / f"{name}-{digest(settings)}.part.jsonl"
+        path = folder / f"{file_prefix}-{short_digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
-            prompt: Kept(_answer_of(values), text) for prompt, text, values in self.file.done
+            key: Kept(_timed_answer_from_json(values), text) for key, text, values in self.file.done
         }
 
-    def __contains__(self, prompt: Sequence[int]) -> bool:
-        return digest(prompt) in self._kept
+    def __contains__(self, key: Sequence[int]) -> bool:
+        """Whether the answer of a key is kept."""
+        return short_digest(key) in self._kept
 
-    def __getitem__(self, prompt: Sequence[int]) -> Kept:
-        return self._kept[digest(prompt)]
+    def __getitem__(self, key: Sequence[int]) -> Kept:
+        """Return the answer of a key; KeyError where it is not kept."""
+        return self._kept[short_digest(key)]
 
-    def keep(self, prompt: Sequence[int], kept: Kept) -> None:
+    def add_and_write(self, key: Sequence[int], kept: Kept) -> None:
         """Add an answer; it is on disk when this returns."""
-        self._kept[digest(prompt)] = kept
-        self.file.append([digest(prompt), kept.text, asdict(kept.answer)])
+        self._kept[short_digest(key)] = kept
+        self.file.append([short_digest(key), kept.text, asdict(kept.answer)])
 
 
-def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
+def _timed_answer_from_json(values: Mapping[str, Any]) -> TimedAnswer:
     """Make an answer of its JSON values."""
     calls = [TimedCall(*call) for call in values["calls"]]
     return TimedAnswer(**{**values, "calls": calls})
@@ -102,11 +107,14 @@ def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
 
 @lru_cache(maxsize=1)
 def timing_environment() -> dict[str, str]:
+    """Return what times depend on beside the code: machine, libraries and power; found once a
+    process.
+    """
     found = describe_machine()
     return {**{name: found[name] for name in _TIMED_ON}, "power": power_source_or_unknown()}
 
 
-def files_version(folder: Path | None) -> str | None:
+def file_stats_digest(folder: Path | None) -> str | None:
     """Return a digest of the names, sizes and times of change of the files in a folder; None for
     None.
 
@@ -115,19 +123,20 @@ def files_version(folder: Path | None) -> str | None:
     if folder is None:
         return None
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
-    return digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return short_digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 @lru_cache(maxsize=1)
-def code_version() -> str:
+def sources_digest() -> str:
     """Return a digest of all sources that decide answers and their times; it is computed once a
     process.
     """
     own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
     names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own
     sources = sorted(path for name in names for path in ROOT.glob(name))
-    return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sources])
+    return short_digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sources])
 
 
-def digest(value: Any) -> str:
+def short_digest(value: Any) -> str:
+    """Return the first 12 digits of the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -23,7 +23,7 @@ class RoundedLinear(Linear):
     def __init__(self, linear: Any) -> None:
         """Take the weights and the bias of a linear layer, packed or not, in float32."""
         Module.__init__(self)  # type: ignore[no-untyped-call]
-        self.weight = _unpacked(linear)
+        self.weight = _float32_weights(linear)
         if "bias" in linear:
             self.bias = linear.bias.astype(mx.float32)
 
@@ -45,7 +45,7 @@ class RoundedEmbedding(Embedding):
         """
         Module.__init__(self)  # type: ignore[no-untyped-call]
         # its name: it can be copied
-        self.weight = _unpacked(embedding)
+        self.weight = _float32_weights(embedding)
         self._dtype = dtype
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -59,7 +59,7 @@ class RoundedEmbedding(Embedding):
         return product.astype(x.dtype)
 
 
-def _unpacked(layer: Any) -> mx.array:
+def _float32_weights(layer: Any) -> mx.array:
     """Return a layer's weights in float32, dequantised if they are packed."""
     if not isinstance(layer, QuantizedLinear | QuantizedEmbedding):
         weights: mx.array = layer.weight.astype(mx.float32)
@@ -68,18 +68,18 @@ def _unpacked(layer: Any) -> mx.array:
     return mx.dequantize(layer.weight, scales, biases, layer.group_size, layer.bits)
 
 
-def round_products(model: Module, dtype: str) -> None:
+def replace_by_rounding_layers(model: Module, embedding_dtype: str) -> None:
     """Replace all of a model's linear layers and embeddings by rounding ones, in place.
 
     Args:
         model: is changed.
-        dtype: name of the type to which embeddings are rounded; linear layers round to their
-            input's.
+        embedding_dtype: name of the type to which embeddings are rounded; linear layers round to
+            their input's.
     """
     updates: list[tuple[str, Module]] = []
     for path, module in model.named_modules():  # type: ignore[no-untyped-call]
         if isinstance(module, Linear | QuantizedLinear):
             updates.append((path, RoundedLinear(module)))
         elif isinstance(module, Embedding | QuantizedEmbedding):
-            updates.append((path, RoundedEmbedding(module, dtype)))
+            updates.append((path, RoundedEmbedding(module, embedding_dtype)))
     model.update_modules(tree_unflatten(updates))

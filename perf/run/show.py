@@ -7,7 +7,7 @@ from typing import Any
 
 from ssmlx.report import Columns, cells, new_figure
 
-from .statistics import FEW, estimate
+from .statistics import FEW, estimate_from_json
 
 Row = Mapping[str, Any]
 """A row of a table: figures by name."""
@@ -20,6 +20,7 @@ COLOURS = {
     "streams": "#0b6e4f",
     "medusa": "#7b5ea7",
     "mlp-speculator": "#b565a7",
+    "mtp": "#9c4f4f",
     "draft-model": "#33658a",
     "lookahead": "#4f9da6",
     "prompt-lookup": "#86bbd8",
@@ -28,22 +29,33 @@ COLOURS = {
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
-def figure_cell(name: str, digits: int = 2, scale: float = 1.0) -> Cell:
-    """Make a cell with a figure of the row and its interval, or "-" where the figure is None.
+def figure_cell(
+    name: str, digits: int = 2, scale: float = 1.0, *, with_interval: bool = True
+) -> Cell:
+    """Make a cell with a figure of the row, or "-" where the figure is None.
 
     Args:
         name: of the figure in the row.
         digits: behind the point.
         scale: what the figure is multiplied by.
+        with_interval: whether its 95 % interval stands behind it.
     """
-    return lambda row: interval_text(row[name], digits, scale) if row[name] else "-"
+
+    def cell(row: Row) -> str:
+        """Return the text of the cell."""
+        text = interval_text(row[name], digits, scale) if row[name] else "-"
+        return text if with_interval else text.partition(" ")[0]
+
+    return cell
 
 
 def number_cell(name: str, nothing: str = "-") -> Cell:
+    """Make a cell with a whole number of the row, or `nothing` where that is 0 or None."""
     return lambda row: f"{row[name]:,}" if row[name] else nothing
 
 
 def metric_cells(names: Sequence[str]) -> dict[str, Cell]:
+    """Make a column for each score in a row's "figures": its heading, and its cell."""
     return {f"{name}, %": _metric_cell(name) for name in names}
 
 
@@ -51,15 +63,15 @@ def _metric_cell(name: str) -> Cell:
     return lambda row: interval_text(row["figures"][name], 1)
 
 
-def same_tokens_cell(prompts: int) -> Cell:
-    """Make a cell with how many answers have plain decoding's tokens, of `prompts`.
+def same_tokens_cell(num_prompts: int) -> Cell:
+    """Make a cell with how many answers have plain decoding's tokens, of `num_prompts`.
 
     The row's "same_as_plain" is None for a system whose noise is its own; the cell says so.
     """
 
     def cell(row: Row) -> str:
         count = row["same_as_plain"]
-        return "draws of its own" if count is None else f"{count} of {prompts}"
+        return "draws of its own" if count is None else f"{count} of {num_prompts}"
 
     return cell
 
@@ -72,10 +84,11 @@ def interval_text(values: Mapping[str, float], digits: int, scale: float = 1.0) 
         digits: behind the point.
         scale: what all three are multiplied by.
     """
-    return estimate({name: scale * values[name] for name in _NOTHING}).text(digits)
+    return estimate_from_json({name: scale * values[name] for name in _NOTHING}).text(digits)
 
 
 def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
+    """Format rows as a table in Markdown: a line of headings, a rule, and a line for each row."""
     lines = [list(columns), ["---"] * len(columns), *cells(columns, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -91,17 +104,17 @@ def measurement_notes(found: Row) -> list[str]:
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
 
 
-def heading(result: Result) -> str:
+def model_and_machine_heading(result: Result) -> str:
     """Return one line about model, sampling, precision, machine and versions."""
     machine = result["machine"]
     return (
-        f"{_measured_text(result)}, "
+        f"{_model_sampling_and_machine_text(result)}, "
         f"{machine['memory']}, {machine['os']}, power: {machine['power']}; mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx-lm']}, ssmlx {machine['ssmlx']} ({machine['commit']})"
     )
 
 
-def _measured_text(result: Result) -> str:
+def _model_sampling_and_machine_text(result: Result) -> str:
     """Return model, sampling, precision and machine, as the beginning of a line."""
     decoding = "greedy"
     if result["temp"]:
@@ -131,7 +144,7 @@ PANELS = {
 """The label of the axis, by the figure of a row."""
 
 
-def draw_bars(result: Result, path: Path) -> None:
+def write_bar_chart(result: Result, path: Path) -> None:
     """Draw bars of speed-up and tokens per call for every task and system into a file.
 
     Args:
@@ -156,27 +169,28 @@ def draw_bars(result: Result, path: Path) -> None:
             axes.invert_yaxis()
         name = ", ".join(dict.fromkeys([task["task"], task["adapter"] or task["task"]]))
         row[0].set_title(f"{name}: {task['prompts']} prompts", loc="left", fontsize=10)
-    picture.suptitle(f"{_measured_text(result)}\n95 % intervals over prompts", fontsize=9)
+    lead = _model_sampling_and_machine_text(result)
+    picture.suptitle(f"{lead}\n95 % intervals over prompts", fontsize=9)
     picture.savefig(path, dpi=150)
 
 
-def _draw_panel(axes: Any, task: Row, panel: str) -> None:
+def _draw_panel(axes: Any, task: Row, figure_name: str) -> None:
     """Draw one panel: a bar for each system with its interval and figure.
 
     Args:
         axes: matplotlib's.
         task: of the result.
-        panel: name of the figure; where it is None, an empty bar and "-" are drawn.
+        figure_name: such as "speedup"; where it is None, an empty bar and "-" are drawn.
     """
     rows = task["systems"]
-    found = [estimate(row[panel] or _NOTHING) for row in rows]
+    found = [estimate_from_json(row[figure_name] or _NOTHING) for row in rows]
     values = [one.value for one in found]
     places = range(len(rows))
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
-    errors = list(zip(*(one.errors for one in found), strict=True))
+    errors = list(zip(*(one.error_bars for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
     for place, one, row in zip(places, found, rows, strict=True):
-        text = "-" if row[panel] is None else f"{one.value:.2f}"
+        text = "-" if row[figure_name] is None else f"{one.value:.2f}"
         axes.annotate(
             text,
             (max(one.high, one.value), place),

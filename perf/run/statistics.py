@@ -20,7 +20,7 @@ FEW = 30  # prompts below which an interval says too little
 class Estimate:
     """A figure with its 95 % interval over prompts.
 
-    `errors` and `text` are for showing it.
+    `error_bars` and `text` are for showing it.
     """
 
     value: float
@@ -42,24 +42,25 @@ class Estimate:
         return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
 
     @property
-    def errors(self) -> tuple[float, float]:
+    def error_bars(self) -> tuple[float, float]:
         """How far the interval reaches below and above; with very few prompts it may miss it."""
         return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
 
 
-def estimate(values: Mapping[str, float]) -> Estimate:
+def estimate_from_json(values: Mapping[str, float]) -> Estimate:
+    """Make an estimate of its "value", "low" and "high"."""
     return Estimate(values["value"], values["low"], values["high"])
 
 
 @lru_cache(maxsize=16)
-def _picks(num_prompts: int) -> NDArray[np.int64]:
+def _resampled_prompt_indices(num_prompts: int) -> NDArray[np.int64]:
     """Return [RESAMPLES, prompts] indices: the prompts that each resample draws, the same at every
     call.
     """
     return np.random.default_rng(SEED).integers(0, num_prompts, (RESAMPLES, num_prompts))
 
 
-def _bootstrap(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
+def _bootstrap_over_prompts(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
     """Estimate a statistic by resampling prompts.
 
     Args:
@@ -70,17 +71,19 @@ def _bootstrap(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
         The statistic of all prompts, and the 2.5th and 97.5th percentile over resamples.
     """
     drawn = np.array(rows, np.float64)
-    found = statistic(drawn[:, _picks(drawn.shape[1])])
+    found = statistic(drawn[:, _resampled_prompt_indices(drawn.shape[1])])
     low, high = np.quantile(found, [0.025, 0.975])
     return Estimate(float(statistic(drawn[:, None])[0]), float(low), float(high))
 
 
 def _ratio_of_sums(pair: Any) -> Any:
+    """[2, resamples, prompts] to [resamples]; 0 where nothing is below the line."""
     above, below = pair.sum(axis=-1)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
 def _ratio_of_medians(pair: Any) -> Any:
+    """[2, resamples, prompts] to [resamples]."""
     above, below = np.median(pair, axis=-1)
     return above / below
 
@@ -93,10 +96,11 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
         numerator: [prompts].
         denominator: [prompts].
     """
-    return _bootstrap(_ratio_of_sums, numerator, denominator)
+    return _bootstrap_over_prompts(_ratio_of_sums, numerator, denominator)
 
 
 def mean(values: ArrayLike) -> Estimate:
+    """Estimate the mean of [prompts]."""
     return ratio(values, np.ones(len(np.asarray(values))))
 
 
@@ -106,24 +110,30 @@ def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:
 
 
 def median(values: Sequence[float]) -> Estimate:
+    """Estimate the median of [prompts]."""
     return median_ratio(values, [1.0] * len(values))
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """Estimate the median of ours over the median of theirs, [prompts] each, resampled together."""
-    return _bootstrap(_ratio_of_medians, ours, theirs)
+    return _bootstrap_over_prompts(_ratio_of_medians, ours, theirs)
 
 
-def speedup(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
-    """Estimate the median of ours over the median of theirs, two lists of tokens/s, as JSON values.
+def ratio_of_median_rates(
+    our_rates: Sequence[float], their_rates: Sequence[float]
+) -> dict[str, float] | None:
+    """Estimate the median of our rates over the median of theirs, as JSON values.
 
-    Prompts where either is 0, as for an answer of one token, do not count. None if none is left.
+    Prompts where either is 0, as for an answer of one token, do not count.
 
     Args:
-        ours: [prompts].
-        theirs: [prompts].
+        our_rates: [prompts] tokens/s.
+        their_rates: [prompts] tokens/s.
+
+    Returns:
+        "value", "low" and "high"; None if no prompt is left.
     """
-    pairs = [pair for pair in zip(ours, theirs, strict=True) if all(pair)]
+    pairs = [pair for pair in zip(our_rates, their_rates, strict=True) if all(pair)]
     if not pairs:
         return None
     return asdict(median_ratio([pair[0] for pair in pairs], [pair[1] for pair in pairs]))

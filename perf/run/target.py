@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
+from ssmlx.drafters.mtp import load_mtp
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
@@ -42,17 +43,18 @@ from ssmlx.model.modules import clone_sharing_arrays
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
-from .rounding import round_products
-from .timing import TimedAnswer, TimedCall, ssmlx_answer
+from .rounding import replace_by_rounding_layers
+from .timing import TimedAnswer, TimedCall, answer_with_ssmlx
 
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
 STREAMS = "streams"
 TEXT = "text"
 DRAFT_MODEL = "draft-model"
+MTP = "mtp"
 DRAFT_ALONE = "draft model alone"
-CHECKPOINTS = ("medusa", "mlp-speculator", DRAFT_MODEL)
-"""Kinds of systems that draft with weights of their own."""
+CHECKPOINTS = ("medusa", "mlp-speculator", MTP, DRAFT_MODEL)
+"""Kinds of systems that draft with weights of their own; an MTP head may lie among the base's."""
 FLOATS = ("float32", "float16", "bfloat16")
 PACKED = {"8bit": 8, "4bit": 4}
 """Precisions of packed weights, with activations in float16."""
@@ -77,7 +79,7 @@ class Weights:
 
     base: Path  # the base model's folder
     dtype: str = "float32"  # one of `FLOATS` or `PACKED`
-    rounds: bool = False  # whether products are `round_products`'s, in 16 bits
+    rounds: bool = False  # whether products are `replace_by_rounding_layers`'s, in 16 bits
     draft_head: str = "stored"  # as `ssmlx.load` takes it
     adapter: StreamAdapter | None = None  # streams and LoRA; None for the base alone
     folder: Path | None = None  # of the adapter
@@ -88,6 +90,7 @@ class Weights:
 
     @property
     def activations(self) -> str:
+        """The type of activations: float16 beside packed weights, else that of the weights."""
         return "float16" if self.dtype in PACKED else self.dtype
 
     @property
@@ -130,7 +133,7 @@ class Target:
         adapter = weights.adapter
         model, settings = load_weights_as(weights.dtype, weights.base)
         self.tokenizer = load_tokenizer(weights.base, settings)
-        backbone = Backbone(self._with_rounded_products(clone_sharing_arrays(model)))
+        backbone = Backbone(self._round_products_if_asked(clone_sharing_arrays(model)))
         if adapter is not None:
             require_same_base(adapter, backbone)
         lora = {} if adapter is None else adapter.lora
@@ -138,7 +141,7 @@ class Target:
         for every in (lora, adapter.stream_lora if adapter else {}):
             check_lora(model, every, source)
         attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
-        computing: Any = self._with_rounded_products(model)
+        computing: Any = self._round_products_if_asked(model)
         mx.eval(computing.parameters())
         ends = adapter.config.end_token_ids if adapter else ()
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
@@ -148,7 +151,7 @@ class Target:
         # what was answered before, by system and repeat: each is a session
         self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
 
-    def drafting(self, kind: str) -> Drafting:
+    def load_drafting_once(self, kind: str) -> Drafting:
         """Return what systems of a kind decode and draft with; it is loaded at the first call, then
         kept.
 
@@ -162,12 +165,14 @@ class Target:
             self._drafting[kind] = self._load_drafting(kind)
         return self._drafting[kind]
 
-    def memory(self, kind: str = PLAIN) -> Memory:
-        """Measure the memory of what systems of a kind decode with, and an empty cache."""
-        own = self.drafting(kind)
+    def measure_memory(self, kind: str = PLAIN) -> Memory:
+        """Measure the memory of what systems of a kind decode with, and an empty cache; what is
+        missing is loaded.
+        """
+        own = self.load_drafting_once(kind)
         return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
-    def build_drafters(self, system: System) -> Sequence[Drafter]:
+    def make_new_drafters(self, system: System) -> Sequence[Drafter]:
         """Make new drafters for a system; none for plain decoding, mlx-lm and the draft model
         alone.
 
@@ -176,23 +181,23 @@ class Target:
         """
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return ()
-        own = self.drafting(system.kind)
+        own = self.load_drafting_once(system.kind)
         return make_plan(own.model, system.config, **own.loaded).drafters
 
-    def count_known_costs(self, system: System) -> int | None:
+    def count_learned_call_costs(self, system: System) -> int | None:
         """Return how many costs of calls are known for a system's model; None where no controller
         decides, as it uses none.
         """
         if not system.config.is_controlled:
             return None
-        learned, _ = learned_of(self.drafting(system.kind).model)
+        learned, _ = learned_of(self.load_drafting_once(system.kind).model)
         return len(learned.costs.to_dict()["costs"])
 
-    def extra_parameters(self, system: System) -> int:
+    def count_added_parameters(self, system: System) -> int:
         """Return how many trained numbers a system's drafters add to the target."""
         if system.kind == STREAMS and self.weights.adapter is not None:
-            return added_parameters(self.weights.adapter)
-        return sum(drafter.num_parameters for drafter in self.build_drafters(system))
+            return count_parameters_of_streams(self.weights.adapter)
+        return sum(drafter.num_parameters for drafter in self.make_new_drafters(system))
 
     def answer(self, system: System, prompt: list[int], repeat: int = 0) -> TimedAnswer:
         """Answer a prompt and time it.
@@ -203,11 +208,14 @@ class Target:
             system: decodes.
             prompt: token ids.
             repeat: answers of one repeat of a controlled system may copy from each other.
+
+        Raises:
+            InputError: the system cannot draft for the model.
         """
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        found = self._answer(system, prompt, repeat)
+        found = self._answer_by_kind(system, prompt, repeat)
         return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
 
     def decode_text(self, tokens: Sequence[int]) -> str:
@@ -221,7 +229,7 @@ class Target:
 
         The adapter has to have streams. Afterwards the end tokens are as before.
         """
-        streams = self.drafting(STREAMS).model
+        streams = self.load_drafting_once(STREAMS).model
         ends = self.tokenizer.eos_token_ids
         config = streams.config
         assert config is not None
@@ -233,16 +241,16 @@ class Target:
             streams.config = config
             self.tokenizer.eos_token_ids = ends
 
-    def _answer(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
+    def _answer_by_kind(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
         """Answer a prompt by mlx-lm's loop or by ssmlx, as the kind of the system asks; peak memory
         is not measured.
         """
         if system.kind == MLX_LM:
-            return mlx_lm_answer(self.mlx_model, self.tokenizer, prompt, system.config)
+            return answer_with_mlx_lm(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
-            model = self.drafting(DRAFT_MODEL).loaded["draft_model"].model
-            return mlx_lm_answer(model, self.tokenizer, prompt, system.config)
-        own = self.drafting(system.kind)
+            model = self.load_drafting_once(DRAFT_MODEL).loaded["draft_model"].model
+            return answer_with_mlx_lm(model, self.tokenizer, prompt, system.config)
+        own = self.load_drafting_once(system.kind)
         draft = own.loaded.get("draft_model")
         loaded = {**own.loaded}
         if draft is not None:
@@ -251,14 +259,14 @@ class Target:
         if system.config.is_controlled and not system.config.deterministic:
             session = system.name, repeat
             loaded["earlier"] = self._earlier.setdefault(session, EarlierAnswers())
-        return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
+        return answer_with_ssmlx(own.model, self.tokenizer, prompt, system.config, **loaded)
 
-    def _with_rounded_products(self, model: Module) -> Module:
+    def _round_products_if_asked(self, model: Module) -> Module:
         """Replace a model's layers in place by rounding ones where the weights say so; return the
         model.
         """
         if self.weights.rounds:
-            round_products(model, self.weights.activations)
+            replace_by_rounding_layers(model, self.weights.activations)
         return model
 
     def _new_backbone(self) -> Backbone:
@@ -278,7 +286,7 @@ class Target:
             InputError: a folder holds heads of another kind, or cannot be read.
         """
         if kind == STREAMS:
-            return self._load_streams()
+            return self._make_target_with_streams()
         if kind not in CHECKPOINTS:
             return Drafting(self.plain)
         folder = self.weights.checkpoints[kind]
@@ -287,13 +295,15 @@ class Target:
             dtype = self.weights.activations
             draft = load_draft_model(str(folder), self.tokenizer, size, dtype=dtype)
             return Drafting(self.plain, {"draft_model": draft})
+        if kind == MTP:
+            return Drafting(self.plain, {"heads": load_mtp(self.plain, folder)})
         heads = load_heads(folder, self.plain)
         what = f"--{kind} {folder} holds heads for {heads.drafter}"
         expected = f"heads for {kind}"
         require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
         return Drafting(self.plain, {"heads": heads})
 
-    def _load_streams(self) -> Drafting:
+    def _make_target_with_streams(self) -> Drafting:
         """Make the target with the adapter's streams and the LoRA that acts on their rows.
 
         It shares the target's arrays.
@@ -340,7 +350,7 @@ def _is_packable(_: str, module: Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
 
-def added_parameters(adapter: StreamAdapter) -> int:
+def count_parameters_of_streams(adapter: StreamAdapter) -> int:
     """Return how many trained numbers an adapter's streams have, with the LoRA on stream rows
     alone.
     """
@@ -348,7 +358,7 @@ def added_parameters(adapter: StreamAdapter) -> int:
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
 
-def read_unfused_adapter(folder: Path) -> StreamAdapter:
+def read_adapter_with_own_lora(folder: Path) -> StreamAdapter:
     """Read an adapter folder that has a LoRA of its own.
 
     Raises:
@@ -361,7 +371,7 @@ def read_unfused_adapter(folder: Path) -> StreamAdapter:
     return adapter
 
 
-def mlx_lm_answer(
+def answer_with_mlx_lm(
     model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
 ) -> TimedAnswer:
     """Answer with mlx-lm's own `stream_generate`, and time every token as a call.

@@ -6,7 +6,7 @@ Scores are percentages, one for each prompt.
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +101,8 @@ def find_data_file(task: Task, data: Path | None, folder: Path | None = None) ->
 def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
     """Read the first `count` examples of a data file; all if None.
 
-    Of Spec-Bench, some questions of each category are taken: see `_read_spec_bench`.
+    Of Spec-Bench, some questions of each category are taken: see
+    `_read_first_spec_bench_questions`.
 
     Raises:
         InputError: `count` is below 1, a line is broken, or lacks an answer that the task needs.
@@ -113,7 +114,7 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
         do="give a larger number",
     )
     if task is SPEC_BENCH:
-        return _read_spec_bench(path)[:count]
+        return _read_first_spec_bench_questions(path)[:count]
     examples = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         references = row.get("references") or [row.get("completion")]
@@ -128,7 +129,7 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
     return examples[:count]
 
 
-def _read_spec_bench(path: Path) -> list[Example]:
+def _read_first_spec_bench_questions(path: Path) -> list[Example]:
     """Read the first turns of Spec-Bench's questions, in the file's order.
 
     All of MT-Bench's categories are one, with all their questions; of each other category the first
@@ -140,7 +141,7 @@ def _read_spec_bench(path: Path) -> list[Example]:
     found: dict[str, list[Example]] = {}
     examples = []
     for number, line in read_lines(path, "--data"):
-        category, question = _spec_bench_question(line, f"{path}, line {number}")
+        category, question = _parse_spec_bench_line(line, f"{path}, line {number}")
         name = "mt_bench" if category in MT_BENCH else category
         own = found.setdefault(name, [])
         if name == "mt_bench" or len(own) < FIRST_OF_CATEGORY:
@@ -150,8 +151,15 @@ def _read_spec_bench(path: Path) -> list[Example]:
     return examples
 
 
-def _spec_bench_question(line: str, where: str) -> tuple[str, str]:
-    """Return category and first turn of a line of Spec-Bench's file.
+class SpecBenchQuestion(NamedTuple):
+    """The first turn of a question of Spec-Bench, and its category."""
+
+    category: str
+    first_turn: str
+
+
+def _parse_spec_bench_line(line: str, where: str) -> SpecBenchQuestion:
+    """Parse a line of Spec-Bench's file.
 
     Args:
         line: JSON.
@@ -170,7 +178,7 @@ def _spec_bench_question(line: str, where: str) -> tuple[str, str]:
         is_fine = False
     found = f"{where} is no question of Spec-Bench"
     require(is_fine and bool(question.strip()), found, expected=expected, do="check --data")
-    return category, question
+    return SpecBenchQuestion(category, question)
 
 
 def leave_out_middle(tokens: list[int], max_tokens: int) -> list[int]:
@@ -188,7 +196,14 @@ def normalise_sql(text: str) -> str:
     return " ".join(text.split())
 
 
-def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
+class ExactMatch(NamedTuple):
+    """100 where an answer is one of its references, else 0; and the same ignoring case."""
+
+    exact: float
+    any_case: float
+
+
+def exact_match(answer: str, references: Sequence[str]) -> ExactMatch:
     """Score an answer: 100 if it is one of the references, else 0; then the same ignoring case.
 
     Runs of white space count as one space.
@@ -196,7 +211,7 @@ def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
     found = normalise_sql(answer)
     expected = [normalise_sql(text) for text in references]
     any_case = found.casefold() in [text.casefold() for text in expected]
-    return 100.0 * (found in expected), 100.0 * any_case
+    return ExactMatch(100.0 * (found in expected), 100.0 * any_case)
 
 
 def make_rouge_scorer() -> Scorer:
@@ -227,11 +242,12 @@ def make_rouge_scorer() -> Scorer:
 
 
 def make_scorer(task: Task) -> Scorer:
+    """Return `exact_match` for sql, else a ROUGE scorer; InputError where that is not installed."""
     return exact_match if task is SQL else make_rouge_scorer()
 
 
-def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
-    """Score answers in per cent.
+def score_each_text(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
+    """Score each answer in per cent.
 
     Args:
         task: decides the scores.
@@ -258,12 +274,12 @@ def mean_scores(task: Task, examples: Sequence[Example], texts: Sequence[str]) -
         examples: the prompts.
         texts: an answer for each example.
     """
-    scores = score_texts(task, examples, texts)
+    scores = score_each_text(task, examples, texts)
     rows = () if scores is None else zip(task.figures, scores, strict=True)
     return {name: asdict(mean(row)) for name, row in rows}
 
 
-def score_differences(
+def mean_score_differences(
     task: Task, examples: Sequence[Example], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
     """Return the mean difference of each score, ours less theirs, by its name, as JSON values;
@@ -275,7 +291,7 @@ def score_differences(
         ours: an answer for each example.
         theirs: likewise.
     """
-    pair = [score_texts(task, examples, texts) for texts in (ours, theirs)]
+    pair = [score_each_text(task, examples, texts) for texts in (ours, theirs)]
     if pair[0] is None or pair[1] is None:
         return {}
     gaps = [asdict(paired_difference(a, b)) for a, b in zip(*pair, strict=True)]

@@ -37,6 +37,7 @@ class TimedAnswer:
 
     @property
     def seconds(self) -> float:
+        """From the prompt to the last token."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
@@ -45,7 +46,7 @@ class TimedAnswer:
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
-def ssmlx_answer(
+def answer_with_ssmlx(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
@@ -61,13 +62,14 @@ def ssmlx_answer(
         config: how to decode.
         loaded: draft model, heads or earlier answers, as `stream_generate` takes them.
     """
-    return time_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
+    return collect_timed_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
 
 
-def time_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
+def collect_timed_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
     """Collect all responses of `stream_generate`, one or more, into one answer.
 
-    Each response after the first becomes a call; peak memory is left at 0.
+    Times are those that the responses carry. Each response after the first becomes a call; peak
+    memory is left at 0.
     """
     segments = list(responses)
     tokens = [token for one in segments for token in one.tokens]

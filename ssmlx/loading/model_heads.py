@@ -94,7 +94,7 @@ def find_local_head(backbone: Backbone) -> LocalHead | None:
     Args:
         backbone: as `load_base` returns it; it says where the Hub's cache is.
     """
-    if _family(backbone) in OWN_HEAD_FAMILIES and _has_own_mtp_head(backbone.origin.folder):
+    if _family(backbone) in OWN_HEAD_FAMILIES and has_own_mtp_head(backbone.origin.folder):
         return LocalHead(OWN_HEAD, None)
     rows = known_heads_by_sizes(backbone)
     if len(rows) != 1:
@@ -107,7 +107,7 @@ def find_local_head(backbone: Backbone) -> LocalHead | None:
     return None
 
 
-def _has_own_mtp_head(model_folder: Path | None) -> bool:
+def has_own_mtp_head(model_folder: Path | None) -> bool:
     """Whether a model's files have tensors of an MTP head, by the tensors' names.
 
     False where there is no folder, or where a header cannot be read, which is logged.

@@ -22,7 +22,10 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
     _is_closing = False
 
     def startup(self) -> None:
-        """Build the window, and show it. Nothing can be asked yet."""
+        """Build the window with its adapters, text, question, buttons and status line, and show it.
+
+        Nothing can be asked yet.
+        """
         self.adapter = toga.Selection(items=ADAPTERS)
         self.text = toga.MultilineTextInput(readonly=True, flex=1)
         self.question = toga.TextInput(placeholder="Ask", on_confirm=self.ask, flex=1)
@@ -53,21 +56,23 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
     def _load_engine(self) -> ssmlx.Engine:
         """Load the model with its adapters, on the calling thread; a download is shown."""
         cache = self.paths.cache
-        return ssmlx.Engine(MODEL, ADAPTERS, cache_dir=cache, progress=self._show_download)
+        return ssmlx.Engine(
+            MODEL, ADAPTERS, cache_dir=cache, progress=self._show_or_refuse_download
+        )
 
-    def _show_download(self, done: int, total: int) -> None:
+    def _show_or_refuse_download(self, done_bytes: int, total_bytes: int) -> None:
         """Show the progress of a download in the status line; called on the thread that loads.
 
         Args:
-            done: bytes so far.
-            total: bytes in all.
+            done_bytes: so far.
+            total_bytes: in all.
 
         Raises:
             InputError: the window was closed, which ends the download.
         """
         if self._is_closing:
             raise ssmlx.InputError("the window is closed", expected="it open", do="start again")
-        text = f"Downloading the model: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        text = f"Downloading the model: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
         self.loop.call_soon_threadsafe(setattr, self.status, "text", text)
 
     async def ask(self, widget: toga.Widget) -> None:
@@ -82,7 +87,7 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.ask_button.enabled = False
             self._append_text(f"> {question}\n")
             try:
-                await self._show_answer(question)
+                await self._append_answer_as_it_comes(question)
             except ssmlx.InputError as error:
                 self.status.text = str(error)
             self._append_text("\n\n")
@@ -90,18 +95,25 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.stop_button.enabled = False
             self.ask_button.enabled = True
 
-    async def _show_answer(self, question: str) -> None:
+    async def _append_answer_as_it_comes(self, question: str) -> None:
         """Begin the answer to a question, and append its segments to the window's text as they
-        come.
+        come; the status line shows its speed, and Stop can be pressed.
+
+        Raises:
+            InputError: it cannot be answered.
         """
-        self._answer = await asyncio.to_thread(self._begin_answer, question, self.adapter.value)
+        self._answer = await asyncio.to_thread(
+            self._reply_or_answer_alone, question, self.adapter.value
+        )
         self.stop_button.enabled = True
         async for segment in self._answer:
             self._append_text(segment.text)
             speed = f"{segment.generation_tps:.0f} tokens/s"
             self.status.text = f"{speed}, {segment.tokens_per_call:.1f} tokens per call"
 
-    def _begin_answer(self, question: str, adapter: str) -> ssmlx.Answer[ssmlx.GenerationResponse]:
+    def _reply_or_answer_alone(
+        self, question: str, adapter: str
+    ) -> ssmlx.Answer[ssmlx.GenerationResponse]:
         """Begin an answer and return it, without waiting for its tokens.
 
         Args:
