@@ -276,8 +276,11 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
     options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
-    assert adapt_run.find_folder_of_same_run(options) == adapters_home() / "mine"
-    assert adapt_run.find_folder_of_same_run(replace(options, seed=1)) == adapters_home() / "copy"
+    assert adapt_run.find_folder_of_same_run_or_out(options) == adapters_home() / "mine"
+    assert (
+        adapt_run.find_folder_of_same_run_or_out(replace(options, seed=1))
+        == adapters_home() / "copy"
+    )
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
     (run,) = read_runs()
@@ -373,7 +376,7 @@ def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path,
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
-        (adapt, "check_adapter", 1),
+        (adapt, "time_adapter_plain_and_lookup", 1),
     ):
         stopped(monkeypatch, owner, name, turn, packed)
     folder, _ = adapted(packed)

@@ -146,7 +146,7 @@ def _adapt(args: argparse.Namespace) -> None:
     """
     from ..loading.files import exclusive_folder
     from ..training.adapt import adapt
-    from ..training.adapt_run import AdaptOptions, find_folder_of_same_run
+    from ..training.adapt_run import AdaptOptions, find_folder_of_same_run_or_out
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
@@ -165,7 +165,7 @@ def _adapt(args: argparse.Namespace) -> None:
     )
     if args.name is None:
         with busy("reading the weights"):
-            options = replace(options, out=find_folder_of_same_run(options))
+            options = replace(options, out=find_folder_of_same_run_or_out(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
     with exclusive_folder(options.out):

@@ -14,7 +14,7 @@ from .adapt import check_adapter_name
 from .options import make_main, make_parser
 
 if TYPE_CHECKING:
-    from ..loading.found import Run
+    from ..loading.found import StoredRun
 
 PROG = "ssmlx.adapters"
 EPILOG = """examples:
@@ -51,7 +51,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def describe_run(run: Run) -> str:
+def describe_run(run: StoredRun) -> str:
     """Return one line about an adapter made here: name, when it changed, base model and whether
     that is here, and what it brings.
 
@@ -70,7 +70,7 @@ def describe_run(run: Run) -> str:
     return f"{run.name}  {changed}  of {run.model}{tuned} ({_base_model_status(run)}): {brings}"
 
 
-def _base_model_status(run: Run) -> str:
+def _base_model_status(run: StoredRun) -> str:
     """Say whether the run's base model is still where it was.
 
     Returns:

@@ -9,7 +9,7 @@ from ..loading.names import DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
-    from ..loading.found import FoundRuns, Run
+    from ..loading.found import FoundRuns, StoredRun
     from ..model.streams import StreamFusedModel
 
 
@@ -210,7 +210,7 @@ def _hours_option(hours: float) -> str:
     return f" --hours {hours:g}" if hours not in (0.0, 1.0) else ""
 
 
-def _progress_text(run: Run) -> str:
+def _progress_text(run: StoredRun) -> str:
     """Say that an unfinished run goes on, and what speed it has reached, if that is known."""
     from ..training.sizing import forecast_run_speedup
 

@@ -28,7 +28,9 @@ CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 
 
-def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
+def time_and_make_plan_without_rounds(
+    run: AdaptRun, source: Source, responder: BatchResponder
+) -> AdaptPlan:
     """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
 
     That these are timed is said to the user. Step costs go into this machine's cost tables too, see
@@ -88,7 +90,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     )
 
 
-def add_round_for_more_hours(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
+def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     """Add a round to the plan where the user's hours are more than those of its rounds; say what
     the last round makes.
 
@@ -144,11 +146,11 @@ def add_round_for_more_hours(run: AdaptRun, plan: AdaptPlan, source: Source) -> 
             do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
         )
         plan = replace(plan, rounds=(*plan.rounds, new))
-    run.say(_round_line(plan, options.amounts, run.clock.spent))
+    run.say(_last_round_line(plan, options.amounts, run.clock.spent))
     return plan
 
 
-def model_and_streams_lines(plan: AdaptPlan, source: Source) -> str:
+def model_streams_and_costs_lines(plan: AdaptPlan, source: Source) -> str:
     """Return two lines for the user: the model, and its streams with what calls of each tree size
     cost, in plain calls.
     """
@@ -169,13 +171,13 @@ def model_and_streams_lines(plan: AdaptPlan, source: Source) -> str:
     )
 
 
-def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
+def _last_round_line(plan: AdaptPlan, amounts: Amounts, spent_seconds: float) -> str:
     """Return the line that tells the user what the last round makes, and how long that takes.
 
     Args:
         plan: with one round or more.
         amounts: of the run.
-        spent: seconds that the run has taken so far, all rounds together.
+        spent_seconds: that the run has taken so far, all rounds together.
     """
     last = plan.rounds[-1]
     rates = plan.rates
@@ -184,7 +186,7 @@ def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
     of_all = f" of all {last.answers:,}" if before else ""
     steps = plan.round_train_config(last).num_steps(last.answers - amounts.held_out)
     planned_at = 0.0 if before else last.spent_before
-    spent -= last.spent_before - planned_at
+    spent = spent_seconds - (last.spent_before - planned_at)
     answering = format_duration(last.answer_seconds)
     training = format_duration(last.train_seconds)
     checking = format_duration(last.other_seconds)

@@ -76,7 +76,7 @@ def answer_and_train_round(
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
         began = run.clock.spent
-        make_round_examples(run, plan, number, source, responder)
+        answer_and_write_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
         fitted = shorten_round_to_hours(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
@@ -91,11 +91,11 @@ def answer_and_train_round(
         left = format_duration(fitted.train_seconds + fitted.other_seconds)
         took = format_duration(run.clock.spent - began)
         run.say(f"the answers took {took}{less}; some {left} to go")
-    train_round(run, plan, number, source)
+    train_round_and_write_best(run, plan, number, source)
     return plan
 
 
-def make_round_examples(
+def answer_and_write_round_examples(
     run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
 ) -> None:
     """Have the model answer as many more prompts as a round plans, and write the round's examples.
@@ -182,7 +182,7 @@ def _duplicate_key(row: Mapping[str, Any]) -> str:
     return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
-def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
+def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
     """Train a round's streams on its examples, and write the best of them to the run's adapter
     folder.
 

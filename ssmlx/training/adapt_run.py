@@ -130,7 +130,7 @@ class AdaptPlan:
     spent: float = 0.0  # seconds that the run has taken
 
     @classmethod
-    def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
+    def read_or_none(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
         """Read the plan in a file.
 
         Args:
@@ -234,7 +234,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
     return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
 
 
-def find_folder_of_same_run(options: AdaptOptions) -> Path:
+def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
     """Find the folder of the run that these options begin or go on with.
 
     A model that was moved or renamed goes on with the run that was begun for its weights.

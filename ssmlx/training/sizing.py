@@ -18,7 +18,7 @@ from ..generation.head_start import time_and_store_costs
 from ..generation.learned import learned_of
 from ..json_files import read_json
 from ..loading.attach import attach_adapter
-from ..loading.found import Run
+from ..loading.found import StoredRun
 from ..loading.lora_files import Loras
 from ..loading.names import CONFIG_FILE
 from ..model.backbone import Backbone
@@ -179,7 +179,7 @@ def forecast_adapt_speedup(model: StreamFusedModel) -> float | None:
     return max(speeds, default=None)
 
 
-def forecast_run_speedup(run: Run) -> float | None:
+def forecast_run_speedup(run: StoredRun) -> float | None:
     """Forecast how much faster than plain decoding an unfinished run's streams are as they are now.
 
     Returns:
