@@ -108,7 +108,7 @@ def train_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare_job, run_to_end
-    from ssmlx.training.mlx_model import add_condition_and_root_init, write_validated_adapter
+    from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
@@ -168,7 +168,9 @@ def train_streams(args: argparse.Namespace) -> None:
         """
         if start is not None:
             folder = options.out / TRAINED_FOLDER
-            return write_validated_adapter(folder, replace_trained_weights(start, model), validate)
+            return measure_and_write_adapter(
+                folder, replace_trained_weights(start, model), validate
+            )
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)

@@ -21,7 +21,7 @@ from examples.recipes.e2e_prompts import PROG, format_attributes, main, parse_at
 from ssmlx.errors import InputError
 from ssmlx.loading.files import PartFile
 from ssmlx.training import questions
-from ssmlx.training.record import read_record
+from ssmlx.training.record import read_log_entries
 
 TRAIN = [
     "name[Aromi], eatType[pub], area[riverside]",
@@ -239,7 +239,7 @@ def test_a_comparison_is_made_again_however_often_it_stops(
         files = snapshot(out)
         made.append({name: files[name] for name in files if re.search(r"tensors$|n\.json", name)})
         for log in out.rglob("log.jsonl"):
-            assert [entry["step"] for entry in read_record(log)] == [1, 2]
+            assert [entry["step"] for entry in read_log_entries(log)] == [1, 2]
     assert made[0] == made[1] and stops > 4
     told = json.loads(files["comparison.json"])
     assert all(one["finished"] is one["name"].startswith("e2e/") for one in told["steps"])

@@ -31,7 +31,7 @@ from ssmlx.loading.load import load_base as load_mlx_base
 from ssmlx.settings import SpeculatorTreeConfig, TreeConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import BatchPlan, collate
-from ssmlx.training.record import LOG_FILE, read_record
+from ssmlx.training.record import LOG_FILE, read_log_entries
 
 SMALL = (
     "--batch-size", "8", "--device", "cpu", "--dtype", "float32", "--template", "{prompt}",
@@ -253,7 +253,7 @@ def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more
     run = tmp_path / "run"
     folder = tmp_path / "heads"
     assert run_trainer(kind, base, data, run, "--epochs", "40", "--tree-size", "8", *more) == 0
-    log = read_record(run / LOG_FILE)
+    log = read_log_entries(run / LOG_FILE)
     assert log[-1]["tokens_per_call"] > 1.8
     assert log[-1]["head_2_loss"] < 0.5 * log[0]["head_2_loss"]
     assert (run / "curves.png").stat().st_size > 10_000

@@ -59,9 +59,9 @@ from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.guesses import compute_guesses
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
-from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_for_training
+from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
-from ssmlx.training.record import LOG_FILE, read_record
+from ssmlx.training.record import LOG_FILE, read_log_entries
 
 SMALL = (
     "--num-streams", "2", "--num-msa-layers", "2", "--lora-rank", "4", "--prune-rank", "4",
@@ -310,7 +310,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
         *batch.anchors.shape, 3, -1
     )
     guesses = mine.objective.guesses(batch, lower, 16)
-    for (row, places, answer), found in zip(batch.answers(), guesses, strict=True):
+    for (row, places, answer), found in zip(batch.answers_with_anchors(), guesses, strict=True):
         first = batch.anchors[row, places.start]
         text = batch.tokens[row, batch.pads[row] : first + len(answer)].tolist()
         prompt = text[: len(text) + 1 - len(answer)]
@@ -364,7 +364,7 @@ def test_small_probabilities_count(vocab_size):
     expected = top[:, 0] + np.log(probs.sum(axis=1))
     probs /= probs.sum(axis=1, keepdims=True)
     targets = np.array([7, 0, 7, 12])
-    losses, found = mlx_trainer.cross_entropies(mx.array(logits), mx.array(targets))
+    losses, found = mlx_trainer.cross_entropies_and_probs(mx.array(logits), mx.array(targets))
     assert gap(losses, expected - exact[np.arange(4), targets]) < 5e-6
     assert gap(found, probs) < 5e-5
 
@@ -452,7 +452,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     batch = some_batch(4)
     where = {
         "positions": torch.from_numpy(batch.positions).long(),
-        "visible": torch.from_numpy(batch.visible),
+        "visible": torch.from_numpy(batch.causal_visible),
         "stream_rows": torch.from_numpy(batch.anchors),
     }
 
@@ -481,7 +481,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
     batch = some_batch()
     found = []
     for dtype in ("stored", "float32"):
-        backbone = load_base_for_training(packed_base, dtype)
+        backbone = load_base_in_trainable_dtype(packed_base, dtype)
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
@@ -495,7 +495,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
 @both
 def test_bfloat16_holds_what_is_trained_in_float32(base, command):
     if command is MLX:
-        backbone = load_base_for_training(base, "bfloat16")
+        backbone = load_base_in_trainable_dtype(base, "bfloat16")
         trainer = MlxTrainer(mlx_objective(backbone=backbone), 10)
         trained = {array.dtype for array in trainer.weights.values()}
         leaves = tree_flatten(backbone.model.parameters())
@@ -561,7 +561,7 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, comma
     for stop in (["--max-steps", "4"], ["--max-steps", "7"], []):
         command.train(base, data, parts, "--epochs", "2", *stop)
     assert command.weights(whole) == command.weights(parts)
-    logs = [read_record(out / LOG_FILE) for out in (whole, parts)]
+    logs = [read_log_entries(out / LOG_FILE) for out in (whole, parts)]
     assert [e["step"] for e in logs[1]] == list(range(1, 13))
     assert [e["main_loss"] for e in logs[0]] == [e["main_loss"] for e in logs[1]]
 
@@ -573,7 +573,7 @@ def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path, command):
     more = ("--epochs", "20", "--save-every", "2")
     arguments = command.argv(base, data, out, *more)
     real.kill_once_there(out / command.state, command.prog, arguments)
-    assert 0 < len(read_record(out / LOG_FILE)) < 120
+    assert 0 < len(read_log_entries(out / LOG_FILE)) < 120
     assert command.main(arguments) == 0
     command.train(base, data, tmp_path / "whole", *more)
     assert command.weights(tmp_path / "whole") == command.weights(out)
@@ -616,7 +616,7 @@ def test_what_it_learns_shows_when_it_decodes(base, data, tmp_path, command, sco
     run = tmp_path / "run"
     more = ("--adapter-scope", scope, "--draft-vocab-size", "60")
     result = command.train(base, data, run, *more, "--epochs", "60")
-    log = read_record(run / LOG_FILE)
+    log = read_log_entries(run / LOG_FILE)
     assert log[-1]["tokens_per_call"] > 1.8
     assert log[-1]["stream_2_loss"] < 0.5 * log[0]["stream_2_loss"]
     assert json.loads((run / SETTINGS_FILE).read_text())["draft_vocab_coverage"] == 1.0
@@ -717,7 +717,7 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     after = load_adapter(whole / MLX.result)
     assert after.config == replace(before.config, condition_rank=4)
     assert after.config.tokens_per_call
-    log = read_record(whole / LOG_FILE)
+    log = read_log_entries(whole / LOG_FILE)
     assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
     assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]
     assert (
@@ -880,7 +880,7 @@ def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
         gradients, means = trainer.gradients(of, trainer.objective.lower(of))
         return mx.concatenate([*(array.flatten() for array in gradients.values()), mx.stack(means)])
 
-    found = sum(flat(batch.part_of_rank(rank, ranks)) for rank in range(ranks))
+    found = sum(flat(batch.every_nth_text_of_rank(rank, ranks)) for rank in range(ranks))
     assert gap(found, flat(batch)) < 5e-5
 
 

@@ -20,7 +20,7 @@ from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_lora_scale, check_start_shapes, check_start_streams
+from ssmlx.training.job import check_lora_scale, check_start_streams, require_run_has_start_shapes
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
@@ -226,7 +226,7 @@ def copy_checkpoint_weights(model: StreamFusedReference, folder: Path, *, has_ta
     if not found:
         raise InputError(f"{folder} has no weights", expected=" or ".join(files), do="check --init")
     parameters = {**_lora_parameters(model), **_stream_parameters(model)}
-    check_start_shapes(folder, found, parameters)
+    require_run_has_start_shapes(folder, found, parameters)
     for name, array in found.items():
         parameters[name].copy_(to_tensor(array))
 

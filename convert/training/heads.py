@@ -199,7 +199,7 @@ class HeadObjective(TorchObjective):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
         hidden = self._anchor_states(batch, lower)
-        texts = [answer.tolist() for *_, answer in batch.answers()]
+        texts = [answer.tokens.tolist() for answer in batch.answers_with_anchors()]
         places = [0] * len(texts)
         calls = len(texts)
         widths = tuple(min(width, self.draft_vocab_size) for width in self._widths)

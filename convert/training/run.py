@@ -327,7 +327,7 @@ class TorchObjective(Objective):
         """Return positions [B, T] and what rows see [B, T, T], by the reference's argument
         names.
         """
-        masks = {"visible": batch.visible, "stream_visible": batch.stream_visible}
+        masks = {"visible": batch.causal_visible, "stream_visible": batch.stream_visible}
         seen = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
         return {"positions": self.index_tensor(batch.positions), **seen}
 
@@ -376,7 +376,7 @@ class TorchTrainer(Trainer):
             InputError: the gradient is not finite; no step is taken.
         """
         train = self.objective.train
-        rate = train.rate(self.step, self.num_steps)
+        rate = train.learning_rate_at(self.step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["multiple"]
         self.optimizer.zero_grad(set_to_none=True)

@@ -299,7 +299,7 @@ def time_candidate_streams(
     """
     from ..training.config import RunOptions
     from ..training.job import read_base_settings
-    from ..training.sizing import candidate_layers, time_candidate_layers
+    from ..training.sizing import candidate_layers, time_candidate_layers_and_keep_costs
 
     backbone = model.backbone.base()
     can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
@@ -308,7 +308,7 @@ def time_candidate_streams(
     base = read_base_settings(backbone.folder)
     each = seconds / len(candidate_layers(base["num_hidden_layers"]))
     options = RunOptions(data=backbone.folder, out=backbone.folder, model=name, template=None)
-    time_candidate_layers(backbone, base, options, text, seconds=each)
+    time_candidate_layers_and_keep_costs(backbone, base, options, text, seconds=each)
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:

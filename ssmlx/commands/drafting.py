@@ -147,7 +147,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
     """
     from ..loading.attach import adapters_for
     from ..loading.found import PAYS
-    from ..training.sizing import forecast_adapt_speedup
+    from ..training.sizing import forecast_speedup_of_adapting
 
     backbone = model.backbone
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
@@ -169,7 +169,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
         return f"nothing that is here; more hours may: {adapt}{_hours_option(2 * own.hours)}"
     if model.num_streams:
         return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
-    speed = forecast_adapt_speedup(model)
+    speed = forecast_speedup_of_adapting(model)
     if speed is None:
         return f"{adapt}, which says within minutes what that would bring here"
     if speed < PAYS:
@@ -212,9 +212,9 @@ def _hours_option(hours: float) -> str:
 
 def _progress_text(run: StoredRun) -> str:
     """Say that an unfinished run goes on, and what speed it has reached, if that is known."""
-    from ..training.sizing import forecast_run_speedup
+    from ..training.sizing import forecast_unfinished_run_speedup
 
-    speed = forecast_run_speedup(run)
+    speed = forecast_unfinished_run_speedup(run)
     if speed is None:
         return "goes on with a run that was begun"
     return f"goes on with a run that came to {speed:.2f} times plain decoding's speed so far"

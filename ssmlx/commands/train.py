@@ -96,10 +96,10 @@ def _train(args: argparse.Namespace) -> None:
     from ..training.mlx_model import (
         TrainedModel,
         add_condition_and_root_init,
-        bind_weights_of_adapter,
+        bind_weights_that_adapter_has,
         new_adapter,
     )
-    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_base_for_training
+    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
 
     start = (
         add_condition_and_root_init(load_stream_adapter(args.init), train)
@@ -107,12 +107,12 @@ def _train(args: argparse.Namespace) -> None:
         else None
     )
     job, path = prepare_job(options, train, start)
-    backbone = load_base_for_training(path, args.dtype)
+    backbone = load_base_in_trainable_dtype(path, args.dtype)
     lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        bind_weights_of_adapter(model, load_stream_adapter(args.init), args.init)
+        bind_weights_that_adapter_has(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [folder_digest(args.init)] if start else []

@@ -38,7 +38,7 @@ from .adapt_run import (
 from .answers import BatchResponder
 from .mlx_trainer import MlxTrainer
 from .progress import ENDED_FILE, Clock, describe_round_progress, format_duration
-from .record import PICTURE_FILE, draw_curves
+from .record import PICTURE_FILE, draw_curves_if_matplotlib
 
 
 def adapt(
@@ -158,7 +158,7 @@ def _make_adapter_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     picture = options.out / PICTURE_FILE
     run.say("decoding held-out prompts with the adapter and without ...")
     with busy("drawing"):
-        draw_curves(log, picture, options.out.name)
+        draw_curves_if_matplotlib(log, picture, options.out.name)
     held_out = read_round_examples(options, len(plan.rounds) - 1, "valid")
     measured = time_adapter_plain_and_lookup(run, held_out, log[0]["tokens_per_call"], base_dtype)
     plan = run.save_plan(plan)

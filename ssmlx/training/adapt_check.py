@@ -59,7 +59,7 @@ class MeasuredFigures(TypedDict):
     speed_up: float  # of the adapter over plain decoding
     text_speed_up: float  # of prompt lookup over plain decoding
     machine: str
-    tokens_per_call: dict[int, float]  # of the adapter, by nodes of the tree, from its settings
+    tokens_per_call: Mapping[int, float]  # of the adapter, by nodes of the tree, from its settings
     untrained_tokens_per_call: float
     lookup_tokens_per_call: float
 

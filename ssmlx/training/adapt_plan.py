@@ -21,7 +21,7 @@ from .sizing import (
     measure_rates,
     plan_round,
     stream_train_config,
-    time_candidate_layers,
+    time_candidate_layers_and_keep_costs,
 )
 
 CACHE_BYTES = 1 << 29
@@ -34,7 +34,7 @@ def time_and_make_plan_without_rounds(
     """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
 
     That these are timed is said to the user. Step costs go into this machine's cost tables too, see
-    `time_candidate_layers`.
+    `time_candidate_layers_and_keep_costs`.
 
     Args:
         run: of this process.
@@ -55,7 +55,7 @@ def time_and_make_plan_without_rounds(
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
     with busy("timing calls"):
-        costs = time_candidate_layers(
+        costs = time_candidate_layers_and_keep_costs(
             source.backbone,
             base,
             source.training,
@@ -67,7 +67,7 @@ def time_and_make_plan_without_rounds(
     longest = max(source.prompt_lengths)
     answer_tokens = options.amounts.answer_tokens
     train = stream_train_config(num_layers, seed=options.seed, max_length=longest + answer_tokens)
-    train = train.with_draft_vocab_size(base["vocab_size"])
+    train = train.with_default_draft_vocab_size(base["vocab_size"])
     config = make_stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):

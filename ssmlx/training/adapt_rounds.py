@@ -35,7 +35,7 @@ from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
 from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, format_duration
 from .questions import normalise_prompt, opening_words
-from .sizing import StepCosts, fastest_tree, shorten_round_to_hours
+from .sizing import StepCosts, cut_passes_to_hours, fastest_tree
 
 SAMPLED_EVERY = 4
 SAMPLED_TEMP = 0.8
@@ -78,7 +78,7 @@ def answer_and_train_round(
         began = run.clock.spent
         answer_and_write_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
-        fitted = shorten_round_to_hours(planned, plan.round_before(number), run.clock.spent)
+        fitted = cut_passes_to_hours(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
         less = (
             ""

@@ -27,10 +27,10 @@ from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_date
 from .config import RunOptions, TrainConfig
 from .job import read_base_settings
-from .mlx_trainer import load_base_for_training
+from .mlx_trainer import load_base_in_trainable_dtype
 from .progress import Clock
 from .questions import draw_shipped_prompts
-from .record import LOG_FILE, read_record
+from .record import LOG_FILE, read_log_entries
 from .sizing import Rates, Round, StepCosts, choose_frozen_dtype, default_memory_bytes
 
 MOST_PROMPT_TOKENS = 1024
@@ -162,7 +162,7 @@ class AdaptPlan:
         return cls(
             settings=settings,
             base=values["base"],
-            train=TrainConfig.from_dict(values["train"]),
+            train=TrainConfig.from_dict_ignoring_unknown(values["train"]),
             step_costs={int(n): cost for n, cost in values["step_costs"].items()},
             rates=Rates(**values["rates"]),
             rounds=tuple(Round(**one) for one in values["rounds"]),
@@ -270,7 +270,7 @@ def load_model_and_prompts(run: AdaptRun) -> Source:
     base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
-    backbone = load_base_for_training(options.path, dtype)
+    backbone = load_base_in_trainable_dtype(options.path, dtype)
     backbone.capabilities.require("stages", "streams")
     backbone.name = options.model
     lora: Loras = (
@@ -379,6 +379,6 @@ def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for folder in folders:
         behind = entries[-1]["step"] if entries else 0
-        for one in read_record(folder / LOG_FILE):
+        for one in read_log_entries(folder / LOG_FILE):
             entries.append({**one, "step": one["step"] + behind})
     return entries

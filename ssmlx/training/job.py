@@ -38,7 +38,7 @@ from .data import (
     read_examples,
 )
 from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves
+from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves_if_matplotlib
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
@@ -257,7 +257,7 @@ def prepare_job(
     """
     path = resolve_model(options.model)
     base = read_base_settings(path)
-    train = train.with_draft_vocab_size(base["vocab_size"])
+    train = train.with_default_draft_vocab_size(base["vocab_size"])
     words = load_tokenizer(path, base)
     if start is None:
         config = make_stream_config(train, base, options, [words.eos_token_id])
@@ -420,7 +420,7 @@ def run_to_end(
             entry |= validate()
             if rate := of_packed().get("tokens_per_call"):
                 entry["packed_tokens_per_call"] = rate
-            _log_losses(entry, job.num_steps)
+            _log_validation(entry, job.num_steps)
             validated(validate)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if keep_best and entry.get("tokens_per_call", 0.0) > best:
@@ -430,7 +430,7 @@ def run_to_end(
             trainer.save(state, identity)
     if not keep_best:
         result = write(validate)
-    draw_curves(record.entries, out / PICTURE_FILE, out.name)
+    draw_curves_if_matplotlib(record.entries, out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", result or out, trainer.step, job.num_steps)
 
 
@@ -471,7 +471,7 @@ def check_gradient_is_finite(norm: float, step: int) -> None:
     )
 
 
-def _log_losses(entry: dict[str, float], num_steps: int) -> None:
+def _log_validation(entry: dict[str, float], num_steps: int) -> None:
     """Log a validation: the step, the held-out losses, and tokens per call where the entry has
     them.
 
@@ -538,7 +538,9 @@ def check_start_streams(
         )
 
 
-def check_start_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def require_run_has_start_shapes(
+    source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
     """Raise InputError unless for each array of `found` the new run has one of the same name and
     shape.
 

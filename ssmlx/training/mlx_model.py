@@ -47,7 +47,7 @@ from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotat
 from ..settings import StreamConfig
 from .config import Part, TrainConfig
 from .data import Batch
-from .job import check_lora_scale, check_start_shapes, check_start_streams
+from .job import check_lora_scale, check_start_streams, require_run_has_start_shapes
 from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
@@ -92,7 +92,7 @@ class Layout:
         are no groups.
         """
         positions = mx.array(batch.positions)
-        nodes = Rows(positions, mx.array(batch.visible[:, None]), positions)
+        nodes = Rows(positions, mx.array(batch.causal_visible[:, None]), positions)
         cuts = range(0, batch.anchors.shape[1] if num_streams else 0, _ANCHORS_AT_ONCE)
         parts = [batch.anchors[:, first : first + _ANCHORS_AT_ONCE] for first in cuts]
         visible = batch.stream_visible
@@ -231,9 +231,9 @@ class TrainedModel:
 
     def write(self, folder: Path, validate: Validation) -> Path:
         """Write the adapter with the weights that are bound now into a folder, see
-        `write_validated_adapter`; return the folder.
+        `measure_and_write_adapter`; return the folder.
         """
-        return write_validated_adapter(folder, self.adapter, validate)
+        return measure_and_write_adapter(folder, self.adapter, validate)
 
     @property
     def _streams(self) -> StreamWeights:
@@ -387,7 +387,9 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     return adapter.with_trained(lora, streams=streams_from_tensors(every))
 
 
-def bind_weights_of_adapter(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
+def bind_weights_that_adapter_has(
+    model: TrainedModel, adapter: StreamAdapter, source: Path
+) -> None:
     """Bind the weights of another adapter to a model, as far as that has them.
 
     The adapter may lack parts, such as streams where it is a LoRA alone; these keep the model's
@@ -409,13 +411,13 @@ def bind_weights_of_adapter(model: TrainedModel, adapter: StreamAdapter, source:
     for lora in adapter.trained_lora.values():
         check_lora_scale(source, lora.scale, max(scales, default=lora.scale))
     found = trainable_weights(adapter)
-    check_start_shapes(source, found, model.weights)
+    require_run_has_start_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
     model.bind(weights)
 
 
-def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
+def measure_and_write_adapter(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
     """Measure tokens per call on held-out text, and write an adapter with them in its settings.
 
     Args:
@@ -444,8 +446,8 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     """
     streams = adapter.streams
     size = adapter.config.hidden_size
-    condition = streams.condition or new_condition(train, size)
-    root_init = streams.root_init or new_root_init(train, size)
+    condition = streams.condition or draw_condition_or_none(train, size)
+    root_init = streams.root_init or draw_root_init_or_none(train, size)
     config = replace(
         adapter.config,
         condition_rank=train.condition_rank,
@@ -456,24 +458,26 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     return replace(adapter, config=config, streams=streams)
 
 
-def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
+def draw_root_init_or_none(train: TrainConfig, size: int) -> LowRank | None:
     """Draw what the root token and the last hidden state add to f of eq. 3: a low-rank map from 2
     `size` to `size`.
 
     It is zero until it is trained. None where `train.root_init_rank` is 0.
     """
     rng = np.random.default_rng([train.seed, 2])
-    return new_low_rank(rng, train.root_init_rank, 2 * size, size)
+    return draw_low_rank_or_none(rng, train.root_init_rank, 2 * size, size)
 
 
-def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
+def draw_low_rank_or_none(
+    rng: np.random.Generator, rank: int, inputs: int, size: int
+) -> LowRank | None:
     """Draw a low-rank map from `inputs` to `size` numbers, whose second factor is zero; None for
     rank 0.
     """
     return LowRank(_uniform(rng, rank, inputs, inputs), mx.zeros((size, rank))) if rank else None
 
 
-def new_condition(train: TrainConfig, size: int) -> Condition | None:
+def draw_condition_or_none(train: TrainConfig, size: int) -> Condition | None:
     """Draw a condition for hidden size `size`, from the run's seed; None where
     `train.condition_rank` is 0.
 
@@ -525,11 +529,11 @@ def new_adapter(
         embeddings = mx.array(drawn.astype(np.float32))
     streams = StreamWeights(
         embeddings,
-        new_low_rank(rng, config.stream_init_rank, size, size),
-        new_root_init(train, size),
-        new_low_rank(rng, config.prune_rank, size, size),
+        draw_low_rank_or_none(rng, config.stream_init_rank, size, size),
+        draw_root_init_or_none(train, size),
+        draw_low_rank_or_none(rng, config.prune_rank, size, size),
         None if draft_vocab is None else mx.array(draft_vocab),
-        new_condition(train, size),
+        draw_condition_or_none(train, size),
     )
     layers = range(config.insertion_layer, config.num_layers)
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())

@@ -60,7 +60,7 @@ def linear_cross_entropy(
         of the rows.
         """
         logits = logits_of(rows).astype(mx.float32)
-        losses, probs = cross_entropies(mx.stop_gradient(logits), wanted)
+        losses, probs = cross_entropies_and_probs(mx.stop_gradient(logits), wanted)
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
@@ -92,7 +92,7 @@ def linear_cross_entropy(
     return total, mx.stop_gradient(losses)
 
 
-def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+def cross_entropies_and_probs(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """Return cross-entropies [R] in nats and probabilities [R, V] of float32 logits [R, V].
 
     Sums are taken a block of tokens at a time. MLX's CPU backend adds one number after the other:
@@ -113,7 +113,7 @@ def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.a
     return (mx.log(mass) + top - chosen)[:, 0], powers / mass
 
 
-def load_base_for_training(path: Path, dtype: str) -> Backbone:
+def load_base_in_trainable_dtype(path: Path, dtype: str) -> Backbone:
     """Load the base model of a folder for training, in a type that small gradients survive.
 
     Quantised weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
@@ -390,7 +390,7 @@ class Adam:
             optimizer.state |= {"step": arrays["step"], **own}
 
 
-def read_saved_step(path: Path) -> int:
+def read_saved_step_or_0(path: Path) -> int:
     """Return the step count of a state file that `MlxTrainer` wrote; 0 where there is none that can
     be read.
     """
@@ -466,7 +466,7 @@ class MlxTrainer(Trainer):
             InputError: the gradient is not finite; the weights are changed by then.
         """
         train = self.objective.train
-        rate = train.rate(self.step, self.num_steps)
+        rate = train.learning_rate_at(self.step, self.num_steps)
         gradients, means = self.gradients(batch, lower)
         gradients, norm = _clip_gradients(gradients, train.clip_norm)
         self.weights = self.optimizer.update(gradients, self.weights, rate)

@@ -175,7 +175,7 @@ class Objective(ABC):
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
         """Return what the streams guess along every answer of a batch, `count` candidates each, in
-        the order of `Batch.answers`.
+        the order of `Batch.answers_with_anchors`.
 
         Args:
             batch: B texts.
@@ -185,7 +185,7 @@ class Objective(ABC):
         tokens, logprobs = self.rank_candidates(batch, lower, count)
         return [
             Guesses(tokens[row, places], logprobs[row, places], answer)
-            for row, places, answer in batch.answers()
+            for row, places, answer in batch.answers_with_anchors()
         ]
 
     def replay(self, batch: Batch, lower: Any, size: int) -> Replay | None:
@@ -329,7 +329,7 @@ class LowerStore:
         shape = int(ends[-1]), objective.state_size
         self._mark = path.with_name(path.name + ".json")
         size = int(ends[-1]) * objective.state_size * objective.state_bytes
-        is_own = self._read_progress().get("identity") == identity
+        is_own = self._read_progress_or_empty().get("identity") == identity
         if not path.exists() or path.stat().st_size != size or not is_own:
             self._mark.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -354,7 +354,7 @@ class LowerStore:
             InputError: the disk is full.
         """
         batches = batches_by_length(self._examples, _BATCH_SIZE)
-        done = self._read_progress().get("batches", 0)
+        done = self._read_progress_or_empty().get("batches", 0)
         if done == len(batches):
             return
         try:  # a write through the mapping, where the disk is full, would end the process
@@ -393,7 +393,7 @@ class LowerStore:
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
-    def _read_progress(self) -> dict[str, Any]:
+    def _read_progress_or_empty(self) -> dict[str, Any]:
         """Return how many "batches" are in the file, and of which "identity"; empty where there is
         no whole note.
         """

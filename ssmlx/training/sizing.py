@@ -100,7 +100,7 @@ def candidate_layers(num_layers: int) -> dict[int, float]:
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
-def time_candidate_layers(
+def time_candidate_layers_and_keep_costs(
     backbone: Backbone,
     base: dict[str, Any],
     options: RunOptions,
@@ -113,7 +113,7 @@ def time_candidate_layers(
 
     What a call costs does not depend on what the streams have learned. So the costs are written to
     this machine's cost tables: of adapters of these sizes, where costs that answers have taught are
-    not replaced but returned; and of the base model, for `forecast_adapt_speedup`.
+    not replaced but returned; and of the base model, for `forecast_speedup_of_adapting`.
 
     Args:
         backbone: the base model, which stays as it is.
@@ -128,7 +128,7 @@ def time_candidate_layers(
     """
     found: dict[int, StepCosts] = {}
     for num_layers in candidate_layers(base["num_hidden_layers"]):
-        train = stream_train_config(num_layers).with_draft_vocab_size(base["vocab_size"])
+        train = stream_train_config(num_layers).with_default_draft_vocab_size(base["vocab_size"])
         config = make_stream_config(train, base, options, [])
         adapter = new_adapter(
             backbone.clone_sharing_weights(), config, train, _placeholder_vocab(train), lora
@@ -152,7 +152,7 @@ def _untrained_cost_name(num_layers: int) -> str:
     return f"untrained streams in {num_layers} layers"
 
 
-def forecast_adapt_speedup(model: StreamFusedModel) -> float | None:
+def forecast_speedup_of_adapting(model: StreamFusedModel) -> float | None:
     """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
 
     Args:
@@ -179,7 +179,7 @@ def forecast_adapt_speedup(model: StreamFusedModel) -> float | None:
     return max(speeds, default=None)
 
 
-def forecast_run_speedup(run: StoredRun) -> float | None:
+def forecast_unfinished_run_speedup(run: StoredRun) -> float | None:
     """Forecast how much faster than plain decoding an unfinished run's streams are as they are now.
 
     Returns:
@@ -312,7 +312,7 @@ def measure_rates(
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _time_answers_and_choose_batch(responder, prompt, answer_tokens, most_bytes)
+    timed = _time_answers_at_largest_batch(responder, prompt, answer_tokens, most_bytes)
     twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -357,7 +357,7 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _time_answers_and_choose_batch(
+def _time_answers_at_largest_batch(
     responder: BatchResponder, prompt: list[int], answer_tokens: int, most_bytes: int
 ) -> _AnswerTimes:
     """Time answers to one prompt, and choose how many at once the memory allows.
@@ -380,20 +380,22 @@ def _time_answers_and_choose_batch(
         InputError: not even one answer at a time fits.
     """
     # The first calls take longer.
-    list(responder.iterate_answers([NumberedPrompt(0, prompt[-8:])], 2))
+    list(responder.yield_answers_as_they_end([NumberedPrompt(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
         texts = [NumberedPrompt(number, prompt) for number in range(count)]
         with _measure_seconds_and_peak() as prompts:
-            list(replace(responder, batch_size=count).iterate_answers(texts, length))
+            list(replace(responder, batch_size=count).yield_answers_as_they_end(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
     at_once, memory = _largest_fitting_batch(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [NumberedPrompt(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _measure_seconds_and_peak() as spent:
-        found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
+        found = list(
+            replace(responder, batch_size=at_once).yield_answers_as_they_end(texts, _PROBED_TOKENS)
+        )
     few, many = _PROBED
     # What texts share is their calls, which take about the same; so the rest is their prompts.
     of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
@@ -541,7 +543,7 @@ def plan_round(
     )
 
 
-def shorten_round_to_hours(planned: Round, before: Round | None, spent: float) -> Round:
+def cut_passes_to_hours(planned: Round, before: Round | None, spent: float) -> Round:
     """Return a round with fewer passes where its answers took so long that the hours would not do;
     `planned` itself where they do.
 
