@@ -107,7 +107,7 @@ def train_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
-    from ssmlx.training.job import prepare_job, run_to_end
+    from ssmlx.training.job import read_and_check_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation
 
@@ -138,8 +138,8 @@ def train_streams(args: argparse.Namespace) -> None:
         if train.train_only
         else None
     )
-    job, path = prepare_job(options, train, start)
-    base: Any = load_base(path, attn_implementation="sdpa")
+    job = read_and_check_job(options, train, start)
+    base: Any = load_base(job.base_folder, attn_implementation="sdpa")
     task: list[str] = []
     if args.task_lora is not None:
         tuned = load_fine_tuned(base, args.task_lora)
@@ -152,7 +152,7 @@ def train_streams(args: argparse.Namespace) -> None:
         task = [folder_digest(args.init)]
         select_trained_part(model, train.train_only)
     if args.init is not None and start is None:
-        copy_checkpoint_weights(model, args.init, has_task=args.task_lora is not None)
+        copy_checkpoint_weights(model, args.init, has_task_lora=args.task_lora is not None)
     cast_frozen_parameters(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
@@ -160,21 +160,19 @@ def train_streams(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity(args.dtype, *task)
 
-    def write(validate: Validation) -> Path | None:
-        """Write the checkpoint to --out, or with --train-only the adapter, validated.
-
-        Returns:
-            The adapter's folder; None for a checkpoint, which is not validated here.
+    def write_adapter_or_checkpoint(validation: Validation) -> Path:
+        """Write the checkpoint to --out, or with --train-only the adapter, measured, into a folder
+        of it; return the folder. `validation` is not asked for a checkpoint.
         """
         if start is not None:
             folder = options.out / TRAINED_FOLDER
             return measure_and_write_adapter(
-                folder, replace_trained_weights(start, model), validate
+                folder, replace_trained_weights(start, model), validation
             )
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)
-        return None
+        return options.out
 
     run_to_end(
         job,
@@ -182,8 +180,8 @@ def train_streams(args: argparse.Namespace) -> None:
         prog=PROG,
         dtype=args.dtype,
         identity=job.identity(args.dtype, *task, init=args.init),
-        write=write,
-        lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+        write_trained=write_adapter_or_checkpoint,
+        make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
     )
 
 

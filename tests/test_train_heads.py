@@ -142,7 +142,7 @@ def test_a_batch_costs_what_each_example_costs(base, kind, shape, reduced):
     own = load_base(base)
     batch = collate(examples, np.arange(5))
     with torch.no_grad():
-        total, parts = objective.loss(batch, objective.lower(batch))
+        total, parts = objective.loss_and_term_means(batch, objective.lower(batch))
     lm_head = own.lm_head.weight if vocab is None else own.lm_head.weight[vocab], None
     losses: list[list[float]] = [[], [], []]
     for example in examples:

@@ -248,7 +248,7 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         end = pad + length
         assert gap(lower[row, pad:end], theirs_lower[row, pad:end]) < 5e-5
-    total, _ = theirs.objective.loss(batch, theirs_lower, 2)
+    total, _ = theirs.objective.loss_and_term_means(batch, theirs_lower, 2)
     total.backward()
     gradients, _ = mine.gradients(batch, lower)
     expected = named_as_mine({name: p.grad for name, p in theirs.named.items()})
@@ -382,7 +382,7 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     batch = some_batch()
     losses = {stream: [] for stream in range(4)}
     with torch.no_grad():
-        total, parts = objective.loss(batch, objective.lower(batch), 0)
+        total, parts = objective.loss_and_term_means(batch, objective.lower(batch), 0)
         outputs = [objective.model(torch.from_numpy(e.tokens).long()[None]) for e in examples]
     for example, output in zip(examples, outputs, strict=True):
         for place in range(example.start - 1, len(example.tokens) - 1):
@@ -415,7 +415,7 @@ def test_the_pruning_loss_reaches_its_adapter_alone(base):
     objective = torch_objective(base, stream_weights=(0.0,), main_weight=0.0, prune_weight=1.0)
     trainer = TorchTrainer(objective, 10)
     batch = some_batch()
-    total, parts = objective.loss(batch, objective.lower(batch), 0)
+    total, parts = objective.loss_and_term_means(batch, objective.lower(batch), 0)
     total.backward()
     assert parts["prune_loss"] > 0
     moved = {n for n, p in trainer.named.items() if p.grad is not None and p.grad.abs().sum() > 0}
@@ -426,7 +426,7 @@ def test_scope_streams_leaves_the_node_rows_to_the_base(base):
     objective = mlx_objective(base, adapter_scope="streams")
     batch = some_batch(3)
     layout = Layout.of(batch, 3)
-    nodes, _ = objective.model.upper(objective.model.lower(layout), layout)
+    nodes, _ = objective.model.upper_before_norm(objective.model.lower(layout), layout)
     plain = load_base(base, "float32")[0]
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         tokens = mx.array(batch.tokens[row, pad : pad + length])

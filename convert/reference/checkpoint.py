@@ -20,7 +20,12 @@ from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_lora_scale, check_start_streams, require_run_has_start_shapes
+from ssmlx.training.job import (
+    check_lora_scale,
+    require_run_has_start_shapes,
+    require_same_stream_design,
+    require_task_lora_kept,
+)
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
@@ -198,7 +203,9 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @without_gradients
-def copy_checkpoint_weights(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
+def copy_checkpoint_weights(
+    model: StreamFusedReference, folder: Path, *, has_task_lora: bool
+) -> None:
     """Copy the weights of a checkpoint, LoRA and streams, into a model; what the checkpoint lacks
     stays.
 
@@ -207,15 +214,16 @@ def copy_checkpoint_weights(model: StreamFusedReference, folder: Path, *, has_ta
     Args:
         model: is changed.
         folder: the checkpoint.
-        has_task: whether the model has the LoRA of a task.
+        has_task_lora: whether the model has the LoRA of a task.
 
     Raises:
         InputError: the folder has no weights, they do not fit the model, or its streams draft
             beside a task's LoRA that the model has not.
     """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
-    loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
-    check_start_streams(folder, config, model.config, loses_task=loses_task)
+    start_has_it = (folder / layout.TASK_LORA).is_dir()
+    require_task_lora_kept(folder, start_has_it=start_has_it, run_has_it=has_task_lora)
+    require_same_stream_design(folder, config, model.config)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
         check_lora_scale(folder, lora.scale, model.lora.scale)

@@ -116,7 +116,7 @@ class HeadObjective(TorchObjective):
             )
         return hidden.main.to(self.dtype)
 
-    def loss(
+    def loss_and_term_means(
         self, batch: Batch, lower: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted sum of the heads' losses, and each head's mean as "head_N_loss", in
@@ -182,7 +182,7 @@ class HeadObjective(TorchObjective):
         return tokens, logprobs.cpu().numpy()
 
     @without_gradients
-    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
+    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
         """Count the target calls of decoding the batch's answers with trees of `size` nodes.
 
         An MLP speculator drafts behind its own guesses here, not behind the text.

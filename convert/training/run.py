@@ -19,7 +19,7 @@ from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch
 from ssmlx.training.job import Trainer, check_gradient_is_finite
-from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, split_rows
+from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, TermKind, split_rows
 
 from ..reference.format import LoraSettings
 from ..reference.model import HiddenStates, StreamFusedReference, anchor_indices
@@ -163,7 +163,7 @@ class TorchObjective(Objective):
                 lower, tokens, stream_rows=anchors, **self.row_arguments(batch)
             )
 
-    def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, kind: TermKind) -> torch.Tensor:
         """Return logits [..., V], or of streams [..., Vd].
 
         Args:
@@ -172,7 +172,7 @@ class TorchObjective(Objective):
         """
         return F.linear(hidden.to(self.dtype), *self._lm_heads[kind])
 
-    def loss(
+    def loss_and_term_means(
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return eq. 5's weighted sum, with gradients, and each of its means.
@@ -188,7 +188,7 @@ class TorchObjective(Objective):
         """
         states = self._hidden_states_by_kind(batch, lower)
         found = []
-        for term in self.terms(batch, step):
+        for term in self.loss_terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
             rows = flat[self.index_tensor(term.rows)]
             targets = self.index_tensor(term.targets)
@@ -204,7 +204,9 @@ class TorchObjective(Objective):
             found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
         return self.weighted_loss(found)
 
-    def _hidden_states_by_kind(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _hidden_states_by_kind(
+        self, batch: Batch, lower: torch.Tensor
+    ) -> dict[TermKind, torch.Tensor]:
         """Return hidden states [..., D] by the kinds of rows that terms name.
 
         Main and streams are final-normed, pruning's as `lower` has them. Where
@@ -307,7 +309,7 @@ class TorchObjective(Objective):
         """Return the mean of each term of the loss at step 0, by "NAME_loss", in nats a token;
         nothing is learned.
         """
-        return self.loss(batch, lower, 0)[1]
+        return self.loss_and_term_means(batch, lower, 0)[1]
 
     def to_bits(self, states: torch.Tensor) -> np.ndarray:
         """Return states as a NumPy array of int16 or int32, bit for bit: NumPy has no bfloat16."""
@@ -380,7 +382,7 @@ class TorchTrainer(Trainer):
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["multiple"]
         self.optimizer.zero_grad(set_to_none=True)
-        loss, parts = self.objective.loss(batch, lower, self.step)
+        loss, parts = self.objective.loss_and_term_means(batch, lower, self.step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.named.values(), train.clip_norm)
         check_gradient_is_finite(float(norm), self.step + 1)

@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace) -> None:
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
     from ..model.ranks import launched_group
-    from ..training.job import STORE_FILE, prepare_job, run_to_end
+    from ..training.job import STORE_FILE, read_and_check_job, run_to_end
     from ..training.mlx_model import (
         TrainedModel,
         add_condition_and_root_init,
@@ -106,8 +106,8 @@ def _train(args: argparse.Namespace) -> None:
         if train.train_only
         else None
     )
-    job, path = prepare_job(options, train, start)
-    backbone = load_base_in_trainable_dtype(path, args.dtype)
+    job = read_and_check_job(options, train, start)
+    backbone = load_base_in_trainable_dtype(job.base_folder, args.dtype)
     lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
@@ -125,8 +125,10 @@ def _train(args: argparse.Namespace) -> None:
             prog=PROG,
             dtype=str(backbone.dtype).removeprefix("mlx.core."),
             identity=job.identity(str(backbone.dtype), *task, init=args.init),
-            write=lambda validate: model.write(options.out / TRAINED_FOLDER, validate),
-            lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+            write_trained=lambda validation: model.measure_and_write(
+                options.out / TRAINED_FOLDER, validation
+            ),
+            make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
         )
 
 

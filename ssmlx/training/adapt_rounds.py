@@ -29,7 +29,7 @@ from .adapt_run import (
     tokenise_fitting_prompts,
 )
 from .answers import BatchResponder, NumberedPrompt
-from .job import STORE_FILE, prepare_job, run_to_end
+from .job import STORE_FILE, read_and_check_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
@@ -220,7 +220,7 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
     )
     run.say(f"training {num_steps:,} steps ...")
     with busy("reading"):
-        job, _ = prepare_job(training, train, start)
+        job = read_and_check_job(training, train, start)
     twin = source.backbone.clone_sharing_weights()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
@@ -236,11 +236,11 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
         run.wait()
         pace.note_step_begin(trainer.step)
 
-    def validated(validate: Validation) -> None:
+    def after_validation(validation: Validation) -> None:
         """Say a forecast of the speed-up, and the time of training that is left."""
         left = pace.seconds_left(trainer.step)
         to_go = f"; some {format_duration(left)} of training to go" if left else ""
-        run.say(forecast_line(plan.step_costs, validate) + to_go)
+        run.say(forecast_line(plan.step_costs, validation) + to_go)
 
     with wired_limit(twin.model):
         run_to_end(
@@ -249,16 +249,16 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
             prog=run.prog,
             dtype=dtype.removeprefix("mlx.core."),
             identity=job.identity(dtype, *lora, init=start_folder if start else None),
-            write=lambda validate: model.write(best, validate),
+            write_trained=lambda validation: model.measure_and_write(best, validation),
             keep_best=True,
-            wait=before_step,
-            validated=validated,
-            lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+            before_step=before_step,
+            after_validation=after_validation,
+            make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
         )
     (folder / STORE_FILE).unlink(missing_ok=True)
 
 
-def forecast_line(costs: StepCosts, validate: Validation) -> str:
+def forecast_line(costs: StepCosts, validation: Validation) -> str:
     """Return the line that tells the user what speed-up the streams would bring as they are now,
     with the fastest tree.
 
@@ -266,9 +266,9 @@ def forecast_line(costs: StepCosts, validate: Validation) -> str:
 
     Args:
         costs: plain calls that a call with n nodes takes, by n.
-        validate: replays the held-out answers with trees of these n, which takes some time.
+        validation: replays the held-out answers with trees of these n, which takes some time.
     """
-    tokens = validate.tokens_per_call_by_size(tuple(costs))
+    tokens = validation.tokens_per_call_by_tree_size(tuple(costs))
     nodes, speedup = fastest_tree(costs, tokens)
     forecast = (
         f"so far: {tokens[nodes]:.2f} tokens per call with {nodes} nodes on held-out answers, "

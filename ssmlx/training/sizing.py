@@ -152,21 +152,21 @@ def _untrained_cost_name(num_layers: int) -> str:
     return f"untrained streams in {num_layers} layers"
 
 
-def forecast_speedup_of_adapting(model: StreamFusedModel) -> float | None:
+def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
     """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
 
     Args:
-        model: without streams; its cost table on this machine is read.
+        base_model: without streams; its cost table on this machine is read.
 
     Returns:
         The speed-up with the best number of layers, by timed calls with untrained streams, or else
         by the cost of rows alone; None where neither was timed.
     """
-    frozen = learned_of(model)[0].costs.frozen(0)
+    frozen = learned_of(base_model)[0].costs.frozen(0)
     known = frozen.known
     rows = {n for name, n in known if name == ROWS and n in TIMED_SIZES}
     speeds = []
-    depth = len(model.backbone.layers)
+    depth = len(base_model.backbone.layers)
     for num_layers, kept in candidate_layers(depth).items():
         name = _untrained_cost_name(num_layers)
         costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
@@ -329,10 +329,10 @@ def measure_rates(
     most_probed = _PROBED[-1]
     batch_size, for_steps = _largest_fitting_batch(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
-    validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
+    validation = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
     with _measure_seconds_and_peak() as validated:
-        validate()
-        validate.tokens_per_call_by_size(TIMED_SIZES)
+        validation.measure_losses_and_tokens_per_call()
+        validation.tokens_per_call_by_tree_size(TIMED_SIZES)
     return Rates(
         answer_tokens_per_second=timed.tokens_per_second,
         train_seconds_per_token=step.seconds / most_probed / answer_tokens,
