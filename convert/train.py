@@ -114,9 +114,9 @@ def train_streams(args: argparse.Namespace) -> None:
     from .base import load_base
     from .reference.checkpoint import (
         build_frozen_reference,
-        copy_checkpoint_weights,
         copy_task_lora,
-        load_fine_tuned,
+        copy_weights_that_checkpoint_has,
+        load_checkpoint_of_scope_all,
         merge_lora,
         replace_trained_weights,
         save_reference,
@@ -125,9 +125,9 @@ def train_streams(args: argparse.Namespace) -> None:
     from .training.run import (
         TorchObjective,
         TorchTrainer,
-        build_model_with_new_streams,
         cast_frozen_parameters,
         choose_device,
+        seed_torch_and_build_new_streams,
         use_stream_attention,
     )
 
@@ -142,17 +142,19 @@ def train_streams(args: argparse.Namespace) -> None:
     base: Any = load_base(job.base_folder, attn_implementation="sdpa")
     task: list[str] = []
     if args.task_lora is not None:
-        tuned = load_fine_tuned(base, args.task_lora)
+        tuned = load_checkpoint_of_scope_all(base, args.task_lora)
         task = [folder_digest(args.task_lora)]
         base = merge_lora(tuned)
     if start is None:
-        model = build_model_with_new_streams(base, job.config, train, job.draft_vocab).to(device)
+        model = seed_torch_and_build_new_streams(base, job.config, train, job.draft_vocab).to(
+            device
+        )
     else:
         model = build_frozen_reference(base, start).to(device)
         task = [folder_digest(args.init)]
         select_trained_part(model, train.train_only)
     if args.init is not None and start is None:
-        copy_checkpoint_weights(model, args.init, has_task_lora=args.task_lora is not None)
+        copy_weights_that_checkpoint_has(model, args.init, has_task_lora=args.task_lora is not None)
     cast_frozen_parameters(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)

@@ -309,7 +309,11 @@ def train_heads(args: argparse.Namespace) -> None:
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published_heads
-    from .training.heads import HeadObjective, build_heads, load_base_with_lora_merged
+    from .training.heads import (
+        HeadObjective,
+        load_base_with_lora_merged,
+        seed_torch_and_build_new_heads,
+    )
     from .training.run import TorchTrainer, choose_device
 
     device = choose_device(args.device)
@@ -323,7 +327,7 @@ def train_heads(args: argparse.Namespace) -> None:
     if init is None:
         vocab_size, width = lm_head.shape
         config = build_head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
-        model = build_heads(config, job.draft_vocab, train.seed, lm_head)
+        model = seed_torch_and_build_new_heads(config, job.draft_vocab, train.seed, lm_head)
     else:
         model = init
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)

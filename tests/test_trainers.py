@@ -26,7 +26,7 @@ from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.reference.checkpoint import (
     build_frozen_reference,
-    load_fine_tuned,
+    load_checkpoint_of_scope_all,
     load_reference,
     merge_lora,
     replace_trained_weights,
@@ -38,8 +38,8 @@ from convert.training import run as torch_run
 from convert.training.run import (
     TorchObjective,
     TorchTrainer,
-    build_model_with_new_streams,
     cast_frozen_parameters,
+    seed_torch_and_build_new_streams,
     stream_attention,
     use_stream_attention,
 )
@@ -163,7 +163,7 @@ def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
     """An objective whose LoRA does something."""
     train, config = settings(real.LAYERS, real.WIDTH, draft_vocab, **changes)
     loaded = load_torch_base(base, attn_implementation="sdpa")
-    model = build_model_with_new_streams(loaded, config, train, draft_vocab)
+    model = seed_torch_and_build_new_streams(loaded, config, train, draft_vocab)
     with torch.no_grad():
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -185,7 +185,7 @@ def pair(folder, architecture, draft_vocab, changes):
     theirs_base.save_pretrained(folder / "base")
     sizes = theirs_base.config.num_hidden_layers, theirs_base.config.hidden_size
     train, config = settings(*sizes, draft_vocab, **changes)
-    model = build_model_with_new_streams(theirs_base, config, train, draft_vocab)
+    model = seed_torch_and_build_new_streams(theirs_base, config, train, draft_vocab)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -1000,7 +1000,7 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     model, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     assert model.is_fine_tuned
     ours = model.backbone.logits(model.backbone.append(mx.array(tokens), model.make_cache()))[-1]
-    tuned = merge_lora(load_fine_tuned(load_torch_base(base), lora))
+    tuned = merge_lora(load_checkpoint_of_scope_all(load_torch_base(base), lora))
     exported = build_reference(base, load_adapter(adapter), model.num_streams)
     found = [
         one(torch.tensor([tokens])).main_logits[0, -1]

@@ -31,7 +31,7 @@ from ssmlx.training.mlx_model import replace_weights
 from ..typed_torch import without_gradients
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
-from .model import StreamFusedReference, check_base
+from .model import StreamFusedReference, check_base_can_carry_streams
 
 _DRAFT_VOCAB = "draft_vocab"
 _STREAMS = "stream weights"
@@ -55,9 +55,11 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     lora = (
-        layout.read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
+        layout.read_lora_settings(folder / ADAPTER_CONFIG, config.num_layers)
+        if has_lora
+        else LoraSettings()
     )
-    check_base(base, config)
+    check_base_can_carry_streams(base, config)
     vocab_size: Any = base.config.vocab_size
     streams = read_stream_weights(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
@@ -144,7 +146,7 @@ def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference)
     return replace_weights(adapter, {**trained, **lora})
 
 
-def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
+def load_checkpoint_of_scope_all(base: nn.Module, lora: str | Path) -> StreamFusedReference:
     """Load a checkpoint of `convert.train` whose LoRA acts on every row, and so changes the
     answers.
 
@@ -203,7 +205,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @without_gradients
-def copy_checkpoint_weights(
+def copy_weights_that_checkpoint_has(
     model: StreamFusedReference, folder: Path, *, has_task_lora: bool
 ) -> None:
     """Copy the weights of a checkpoint, LoRA and streams, into a model; what the checkpoint lacks
@@ -225,7 +227,7 @@ def copy_checkpoint_weights(
     require_task_lora_kept(folder, start_has_it=start_has_it, run_has_it=has_task_lora)
     require_same_stream_design(folder, config, model.config)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
-        lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
+        lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config.num_layers)
         check_lora_scale(folder, lora.scale, model.lora.scale)
     files = {ADAPTER_WEIGHTS: _LORA, STREAMS_WEIGHTS: _STREAMS}
     there = [(folder / name, what) for name, what in files.items() if (folder / name).is_file()]
@@ -254,7 +256,7 @@ def merge_fine_tuning(base: Any, folder: Path) -> Any:
         InputError: the folder is broken, its LoRA acts on streams alone, or it is another model's.
     """
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
-        return merge_lora(load_fine_tuned(base, folder))
+        return merge_lora(load_checkpoint_of_scope_all(base, folder))
     merge_mlx_lora(base, load_adapter(folder).lora, folder)
     return base
 

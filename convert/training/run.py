@@ -7,7 +7,7 @@ killed goes on from its last saved state to the same result.
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ IGNORED = -1
 """The target of a row that has none."""
 
 
-def build_model_with_new_streams(
+def seed_torch_and_build_new_streams(
     base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> StreamFusedReference:
     """Build a model with new streams and LoRA on a base.
@@ -93,6 +93,17 @@ def choose_device(name: str) -> torch.device:
         do="choose one of them, or auto",
     )
     return torch.device(name)
+
+
+class TermRows(NamedTuple):
+    """The rows of one term of a loss, and the head that scores them."""
+
+    name: str  # as in `Term`
+    alpha: float  # the term's weight
+    states: torch.Tensor  # [R, D]
+    head: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None  # [V]
+    targets: torch.Tensor  # [R], `IGNORED` where there is none
 
 
 class TorchObjective(Objective):
@@ -200,8 +211,9 @@ class TorchObjective(Objective):
                     rows = self.model.apply_condition(
                         rows, self.index_tensor(term.previous).clamp(min=0)
                     )
-            head = self._lm_heads[term.kind]
-            found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
+            head, bias = self._lm_heads[term.kind]
+            states = rows.to(self.dtype)
+            found.append(TermRows(term.name, term.weight, states, head, bias, targets))
         return self.weighted_loss(found)
 
     def _hidden_states_by_kind(
@@ -219,21 +231,18 @@ class TorchObjective(Objective):
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
-    def weighted_loss(
-        self, terms: Iterable[tuple[Any, ...]]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def weighted_loss(self, terms: Iterable[TermRows]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted sum of mean cross-entropies, and each mean by "NAME_loss", in nats a
         token.
 
         A term without any target counts 0.
 
         Args:
-            terms: each a name, a weight, states [R, D], the head's (weight, bias), and targets [R],
-                `IGNORED` where there is none.
+            terms: one or more.
         """
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
-        for name, alpha, rows, (weight, bias), targets in terms:
+        for name, alpha, rows, weight, bias, targets in terms:
             there = targets != IGNORED
             rows = rows[there]
             targets = targets[there]

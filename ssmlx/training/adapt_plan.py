@@ -130,7 +130,7 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
                 before,
                 held_out=options.amounts.held_out,
                 check_seconds=estimate_check_seconds(plan.rates, options.amounts, usual),
-                spent=run.clock.spent,
+                spent_seconds=run.clock.spent,
             )
 
         new = round_in(hours)

@@ -10,6 +10,7 @@ from which size on the best tree would have held it, and so serves every tree at
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,14 +124,17 @@ def answer_slots_or_never(guesses: Guesses) -> Ints:
     return np.where(hits.any(axis=2), hits.argmax(axis=2), NEVER).astype(np.int32)
 
 
-def find_answer_path(guesses: Guesses) -> tuple[Ints, Floats]:
-    """Find the answer's own path among the candidates.
+class AnswerPath(NamedTuple):
+    """Where an answer's own tokens stand among the candidates."""
 
-    Returns:
-        [A, G] `answer_slots_or_never`, `NEVER` also where the stream before has `NEVER` and
-        candidates depend on it; and [A, G, C] the log probabilities of each stream's candidates on
-        that path.
-    """
+    # [A, G] as `answer_slots_or_never`; `NEVER` also where the stream before has `NEVER` and
+    # candidates depend on it
+    slots: Ints
+    candidate_logprobs: Floats  # [A, G, C] of all of each stream's candidates, on that path
+
+
+def find_answer_path(guesses: Guesses) -> AnswerPath:
+    """Find the answer's own path among the candidates."""
     slots = answer_slots_or_never(guesses)
     edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
@@ -138,7 +142,8 @@ def find_answer_path(guesses: Guesses) -> tuple[Ints, Floats]:
         before[:] = 0
     rows = np.where(before < NEVER, before, 0)[:, :, None, None]
     among = np.take_along_axis(edges, rows, axis=2)[:, :, 0]
-    return np.where(before < NEVER, slots, NEVER).astype(np.int32), among
+    path_slots = np.where(before < NEVER, slots, NEVER).astype(np.int32)
+    return AnswerPath(path_slots, among)
 
 
 def smallest_tree_sizes_or_never(guesses: Guesses, levels: int, largest: int) -> Ints:

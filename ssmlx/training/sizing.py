@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -432,9 +432,16 @@ def _measure_seconds_and_peak() -> Iterator[_Usage]:
     spent.peak = mx.get_peak_memory()
 
 
+class _FittingBatch(NamedTuple):
+    """How many texts a batch has, and the bytes that it should take."""
+
+    size: int
+    num_bytes: int
+
+
 def _largest_fitting_batch(
     sizes: Sequence[int], peaks: Mapping[int, int], most_bytes: int, what: str
-) -> tuple[int, int]:
+) -> _FittingBatch:
     """Choose the largest of some batch sizes that fits into memory, by a line through two measured
     ones.
 
@@ -443,9 +450,6 @@ def _largest_fitting_batch(
         peaks: measured bytes by batch size, of exactly two, the smaller first.
         most_bytes: bytes that may be used.
         what: is done in such batches, for the message.
-
-    Returns:
-        The size, and the bytes that it should take.
 
     Raises:
         InputError: none fits.
@@ -459,7 +463,7 @@ def _largest_fitting_batch(
         expected=f"at most {most_bytes / 2**30:.1f}",
         do="give --memory-gb more, or a smaller --model",
     )
-    return fitting[0], used[fitting[0]]
+    return _FittingBatch(fitting[0], used[fitting[0]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -492,7 +496,7 @@ def plan_round(
     *,
     held_out: int = 0,
     check_seconds: float = 0.0,
-    spent: float = 0.0,
+    spent_seconds: float = 0.0,
 ) -> Round:
     """Plan how many new answers, and how many passes over all answers, fit into the hours.
 
@@ -508,7 +512,7 @@ def plan_round(
         before: the round before, whose answers are trained on again; None for the first.
         held_out: answers that each validation scores.
         check_seconds: that the check of the finished adapter takes.
-        spent: seconds that the run has taken so far; they are subtracted in a first round only.
+        spent_seconds: that the run has taken so far; they are subtracted in a first round only.
 
     Returns:
         The round, whose `hours` and `answers` include those of the rounds before.
@@ -528,7 +532,7 @@ def plan_round(
     # One more is before the first step.
     other_seconds = (1 + validations) * each + check_seconds
     # Of a first round, what was spent has measured all this.
-    left = given - other_seconds - (0.0 if before else spent)
+    left = given - other_seconds - (0.0 if before else spent_seconds)
     seconds = (1 - RESERVE) * max(left, _LEAST_SHARE * given)
     new = max(0, int((seconds - old * train_seconds) / (make_seconds + train_seconds)))
     return Round(
@@ -539,11 +543,11 @@ def plan_round(
         train_seconds=(old + new) * train_seconds,
         validations=validations,
         other_seconds=other_seconds,
-        spent_before=spent,
+        spent_before=spent_seconds,
     )
 
 
-def cut_passes_to_hours(planned: Round, before: Round | None, spent: float) -> Round:
+def cut_passes_to_hours(planned: Round, before: Round | None, spent_seconds: float) -> Round:
     """Return a round with fewer passes where its answers took so long that the hours would not do;
     `planned` itself where they do.
 
@@ -555,10 +559,10 @@ def cut_passes_to_hours(planned: Round, before: Round | None, spent: float) -> R
     Args:
         planned: the round, whose answers are made.
         before: the round before, whose hours and seconds do not count; None for the first.
-        spent: seconds that the run has taken so far.
+        spent_seconds: that the run has taken so far.
     """
     given = 3600 * (planned.hours - (before.hours if before else 0.0))
-    since = spent - (planned.spent_before if before else 0.0)
+    since = spent_seconds - (planned.spent_before if before else 0.0)
     left = given - planned.other_seconds - since
     share = max(_LEAST_SHARE, left / planned.train_seconds)
     if share >= 1:
