@@ -113,14 +113,14 @@ def train_streams(args: argparse.Namespace) -> None:
 
     from .base import load_base
     from .reference.checkpoint import (
-        build_frozen_reference,
         copy_task_lora,
         copy_weights_that_checkpoint_has,
+        let_part_alone_take_gradients,
         load_checkpoint_of_scope_all,
         merge_lora,
+        merge_task_lora_and_build_frozen,
         replace_trained_weights,
         save_reference,
-        select_trained_part,
     )
     from .training.run import (
         TorchObjective,
@@ -150,9 +150,9 @@ def train_streams(args: argparse.Namespace) -> None:
             device
         )
     else:
-        model = build_frozen_reference(base, start).to(device)
+        model = merge_task_lora_and_build_frozen(base, start).to(device)
         task = [folder_digest(args.init)]
-        select_trained_part(model, train.train_only)
+        let_part_alone_take_gradients(model, train.train_only)
     if args.init is not None and start is None:
         copy_weights_that_checkpoint_has(model, args.init, has_task_lora=args.task_lora is not None)
     cast_frozen_parameters(model, dtype)

@@ -25,12 +25,12 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.reference.checkpoint import (
-    build_frozen_reference,
+    let_part_alone_take_gradients,
     load_checkpoint_of_scope_all,
     load_reference,
     merge_lora,
+    merge_task_lora_and_build_frozen,
     replace_trained_weights,
-    select_trained_part,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -155,7 +155,9 @@ def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **
     model = TrainedModel(backbone, adapter)
     rng = np.random.default_rng(3)
     drawn = {name: rng.normal(0, 0.2, array.shape) for name, array in model.weights.items()}
-    model.bind({name: mx.array(array, mx.float32) for name, array in drawn.items()})
+    model.bind_and_reset_others(
+        {name: mx.array(array, mx.float32) for name, array in drawn.items()}
+    )
     return MlxObjective(model, train, draft_vocab)
 
 
@@ -274,8 +276,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
-    model = build_frozen_reference(make_torch_base("Llama", attention="sdpa"), adapter)
-    select_trained_part(model, "condition")
+    model = merge_task_lora_and_build_frozen(make_torch_base("Llama", attention="sdpa"), adapter)
+    let_part_alone_take_gradients(model, "condition")
     cpu = torch.device("cpu")
     backbone = load_base(tmp_path / "base", "float32")[0]
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
@@ -406,7 +408,9 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
 def test_in_turn_every_carrier_teaches(base, kind):
     objective = torch_objective(base, condition_rank=4)
     batch = some_batch()
-    every = [t for step in range(STRIDE) for t in objective.terms(batch, step) if t.kind == kind]
+    every = [
+        t for step in range(STRIDE) for t in objective.loss_terms(batch, step) if t.kind == kind
+    ]
     rows = np.concatenate([term.rows.flatten() for term in every])
     assert len({*rows}) == len(rows) == batch.anchors.size * (3 if kind == STREAM else 1)
 
@@ -535,19 +539,19 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
         return LowerStore(tmp_path / "states", examples, objective, identity)
 
     with pytest.raises(KeyboardInterrupt):
-        store().fill()
+        store().fill_missing()
     for _ in range(2):
-        store().fill()
+        store().fill_missing()
     assert sum(calls) == 70  # nothing is computed twice, or left out
     batch = collate(examples, np.array([3, 44, 9]))
     found = store().get(batch)
     expected = lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         assert gap(found[row, pad : pad + length], expected[row, pad : pad + length]) < 5e-5
-    store("another model").fill()
+    store("another model").fill_missing()
     assert sum(calls) == 140
     (tmp_path / "states.json").write_text("[")  # cut off
-    store("another model").fill()
+    store("another model").fill_missing()
     assert sum(calls) == 210
     objective.to_bits = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
     assert "No space left" in real.refusal(store("a third").fill)

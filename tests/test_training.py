@@ -199,13 +199,13 @@ def test_targets_become_places_in_the_draft_vocabulary():
 
 def test_the_rate_rises_then_falls_to_nothing():
     config = TrainConfig(learning_rate=1.0, warmup=0.1)
-    rates = [config.rate(step, 100) for step in range(100)]
+    rates = [config.learning_rate_at(step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == pytest.approx(1.0)
     assert rates[99] == pytest.approx(1 / 90)
     assert max(rates) == pytest.approx(1.0)
     cosine = TrainConfig(learning_rate=1.0, warmup=0.0, schedule="cosine")
-    assert cosine.rate(50, 100) == pytest.approx(0.5, abs=0.01)
+    assert cosine.learning_rate_at(50, 100) == pytest.approx(0.5, abs=0.01)
 
 
 def test_settings_survive_json():

@@ -31,7 +31,7 @@ from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 
 from ..base import copy_settings_and_tokenizer, load_base
-from ..reference.checkpoint import build_frozen_reference
+from ..reference.checkpoint import merge_task_lora_and_build_frozen
 from ..reference.model import StreamFusedReference
 from . import compression, packages
 from .ane import AneProfile
@@ -265,7 +265,7 @@ def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> S
     Raises:
         InputError: the base cannot be loaded, or is not the adapter's.
     """
-    model = build_frozen_reference(load_base(folder), adapter)
+    model = merge_task_lora_and_build_frozen(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
         first = model.stream_embeddings[:num_streams].detach()

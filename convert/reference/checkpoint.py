@@ -21,8 +21,8 @@ from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
 from ssmlx.training.job import (
-    check_lora_scale,
     require_run_has_start_shapes,
+    require_same_lora_scale,
     require_same_stream_design,
     require_task_lora_kept,
 )
@@ -72,7 +72,9 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     return loaded
 
 
-def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
+def merge_task_lora_and_build_frozen(
+    base: nn.Module, adapter: StreamAdapter
+) -> StreamFusedReference:
     """Build the PyTorch model of a base and an MLX adapter, in evaluation mode; no parameter takes
     gradients.
 
@@ -86,7 +88,7 @@ def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFus
         InputError: the adapter is another model's, or its LoRA differs from layer to layer.
     """
     adapter.base.require_same(
-        base_identity(base),
+        identity_by_sizes_and_norm(base),
         "the adapter belongs",
         expected=adapter.config.base_model or "the model it was converted for",
         do="choose that model with --model, or another --adapter",
@@ -106,11 +108,12 @@ def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFus
     return frozen
 
 
-def select_trained_part(model: StreamFusedReference, part: Part | None) -> None:
-    """Say which parameters of a reference take gradients; nothing is trained here.
+def let_part_alone_take_gradients(model: StreamFusedReference, part: Part | None) -> None:
+    """Set which parameters of a reference take gradients; nothing is trained here.
 
-    Those of streams, and LoRA of scope "streams", are set to take them, or for the part "condition"
-    those of the condition alone. LoRA of scope "all" and the base stay as they are.
+    Those of streams, and LoRA of scope "streams", are set to take them; for the part "condition"
+    those of the condition, and the others of these are set not to. LoRA of scope "all" and the base
+    stay as they are.
 
     Args:
         model: is changed.
@@ -130,7 +133,7 @@ def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference)
 
     Args:
         adapter: is not changed.
-        model: as `build_frozen_reference` has built it from this adapter, trained since.
+        model: as `merge_task_lora_and_build_frozen` has built it from this adapter, trained since.
     """
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
@@ -228,7 +231,7 @@ def copy_weights_that_checkpoint_has(
     require_same_stream_design(folder, config, model.config)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config.num_layers)
-        check_lora_scale(folder, lora.scale, model.lora.scale)
+        require_same_lora_scale(folder, lora.scale, model.lora.scale)
     files = {ADAPTER_WEIGHTS: _LORA, STREAMS_WEIGHTS: _STREAMS}
     there = [(folder / name, what) for name, what in files.items() if (folder / name).is_file()]
     found = {name: a for path, what in there for name, a in read_tensors(path, what).items()}
@@ -327,7 +330,7 @@ def to_tensor(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(whole))
 
 
-def base_identity(base: Any) -> BaseIdentity:
+def identity_by_sizes_and_norm(base: Any) -> BaseIdentity:
     """Return what tells a PyTorch base model from another: type, sizes and first values of its
     final norm.
 

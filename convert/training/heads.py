@@ -195,7 +195,8 @@ class HeadObjective(TorchObjective):
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
         """Count the target calls of decoding the batch's answers with trees of `size` nodes.
 
-        An MLP speculator drafts behind its own guesses here, not behind the text.
+        An MLP speculator drafts behind its own guesses here, not behind the text. Medusa heads are
+        replayed as `Objective.replay` does it.
 
         Args:
             batch: B texts.

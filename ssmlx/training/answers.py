@@ -142,9 +142,9 @@ class BatchResponder:
 
         Returns:
             At most `wanted` questions, in the order of their numbers, those that differ in case,
-            spaces and punctuation alone once. Fewer where good ones are rare: it stops after a
-            number of tries in proportion to `wanted`, or earlier where after ten rounds fewer than
-            one in six is good.
+            spaces and punctuation alone once. Fewer where good ones are rare: it stops after
+            six tries a wanted question, or earlier where after ten rounds fewer than one in six is
+            good.
 
         Raises:
             InputError, ValueError: the chat template has no user turn to continue, see

@@ -493,7 +493,7 @@ def _log_validation(entry: dict[str, float], num_steps: int) -> None:
     logger.info("step %.0f of %d: %s%s", entry["step"], num_steps, losses, rate)
 
 
-def check_lora_scale(source: Path, found: float, expected: float) -> None:
+def require_same_lora_scale(source: Path, found: float, expected: float) -> None:
     """Raise InputError where LoRA weights to start from have another scale, alpha / rank, than the
     new run's.
 

@@ -48,8 +48,8 @@ from ..settings import StreamConfig
 from .config import Part, TrainConfig
 from .data import Batch
 from .job import (
-    check_lora_scale,
     require_run_has_start_shapes,
+    require_same_lora_scale,
     require_same_stream_design,
     require_task_lora_kept,
 )
@@ -71,8 +71,8 @@ class Rows:
     key_positions: mx.array  # [B, keys]
 
     def mask_in_window(self, window: int | None) -> mx.array:
-        """Return `mask` for a layer with a sliding window of `window` tokens, the row's own among
-        them, and keys before it hidden; `mask` itself for None.
+        """Return [B, 1, R, keys] bool: `mask` without the keys that stand `window` tokens or more
+        before the row; `mask` itself for None.
         """
         if window is None:
             return self.mask
@@ -422,7 +422,7 @@ def bind_weights_that_adapter_has(
     require_same_stream_design(source, adapter.config, model.config)
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
     for lora in adapter.trained_lora.values():
-        check_lora_scale(source, lora.scale, max(scales, default=lora.scale))
+        require_same_lora_scale(source, lora.scale, max(scales, default=lora.scale))
     found = trainable_weights(adapter)
     require_run_has_start_shapes(source, found, model.weights)
     weights = {**model.weights, **found}

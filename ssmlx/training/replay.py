@@ -81,8 +81,8 @@ def replay(guesses: Sequence[Guesses], size: int) -> Replay:
 
 
 def count_tokens_and_calls_after_prompts(depths: Sequence[Ints]) -> Replay:
-    """Count tokens and calls after the prompts', over answers of which it is known how far a draft
-    behind each token holds.
+    """Count the target calls that give all answers, each but for its first token, which the
+    prompt's call gives: a call gives one token and as many more as the draft agrees with.
 
     Args:
         depths: of each answer [A], how many tokens of a draft behind each token agree with it.

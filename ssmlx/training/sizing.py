@@ -209,8 +209,9 @@ def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
 
 
 def _expected_speedup(costs: StepCosts, kept: float) -> float:
-    """Return the speed of the best tree, as a multiple of plain decoding's, if of the drafts that
-    the adapter `chat` gets accepted the share `kept` is accepted.
+    """Return the speed of the fastest tree, as a multiple of plain decoding's.
+
+    Drafts are taken to be accepted `kept` times as often as those of the adapter `chat`.
 
     Args:
         costs: plain calls that a call takes, by nodes of `TIMED_SIZES`.
