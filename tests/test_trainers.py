@@ -544,7 +544,7 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
         store().fill_missing()
     assert sum(calls) == 70  # nothing is computed twice, or left out
     batch = collate(examples, np.array([3, 44, 9]))
-    found = store().get(batch)
+    found = store().read_batch(batch)
     expected = lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         assert gap(found[row, pad : pad + length], expected[row, pad : pad + length]) < 5e-5
@@ -554,7 +554,7 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
     store("another model").fill_missing()
     assert sum(calls) == 210
     objective.to_bits = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-    assert "No space left" in real.refusal(store("a third").fill)
+    assert "No space left" in real.refusal(store("a third").fill_missing)
 
 
 @both
