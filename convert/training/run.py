@@ -212,8 +212,8 @@ class TorchObjective(Objective):
                         rows, self.index_tensor(term.previous).clamp(min=0)
                     )
             head, bias = self._lm_heads[term.kind]
-            states = rows.to(self.dtype)
-            found.append(TermRows(term.name, term.weight, states, head, bias, targets))
+            rows = rows.to(self.dtype)
+            found.append(TermRows(term.name, term.weight, rows, head, bias, targets))
         return self.weighted_loss(found)
 
     def _hidden_states_by_kind(
@@ -238,7 +238,7 @@ class TorchObjective(Objective):
         A term without any target counts 0.
 
         Args:
-            terms: one or more.
+            terms: may be empty; then the sum is 0.
         """
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
