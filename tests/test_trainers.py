@@ -860,7 +860,7 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
 
 
 def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(TrainConfig, "rate", lambda train, step, num_steps: 1e30)
+    monkeypatch.setattr(TrainConfig, "learning_rate_at", lambda train, step, num_steps: 1e30)
     said = TORCH.refusal(capsys, base, data, tmp_path, "--save-every", "1")
     assert "the gradient of step 2 is nan" in said
     assert torch.load(tmp_path / TORCH.state, weights_only=True)["step"] == 1
