@@ -420,7 +420,7 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     # What makes worse guesses than before does not take its place.
     kept = folder_digest(first)
     with monkeypatch.context() as patch:
-        patch.setattr(TrainConfig, "rate", lambda *_: 0.5)
+        patch.setattr(TrainConfig, "learning_rate_at", lambda *_: 0.5)
         adapted(packed, hours=4)
     log = record.read_log_entries(first.parent / "round-3" / "log.jsonl")
     assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
