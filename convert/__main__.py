@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import add_options, make_main, make_parser, reject_options
+from ssmlx.commands.options import add_options, make_main, make_parser, reject_given_options
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
@@ -16,10 +16,10 @@ EPILOG = """examples:
   python -m ssmlx.chat --adapter adapters/sql
   python -m ssmlx.convert --heads MEDUSA --base MODEL --out heads/medusa
 
-LoRA is read as PEFT writes it (safetensors, or .bin without running pickled code), the streams
-from a safetensors file with streams_config.json beside it. Every tensor is accounted for, and
-FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-lm
-(--adapter-path)."""
+LoRA is read as PEFT writes it: safetensors, or .bin, whose pickled code is not run. Streams are
+read from a safetensors file with streams_config.json beside it. A tensor that is missing or unknown
+is an error. The folder --out is written whole or not at all. mlx-lm loads an adapter of scope all,
+too, without its streams (--adapter-path)."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -31,7 +31,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Args:
         argv: the words after the command; None for the process's own.
     """
-    parser = make_parser(PROG, "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
+    parser = make_parser(
+        PROG,
+        "Convert a PyTorch checkpoint of streams, or drafting heads, into files that ssmlx loads.",
+        EPILOG,
+    )
     add_options(
         parser,
         (
@@ -44,54 +48,52 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--streams",
             "FILE",
-            "stream weights, safetensors (default: streams.safetensors in PEFT's folder)",
+            "safetensors file with the streams' weights (default: streams.safetensors in --lora)",
             Path,
         ),
         (
             "--task-lora",
             "FOLDER",
-            "the LoRA that every row has beside streams of scope streams: of "
-            "the fine-tuned model for which they draft (default: task_lora in PEFT's folder, if "
-            "there is one)",
+            "LoRA of the fine-tuned model that streams of scope streams draft for (default: "
+            "task_lora in --lora, if there is one)",
             Path,
         ),
         (
             "--scope",
             None,
-            "rows that LoRA acts on: all, the model is the fine-tuned one; streams, "
-            "it drafts for the base model, whose answers stay untouched (default: as the "
-            "checkpoint says)",
+            "rows that LoRA acts on. all: every row, which changes the model's answers; streams: "
+            "stream rows alone (default: as the checkpoint says)",
             str,
             ADAPTER_SCOPES,
         ),
         (
             "--dtype",
             None,
-            "of the adapter's weights, or of the fused model's; float16 halves an "
-            "adapter (default: %(default)s)",
+            "type of the weights that are written; float16 halves an adapter of float32 "
+            "(default: %(default)s)",
             "stored",
             DTYPES,
         ),
         (
             "--fuse",
             None,
-            "write a whole model folder with the LoRA merged into its weights (scope all)",
+            "write a whole model folder, with LoRA of scope all merged into its weights",
             bool,
         ),
     )
     add_options(
         parser.add_mutually_exclusive_group(required=True),
-        ("--lora", "FOLDER", "PEFT's folder, or an adapter", Path),
+        ("--lora", "FOLDER", "a checkpoint of ssmlx.convert.train, or an adapter", Path),
         (
             "--heads",
             "FOLDER",
-            "published drafting heads in place of streams: Medusa's "
-            "(medusa_lm_head.safetensors or .pt, or a model with medusa_head.* in its weights) or "
-            "an MLP speculator",
+            "drafting heads instead of streams, as others publish them: Medusa's "
+            "(medusa_lm_head.safetensors or .pt, or a model with medusa_head.* among its weights), "
+            "or an MLP speculator",
             Path,
         ),
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
     return parser.parse_args(argv)
 
 
@@ -153,18 +155,18 @@ def _convert_heads(args: argparse.Namespace) -> None:
     Raises:
         InputError: an option is for streams alone, or the heads or the base model do not fit.
     """
-    from ssmlx.drafters.heads import write_head_files
+    from ssmlx.drafters.heads import overwrite_head_files
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base
     from ssmlx.loading.names import resolve_model
 
     from .formats.heads import convert_heads
 
-    reject_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
+    reject_given_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
     with atomic_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
-        write_head_files(folder, heads)
+        overwrite_head_files(folder, heads)
     print(
         f"{args.out}: {heads.config.kind}, {heads.config.num_levels} tokens ahead, "
         f"{heads.config.num_parameters:,} parameters",
@@ -199,7 +201,9 @@ def _convert_streams(args: argparse.Namespace) -> None:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
-            reject_options(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
+            reject_given_options(
+                args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter"
+            )
             adapter = load_stream_adapter(args.lora)
         else:
             adapter = read_checkpoint(

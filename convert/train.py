@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, make_main, with_folder_lock
+from ssmlx.commands.options import add_options, make_main, with_lock_on_out_folder
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
@@ -22,18 +22,18 @@ EPILOG = """examples:
   python -m ssmlx.convert.train --data data/sql --out runs/sql --num-streams 5
   python -m ssmlx.convert --lora runs/sql --out adapters/sql
 
-  # lossless: LoRA on streams alone, learnt from the model's own continuations
+  # the model's answers stay as they are: LoRA on streams alone; the data is its own answers
   python -m ssmlx.convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
   python -m ssmlx.convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
   python -m ssmlx.convert.train --adapter-scope streams --data data/chat --out runs/chat
 
-  # beside a task's LoRA (--num-streams 0), learnt from what that model answers
+  # for a task's LoRA, which --num-streams 0 trained; the data is the answers of the model with it
   python -m ssmlx.convert.train --adapter-scope streams --task-lora runs/task --data own \\
       --out runs/sql
 
-The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
-with the same weights. OUT then holds a checkpoint for `python -m ssmlx.convert`, log.jsonl, and
-curves.png."""
+You may stop a run at any time. The same command continues it from the last saved state, and ends
+with the same weights. At the end OUT is a checkpoint for `python -m ssmlx.convert`. It also has
+log.jsonl, and curves.png if matplotlib is installed."""
 
 DEFAULTS: dict[str, Any] = {
     **{name: getattr(TrainConfig(), name) for name in OPTIMISATION},
@@ -48,10 +48,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Args:
         argv: the words after the command; None for the process's own.
     """
-    description = "Train a model to draft for itself, in PyTorch."
-    task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
+    description = "Train streams, with which a model drafts for itself, in PyTorch."
+    task_lora = "a task's LoRA: a checkpoint of this command with --num-streams 0"
     parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
-    add_machine_options(parser, "the frozen lower layers' results")
+    add_machine_options(parser, "results of the frozen lower layers")
     return parser.parse_args(argv)
 
 
@@ -187,7 +187,7 @@ def train_streams(args: argparse.Namespace) -> None:
     )
 
 
-main = make_main(PROG, parse_args, with_folder_lock(train_streams))
+main = make_main(PROG, parse_args, with_lock_on_out_folder(train_streams))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -11,12 +11,12 @@ from ssmlx.commands.options import (
     add_options,
     make_main,
     make_parser,
-    reject_options,
-    with_folder_lock,
+    reject_given_options,
+    with_lock_on_out_folder,
 )
 from ssmlx.commands.train_options import (
     OPTIMISATION,
-    add_run_options,
+    add_data_out_and_run_options,
     add_setting_options,
     read_run_options,
 )
@@ -44,12 +44,13 @@ EPILOG = """examples:
   # an MLP speculator in the paper's two stages: on text, then on the model's own answers
   python -m ssmlx.convert.train_heads --kind mlp_speculator --data data/sql --out runs/stage1
   python -m ssmlx.convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
+  python -m ssmlx.convert.continuations --prompts others.jsonl --out data/own/valid.jsonl
   python -m ssmlx.convert.train_heads --kind mlp_speculator --stage 2 --init runs/stage1 \\
       --data data/own --out runs/stage2
 
-The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
-with the same weights. OUT then holds the heads in the form in which their kind is published,
-log.jsonl and curves.png."""
+You may stop a run at any time. The same command continues it from the last saved state, and ends
+with the same weights. At the end OUT has the heads, in the form in which others publish their kind.
+It also has log.jsonl, and curves.png if matplotlib is installed."""
 
 _MEDUSA = "medusa"
 _SPECULATOR = "mlp_speculator"
@@ -84,21 +85,26 @@ class HeadSettings:
     """
 
     kind: str
-    num_heads: int = setting(help="tokens guessed ahead", least=1, most=MAX_DRAFT_TOKENS)
-    num_layers: int = setting(1, "residual blocks", least=0, most=MAX_LAYERS)
-    share_lm_head: bool = _switch("no matrices: heads are blocks before the model's own LM head")
+    num_heads: int = setting(
+        help="tokens that the heads guess ahead", least=1, most=MAX_DRAFT_TOKENS
+    )
+    num_layers: int = setting(1, "residual blocks of each head", least=0, most=MAX_LAYERS)
+    share_lm_head: bool = _switch(
+        "heads have no matrices of their own: their blocks feed the model's LM head"
+    )
     decay: float = setting(
-        0.8, "lambda: head h has the weight lambda ** h in the loss", above=0, most=1
+        0.8, "lambda: the loss of head h has the weight lambda ** h", above=0, most=1
     )
     inner_dim: int = setting(0, "width of the states; 0 for the model's", least=0, most=2**16)
-    tie_weights: bool = _switch("stages share their weights")
-    scale_input: bool = _switch("norm the hidden state first")
+    tie_weights: bool = _switch("all stages have the same weights")
+    scale_input: bool = _switch("normalise the hidden state first")
     widths: tuple[int, ...] = setting(
-        (), "branches of the draft tree at each stage", least=1, most=MAX_TREE_NODES
+        (), "children of a draft tree's node at each stage", least=1, most=MAX_TREE_NODES
     )
     stage: int = setting(
         1,
-        "1, on text; 2, on the model's own answers, as `convert.continuations` writes them",
+        "1: the data is any text; 2: it is the model's own answers, as ssmlx.convert.continuations "
+        "writes them",
         least=1,
         most=2,
     )
@@ -139,31 +145,45 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: the words after the command; None for the process's own.
     """
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
-    parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
-    add_run_options(parser)
-    add_setting_options(
-        parser, "heads", ("num_heads",), shown=_DEFAULTS, settings_class=HeadSettings
+    parser.add_argument(
+        "--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="kind of the heads"
     )
-    add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
+    add_data_out_and_run_options(parser)
+    add_setting_options(
+        parser,
+        "heads",
+        ("num_heads",),
+        shown_defaults=_DEFAULTS,
+        settings_class=HeadSettings,
+    )
+    add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown_defaults=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
         (
             "--lora",
             "FOLDER",
-            "LoRA of the model that they draft for, as `convert.continuations` takes it",
+            "LoRA of the model that the heads draft for, as ssmlx.convert.continuations takes it",
             Path,
         ),
-        ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
+        ("--init", "FOLDER", "trained heads to start from, such as those of stage 1", Path),
     )
     add_setting_options(
-        parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, settings_class=HeadSettings
+        parser,
+        "Medusa heads",
+        _ONLY[_MEDUSA],
+        shown_defaults=_DEFAULTS,
+        settings_class=HeadSettings,
     )
     add_setting_options(
-        parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, settings_class=HeadSettings
+        parser,
+        "MLP speculator",
+        _ONLY[_SPECULATOR],
+        shown_defaults=_DEFAULTS,
+        settings_class=HeadSettings,
     )
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
     add_setting_options(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
-    add_machine_options(parser, "the frozen model's hidden states")
+    add_machine_options(parser, "hidden states of the frozen model")
     return parser.parse_args(argv)
 
 
@@ -180,7 +200,7 @@ def build_head_settings(args: argparse.Namespace, init: HeadReference | None) ->
             `init`, or is --stage 2 without `init`.
     """
     for kind in {*_ONLY} - {args.kind}:
-        reject_options(args, _ONLY[kind], f"--kind {kind}")
+        reject_given_options(args, _ONLY[kind], f"--kind {kind}")
     require(
         args.stage != 2 or init is not None,
         "--stage 2 without --init",
@@ -191,7 +211,7 @@ def build_head_settings(args: argparse.Namespace, init: HeadReference | None) ->
     given = {name: value for name, value in given.items() if value is not None}
     settings = {"num_heads": _DEFAULT_HEADS[args.kind], "widths": (), **given}
     if init is not None:
-        reject_options(args, _SHAPE, "no --init, which has its own shape")
+        reject_given_options(args, _SHAPE, "no --init, which has its own shape")
         settings["num_heads"] = init.config.num_levels
         settings["widths"] = settings["widths"] or getattr(init.config, "widths", ())
     return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
@@ -355,7 +375,7 @@ def train_heads(args: argparse.Namespace) -> None:
     )
 
 
-main = make_main(PROG, parse_args, with_folder_lock(train_heads))
+main = make_main(PROG, parse_args, with_lock_on_out_folder(train_heads))
 
 if __name__ == "__main__":
     raise SystemExit(main())

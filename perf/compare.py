@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import add_options, make_main, make_parser
-from ssmlx.commands.results import print_and_save, print_save_and_draw
+from ssmlx.commands.results import print_and_save_json_and_txt, print_save_and_draw_png
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json
@@ -309,7 +309,7 @@ def score_answer_files(args: argparse.Namespace) -> int:
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
-    print_and_save(result, args.out / f"score-{task.name}", "\n".join(lines))
+    print_and_save_json_and_txt(result, args.out / f"score-{task.name}", "\n".join(lines))
     return 0
 
 
@@ -421,7 +421,7 @@ def _compare(args: argparse.Namespace) -> int:
         print(text)
     else:
         make_folder(args.out)
-        print_save_and_draw(result, args.out / "compare", text, draw_bars)
+        print_save_and_draw_png(result, args.out / "compare", text, draw_bars)
     differing = differing_systems(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)

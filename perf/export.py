@@ -20,7 +20,7 @@ import mlx.core as mx
 from ssmlx import exported
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
@@ -287,7 +287,7 @@ def _export(args: argparse.Namespace) -> int:
     rows = [{**row, **own} for folder, own in told for row in compare_package(args, folder, mlx)]
     make_folder(RESULTS)
     result = {"machine": describe_machine(), "rows": rows}
-    print_and_save(result, RESULTS / "export", "\n".join(map(row_text, rows)))
+    print_and_save_json_and_txt(result, RESULTS / "export", "\n".join(map(row_text, rows)))
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )

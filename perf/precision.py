@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.commands.options import make_parser, run_command
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 
@@ -200,7 +200,7 @@ def _precision(args: argparse.Namespace) -> int:
     parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
-    print_and_save(result, args.out / "precision", format_report(result))
+    print_and_save_json_and_txt(result, args.out / "precision", format_report(result))
     return 1 if differing_systems(result) else 0
 
 

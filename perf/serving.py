@@ -33,7 +33,7 @@ from mlx_lm.utils import save_config, save_model
 import ssmlx
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_options, make_parser, run_command
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
@@ -339,7 +339,7 @@ def _serving(args: argparse.Namespace) -> int:
         ]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
     result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
-    print_and_save(result, args.out / "serving", format_report(result))
+    print_and_save_json_and_txt(result, args.out / "serving", format_report(result))
     return 0
 
 

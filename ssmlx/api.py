@@ -14,10 +14,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer, Prefilled, run, wired_weights
 from .bars import Progress
-from .decoding.loop import CallCounts, DraftCounts
 from .decoding.sampling import TokenLogprobs
+from .decoding.step import DraftCounts, DraftTotals, Step
 from .detokenizer import Detokenizer
-from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
+from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import ContextLengthError, InputError, quoted, require
 from .generation.memory import Memory, measure_memory
@@ -206,9 +206,9 @@ class StopChecker:
     context_room: int | None = None
     is_full: Callable[[], bool] = lambda: False
     generated: int = 0
-    _asked: tuple[list[int], FinishReason | None] | None = None  # what `cut` will tell
+    _asked: tuple[Sequence[int], FinishReason | None] | None = None  # what `cut` will tell
 
-    def ends_answer(self, step: list[int]) -> bool:
+    def ends_answer(self, step: Sequence[int]) -> bool:
         """Whether the answer ends within `step`, the tokens that `cut_step` gets next.
 
         They are counted, and their text taken, now; `cut_step` only tells then. To be asked once
@@ -217,7 +217,7 @@ class StopChecker:
         self._asked = self._take_until_end(step)
         return self._asked[1] is not None
 
-    def cut_step(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+    def cut_step(self, step: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
         """The tokens of `step` that belong to the answer, and why it ends with them.
 
         The reason is None where it does not end. They are counted, and their text taken, unless
@@ -227,7 +227,7 @@ class StopChecker:
         self._asked = None
         return taken
 
-    def _take_until_end(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+    def _take_until_end(self, step: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
         """Append the tokens of `step` to the answer up to where it ends.
 
         Returns:
@@ -253,8 +253,8 @@ def token_steps(
     *,
     context: Sequence[int] = (),
     **more: Any,
-) -> Iterator[list[int]]:
-    """Decode `prompt` without end, yielding the tokens of each call; nothing stops it.
+) -> Iterator[Step]:
+    """Decode `prompt` without end, yielding a step for each call; nothing stops it.
 
     MLX runs on the thread that reads, which has to be one and the same. The plan is made now.
 
@@ -339,7 +339,7 @@ def stream_generate(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = with_seed(replace(config or GenerateConfig(), **settings))
-    config, loaded = resolve_drafter(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
     opened = partial(
         answer_segments,
         model,
@@ -421,8 +421,6 @@ def answer_segments(
         earlier=earlier,
         end_tokens={*ends, *thought_ends},
     )
-    logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
-    counts = CallCounts()
     steps = decode(
         plan,
         model,
@@ -430,8 +428,6 @@ def answer_segments(
         cache,
         context=context,
         stops=stop_checker.ends_answer,
-        logprobs=logprobs,
-        counts=counts,
     )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
@@ -441,8 +437,6 @@ def answer_segments(
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
             "lossy": plan.lossy,
-            "drafted_tokens": counts.drafted_tokens,
-            "drafts": {**counts.drafts},
             "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
 
@@ -457,14 +451,14 @@ def answer_segments(
         given = GivenAnswer()
         with wired_weights():
             try:
-                with closing(cast("Generator[list[int]]", steps)):
+                with closing(cast("Generator[Step | None]", steps)):
                     for first in steps:
-                        if first:
+                        if first is not None:
                             break
                         yield Prefilled(cache.offset - num_cached, total)
-                    whole = chain([first], filter(None, steps))
+                    whole = filter(None, chain([first], steps))
                     for response in build_responses(
-                        whole, stop_checker, num_prompt, num_cached, measured, started, logprobs
+                        whole, stop_checker, num_prompt, num_cached, measured, started
                     ):
                         given.add(response)
                         yield response
@@ -497,34 +491,33 @@ def _token_ids(tokens: Any) -> list[int]:
 
 
 def build_responses(
-    steps: Iterator[list[int]],
+    steps: Iterator[Step],
     stop_checker: StopChecker,
     num_prompt: int,
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
     started: float | None = None,
-    recorded: list[TokenLogprobs] | None = None,
 ) -> Iterator[GenerationResponse]:
-    """Make an answer's segments from the tokens of each target call, up to where the answer ends.
+    """Make an answer's segments from the step of each target call, up to where the answer ends.
 
     Args:
-        steps: the tokens of each call, none of them empty.
+        steps: one for each call.
         stop_checker: cuts the last call's tokens, and has the text.
         num_prompt: tokens of the prompt, cached ones included.
         num_cached: tokens of the prompt that were cached.
         measured: called with a segment's finish reason, None before the last: its other fields.
         started: when the answer began, of `time.perf_counter`; now unless given.
-        recorded: log probabilities of the tokens, which `steps` appends; emptied behind each
-            segment but the last. None where segments have none.
     """
     started = first_done = time.perf_counter() if started is None else started
+    totals = DraftTotals()
     for calls, step in enumerate(steps, 1):
         now = time.perf_counter()
         first_done = now if calls == 1 else first_done
-        step, reason = stop_checker.cut_step(step)
+        tokens, reason = stop_checker.cut_step(step.tokens)
+        totals.add_draft_of(step)
         yield GenerationResponse(
             text=stop_checker.text.take_segment(is_last=reason is not None),
-            tokens=tuple(step),
+            tokens=tuple(tokens),
             finish_reason=reason,
             prompt_tokens=num_prompt,
             generation_tokens=stop_checker.generated,
@@ -533,13 +526,13 @@ def build_responses(
             decode_seconds=now - first_done,
             cached_tokens=num_cached,
             stop=stop_checker.text.ended_by,
-            logprobs=None if recorded is None else tuple(recorded[: len(step)]),
+            logprobs=None if step.logprobs is None else step.logprobs[: len(tokens)],
+            drafted_tokens=totals.drafted_tokens,
+            drafts={**totals.drafts},
             **measured(reason),
         )
         if reason:
             return
-        if recorded is not None:
-            recorded.clear()
 
 
 def generate(

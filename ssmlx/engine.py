@@ -23,7 +23,7 @@ from .api import (
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
-from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
+from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
@@ -305,7 +305,7 @@ class Engine:
         """
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
-        config, loaded = resolve_drafter(config, drafter)
+        config, loaded = split_drafter_arguments(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
         def open_answer() -> Answer[GenerationResponse]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import abc
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import InputError, require
+
+_Settings = TypeVar("_Settings")
 
 
 def to_json(value: Any) -> Any:
@@ -55,6 +57,38 @@ def from_json(kind: Any, value: Any) -> Any:
     if origin in (dict, abc.Mapping):
         return {name: from_json(inner[1], one) for name, one in value.items()}
     return kind(value) if kind in (int, float, str) else value
+
+
+def build_settings_ignoring_unknown(
+    kind: type[_Settings],
+    values: Mapping[str, Any],
+    source: Path,
+    *,
+    do: str = "copy or convert it again",
+) -> _Settings:
+    """Make a settings class of the JSON values under its fields' names.
+
+    Values of unknown names are passed over. A null is as if it were missing. Lists become tuples.
+
+    Args:
+        kind: a dataclass, which checks its values itself.
+        values: a JSON object.
+        source: the file that it was read from, for messages.
+        do: what a message says is to be done.
+
+    Raises:
+        InputError: a field without a default has no value, or what `kind` raises.
+    """
+    own: Any = kind
+    given = {
+        one.name: tuple(value) if isinstance(value, list) else value
+        for one in fields(own)
+        if (value := values.get(one.name)) is not None
+    }
+    needed = [one.name for one in fields(own) if one.default is MISSING is one.default_factory]
+    missing = ", ".join(name for name in needed if name not in given)
+    require(not missing, f"{source} lacks {missing}", expected=", ".join(needed), do=do)
+    return kind(**given)
 
 
 def parse_json(text: str | bytes) -> Any:

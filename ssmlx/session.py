@@ -21,7 +21,7 @@ from .api import (
     with_seed,
 )
 from .bars import Progress
-from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
+from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .generation.divergence import Divergence, find_divergence
@@ -144,7 +144,7 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
         given = (drafter, draft_model, heads)
-        self.config, self._loaded = resolve_drafter(config or GenerateConfig(), *given)
+        self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), *given)
         self.totals = ChatTotals()
         self.reset(system)
 
@@ -373,7 +373,7 @@ class ChatSession:
             self._cache.trim(self._cache.longest_trim(min(self._cache.offset, len(written))))
             self._cached_tokens = written[: self._cache.offset]
             if self._pool is not None:
-                self._pool.keep(self, self._cache.nbytes)
+                self._pool.keep_or_free(self, self._cache.nbytes)
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 

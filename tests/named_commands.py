@@ -145,6 +145,12 @@ def commands_of_document(path: Path) -> Iterator[NamedCommand]:
         yield from _commands_of_prose(span, place, scripts)
 
 
+def options_of_source(path: Path) -> set[str]:
+    """Return the options, such as `--adapter`, that the texts of a Python file name."""
+    named = r"(?<![\w-])--[a-z][a-z0-9-]+"
+    return {option for text in _texts_of(path) for option in re.findall(named, text)}
+
+
 def commands_of_source(path: Path) -> Iterator[NamedCommand]:
     """Yield the commands in the texts of a Python file: help, messages and docstrings.
 
@@ -203,8 +209,14 @@ def all_commands() -> list[NamedCommand]:
     return list(found)
 
 
-def parse(command: NamedCommand) -> argparse.Namespace | None:
+def parse(
+    command: NamedCommand, known_options: set[str] | None = None
+) -> argparse.Namespace | None:
     """Parse a command's options with its own parser; nothing of it is run.
+
+    Args:
+        command: to parse.
+        known_options: all options of the parser are added to it, also where they do not parse.
 
     Returns:
         The options; None where it asks for `--help`.
@@ -217,6 +229,8 @@ def parse(command: NamedCommand) -> argparse.Namespace | None:
     def parse_args(
         parser: argparse.ArgumentParser, args: object = None, namespace: object = None
     ) -> argparse.Namespace:
+        if known_options is not None:
+            known_options.update(one for action in parser._actions for one in action.option_strings)
         if not command.is_whole:
             _relax(parser, words)
         options, rest = parser.parse_known_args(words)

@@ -568,19 +568,22 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     free = iter([(load,) * 3, *[(0.0,) * 3] * 9])
     sources = iter([power, *["AC"] * 9])
     monkeypatch.setattr(adapt_command, "time", now)
-    monkeypatch.setattr(machine, "power_source", lambda: next(sources))
+    monkeypatch.setattr(machine, "power_source_or_unknown", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
-    adapt_command.make_wait_while_busy(True)()
+    adapt_command.make_wait_while_busy_or_on_battery(True)()
     assert len(slept) == waits
-    adapt_command.make_wait_while_busy(False)()
+    adapt_command.make_wait_while_busy_or_on_battery(False)()
     assert len(slept) == waits
 
 
 def test_names_of_models_become_names_of_adapters():
     for model, name in (("org/Some-Model_4bit@refs/pr/3", "some-model_4bit"), ("a/b c", "b-c")):
-        assert adapt_command.adapter_name(Namespace(model=model, name=None, adapter=None)) == name
+        assert (
+            adapt_command.checked_adapter_name(Namespace(model=model, name=None, adapter=None))
+            == name
+        )
     asked = Namespace(model="org/Qwen3-4B", name=None, adapter="you/My-LoRA@main")
-    assert adapt_command.adapter_name(asked) == "qwen3-4b-my-lora"
+    assert adapt_command.checked_adapter_name(asked) == "qwen3-4b-my-lora"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from real import tokens_of, words
 import ssmlx
 from ssmlx.answers import run
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
+from ssmlx.decoding.controller import ExpectedCall
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
 from ssmlx.policy.costs import BATCH, FrozenCosts
@@ -51,11 +52,11 @@ def together(monkeypatch):
     """Two answers go together at once, whatever rows cost; and what calls were made."""
     made = []
     read = batching.prefill
-    step = Batch.step
-    monkeypatch.setattr(Plan, "expected_call", (1.0, 1.0))
+    step = Batch.step_or_note_error
+    monkeypatch.setattr(Plan, "expected_fastest_call", ExpectedCall(1.0, 1.0))
     cost_batches(monkeypatch, 1.001)
     monkeypatch.setattr(batching, "prefill", lambda *a: made.append("piece") or read(*a))
-    monkeypatch.setattr(Batch, "step", lambda self: made.append("call") or step(self))
+    monkeypatch.setattr(Batch, "step_or_note_error", lambda self: made.append("call") or step(self))
     return made
 
 
@@ -271,15 +272,15 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
 )
 def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
     class Open:
-        def __init__(self, expected_call):
+        def __init__(self, expected_fastest_call):
             self.is_paused = False
             self.text = [1]
-            self.plan = type("Plan", (), {"expected_call": expected_call})
+            self.plan = type("Plan", (), {"expected_fastest_call": expected_fastest_call})
 
     cost_batches(monkeypatch, cost)
     group = batching._Group(engine.model())
-    group.open = [Open(expected_call) for expected_call in outlooks]
-    group.choose_mode()
+    group.open = [Open(ExpectedCall(*outlook)) for outlook in outlooks]
+    group.update_is_batched()
     assert group.is_batched == goes
 
 

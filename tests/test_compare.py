@@ -20,7 +20,7 @@ from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
 from perf.run.options import SYSTEMS, build_experiment, parse_systems
 from ssmlx.decoding import call
-from ssmlx.drafters.heads import write_head_files
+from ssmlx.drafters.heads import overwrite_head_files
 from ssmlx.generation.learned import _BY_PATH
 from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
@@ -60,7 +60,7 @@ def folders(tmp_path_factory):
     backbone, _ = load_base(base, "float32")
     for kind in HEAD_KINDS:
         (root / kind).mkdir()
-        write_head_files(root / kind, random_heads(kind, backbone))
+        overwrite_head_files(root / kind, random_heads(kind, backbone))
     model, tokenizer = ssmlx.load(str(base), adapter=root / "tuned", dtype="float32")
     first = TEMPLATE.replace("{prompt}", PROMPTS[0])
     rows = [{"prompt": prompt, "completion": "none"} for prompt in PROMPTS]
@@ -218,8 +218,8 @@ def test_what_default_learns_stays_in_a_folder_of_the_run(command, tmp_path, mon
     # Whether so few calls teach a cost is chance; it is written when the process ends.
     (learned,) = (one for path, one in _BY_PATH.items() if kept in path.parents)
     assert learned.costs.plain_seconds(0) is not None
-    learned.costs.learn(("streams", 4), 0, 1.5)
-    learned.write()
+    learned.costs.learn_cost_and_return_change(("streams", 4), 0, 1.5)
+    learned.write_if_new()
     assert not Path(own).exists() and list((kept / "costs").glob("*.json"))
     code, out, _ = command(*more, "--costs", kept, "--fresh")
     known = rows_of(saved(tmp_path))["default"]["num_costs"]
@@ -378,7 +378,7 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
     def lossy(model, tree, logits, sampler, places, acceptance):
-        tokens = (call.sample(model, logits, sampler, places) + 1) % real.VOCAB
+        tokens = (call.sample_or_mark_unresolved(model, logits, sampler, places) + 1) % real.VOCAB
         return tokens, call.accept(tree, tokens)
 
     monkeypatch.setattr(call, "decide_and_accept", lossy)

@@ -41,13 +41,13 @@ from ssmlx.decoding.accept import accept, accept_typical
 from ssmlx.decoding.controller import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import DraftingText, scratch_rows
-from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
 from ssmlx.decoding.prune import (
     may_drop_nodes,
-    nodes_over_threshold,
     nodes_within_budget,
     surviving_nodes,
     transition_logprobs,
+    wait_for_nodes_over_threshold,
 )
 from ssmlx.decoding.sampling import (
     GREEDY,
@@ -61,6 +61,7 @@ from ssmlx.decoding.sampling import (
     to_gumbel,
     uniform_noise,
 )
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
@@ -184,11 +185,11 @@ def test_threshold_semantics():
     """The paper's rule is on edges, not on path probabilities; an equal one stays."""
     chain = tree_from_parents([1, 2, 3, 4], [0, 0, 1, 2])
     edges = mx.log(mx.array([1.0, 0.5, 0.25, 0.5]))
-    assert nodes_over_threshold(chain, edges, 0.2).tolist() == [0, 1, 2, 3]
-    assert nodes_over_threshold(chain, edges, 0.3).tolist() == [0, 1]
-    assert nodes_over_threshold(chain, edges, 0.6).tolist() == [0]
+    assert wait_for_nodes_over_threshold(chain, edges, 0.2).tolist() == [0, 1, 2, 3]
+    assert wait_for_nodes_over_threshold(chain, edges, 0.3).tolist() == [0, 1]
+    assert wait_for_nodes_over_threshold(chain, edges, 0.6).tolist() == [0]
     impossible = mx.array([0.0, -math.inf, 0.0, 0.0])
-    assert nodes_over_threshold(chain, impossible, 0.0).tolist() == [0, 1, 2, 3]
+    assert wait_for_nodes_over_threshold(chain, impossible, 0.0).tolist() == [0, 1, 2, 3]
 
 
 def test_what_can_be_pruned():
@@ -308,15 +309,15 @@ def run_script(script, step=256, architecture="llama", **options):
     continuation = greedy_tokens(architecture)
     cache = TreeCache(model.num_layers, step=step)
     drafter = ScriptedDrafter(continuation, script, **options)
-    counts = CallCounts()
-    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], counts=counts)
+    totals = DraftTotals()
+    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
     count = 1 + sum(right + 1 for right, _ in script)
-    tokens, lengths = first_tokens(steps, count)
+    tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == continuation[:count]
     assert lengths == [1, *(right + 1 for right, _ in script)]
     assert cache.offset - (len(PROMPT) + count - 1) in (0, 1)
     assert drafter.starts == [PROMPT]
-    assert counts.drafted_tokens >= sum(right + below for right, below in script)
+    assert totals.drafted_tokens >= sum(right + below for right, below in script)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])
@@ -449,7 +450,7 @@ def test_prompts_around_the_prefill_step(length):
     cache = model.make_cache()
     reports = []
     for turn in plain_decode(model, prompt, cache, prefill_step_size=4):
-        if turn:
+        if turn is not None:
             break
         reports.append(cache.offset)
     ends = list(range(0, length - 1, 4))
@@ -1011,7 +1012,7 @@ def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
     noise = sampling.noise(first, 4)
     at = RowPositions(first, depths, 4, mx.zeros((4, 0), mx.int32))
     best = mx.argmax(logits + noise[depths], axis=1)
-    assert sampling.sample(logits, at).tolist() == best.tolist()
+    assert sampling.sample_or_mark_unresolved(logits, at).tolist() == best.tolist()
     assert mx.array_equal(sampling.noise(first, 4, some), noise[:, some])
     assert mx.array_equal(sampling.noise(first + 1, 3), noise[1:])
     assert GREEDY.noise(first, 4) is None
@@ -1133,7 +1134,7 @@ def test_draws_follow_mlx_lms_distribution(settings):
     sampling = Sampling(SamplingConfig(**settings, seed=4), VOCAB)
     rows = 4000
     spread = RowPositions(mx.array([0]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
-    ours = sampling.sample(mx.broadcast_to(logits, (rows, VOCAB)), spread)
+    ours = sampling.sample_or_mark_unresolved(mx.broadcast_to(logits, (rows, VOCAB)), spread)
     mx.random.seed(0)
     sampler = mlx_lm.sample_utils.make_sampler(**settings)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -1182,7 +1183,7 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
     assert np.array_equal(ours, theirs)
     sampling = Sampling(config, size)
     spread = RowPositions(mx.array([7]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
-    tokens = sampling.sample(logits, spread)
+    tokens = sampling.sample_or_mark_unresolved(logits, spread)
     expected = mx.argmax(sampling.add_gumbel_noise(theirs / config.temp, spread), axis=-1)
     is_open = tokens < 0
     assert np.array_equal(mx.where(is_open, 0, tokens), mx.where(is_open, 0, expected))
@@ -1191,7 +1192,7 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
     assert np.array_equal(is_open, (counts >= NUM_CANDIDATES) & sampling.may_leave_unresolved)
     for row in range(rows):
         assert (
-            sampling.resample_full_vocab(tokens, logits, spread, mx.array([row]))[row]
+            sampling.resolve_row_over_full_vocab(tokens, logits, spread, mx.array([row]))[row]
             == expected[row]
         )
 

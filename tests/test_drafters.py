@@ -30,24 +30,25 @@ from ssmlx.api import stream_generate, token_steps
 from ssmlx.commands import generate
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
-from ssmlx.decoding.loop import CallCounts, DraftCounts, speculative_decode
+from ssmlx.decoding.loop import speculative_decode
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
+from ssmlx.decoding.step import DraftCounts, DraftTotals
 from ssmlx.drafters import copies as text_copies
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.copies import (
     NGRAM,
     Copies,
     TextOnDevice,
-    count_copy_hits_and_trials,
-    mix_copies,
+    count_hits_and_trials_by_level,
+    mix_in_copies_unsorted,
 )
 from ssmlx.drafters.draft_model import (
     DraftCache,
     DraftModel,
-    check_same_vocabulary,
+    require_same_vocabulary,
 )
-from ssmlx.drafters.heads import attach_heads, write_head_files
+from ssmlx.drafters.heads import attach_heads, overwrite_head_files
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
@@ -159,11 +160,11 @@ def test_what_help_lists_of_a_drafter_is_what_it_registers(name):
 
 def test_settings_of_another_class_are_refused():
     mine = RegisteredDrafter(name="mine", build=None, settings=LookaheadConfig)
-    assert mine.settings_from(GenerateConfig()) == LookaheadConfig()
+    assert mine.own_settings_or_default(GenerateConfig()) == LookaheadConfig()
     given = GenerateConfig(drafter_settings=SMALL_LOOKAHEAD)
-    assert mine.settings_from(given) is SMALL_LOOKAHEAD
+    assert mine.own_settings_or_default(given) is SMALL_LOOKAHEAD
     with pytest.raises(InputError, match="expected a LookaheadConfig for the drafter mine"):
-        mine.settings_from(GenerateConfig(drafter_settings={"window": 3}))
+        mine.own_settings_or_default(GenerateConfig(drafter_settings={"window": 3}))
 
 
 def drafter_of(model, settings):
@@ -195,7 +196,7 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
         expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
         cache = model.make_cache()
         steps = token_steps(model, prompt, cache, **sampling, **settings)
-        assert next(steps) == expected[:1]
+        assert [*next(steps).tokens] == expected[:1]
         room = cache.scratch
         tokens, lengths = first_tokens(steps, 17)
         assert tokens == expected[1:], prompt
@@ -239,13 +240,13 @@ def test_prompt_lookup_in_a_text_with_a_period():
     assert lengths == [1] * VOCAB + [21] * 3
     prompt = [*range(VOCAB), 0, 1]
     plan = make_plan(model, config, decoding="speculative")
-    counts = CallCounts()
-    steps = decode_plan(plan, model, prompt, model.make_cache(), counts=counts)
-    _, lengths = first_tokens(steps, 1 + 2 * 21)
+    totals = DraftTotals()
+    steps = decode_plan(plan, model, prompt, model.make_cache())
+    _, lengths = first_tokens(steps, 1 + 2 * 21, totals)
     assert lengths == [1, 21, 21]
     # A tree of 24 nodes holds the root, 20 drafted tokens and 3 nodes that fill it up.
-    assert counts.drafts == {"prompt-lookup": DraftCounts(2, drafted=40, accepted=40, nodes=48)}
-    assert counts.drafted_tokens == 40
+    assert totals.drafts == {"prompt-lookup": DraftCounts(2, drafted=40, accepted=40, nodes=48)}
+    assert totals.drafted_tokens == 40
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 4])
@@ -286,7 +287,8 @@ def test_a_trie_merges_what_is_equal():
     assert trie.add([1, 2, 4]) == 4
     assert trie.add([1, 2, 3]) == 3
     assert trie.add([5], 1) == 5
-    tree, index = trie.to_tree(4)
+    tree = trie.to_padded_tree(4)
+    index = trie.indices_in_tree().tolist()
     assert tree.tokens.tolist() == [9, 1, 2, 5, 3, 4, PAD_TOKEN, PAD_TOKEN]
     assert tree.depths.tolist() == [0, 1, 2, 2, 3, 3, 1, 1]
     assert tree.parents.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
@@ -302,7 +304,7 @@ def test_a_trie_merges_what_is_equal():
 def test_padding_is_never_kept_before_a_node():
     trie = Trie(0, 8)
     trie.add([1, 2, 3, 4])
-    tree, _ = trie.to_tree(5)
+    tree = trie.to_padded_tree(5)
     assert tree.num_nodes == 8
     edges = transition_logprobs(tree, mx.zeros((4, VOCAB)))
     kept = surviving_nodes(tree, edges, PruneConfig(kind="budget", keep=5))
@@ -451,7 +453,7 @@ def test_copies_are_mixed_into_what_streams_guess():
     probs = 0.9 * rng.dirichlet(np.ones(4), (5, 3, 4)).astype(np.float32)
     copied = mx.array([[3, 1, 4], [9, 9, 9], [PAD_TOKEN] * 3, [3, PAD_TOKEN, 2], [8, 1, 9]])
     told = mx.array(rng.uniform(0.5, 1, (5, 2, 2)) * [[0.5], [1]], mx.float32)
-    found, logprobs = mix_copies(tokens, mx.log(mx.array(probs)), copied, told)
+    found, logprobs = mix_in_copies_unsorted(tokens, mx.log(mx.array(probs)), copied, told)
     for place, level in product(range(5), range(3)):
         own = tokens[place, level].tolist()
         copy = copied[place, level].item()
@@ -483,7 +485,7 @@ def test_copies_are_trusted_by_what_they_foretold():
         ([PAD_TOKEN] * 3, [3, 2, 5], [0.0] * 3, 0),
     ]
     for copied, said, shares, count in cases:
-        found = count_copy_hits_and_trials(
+        found = count_hits_and_trials_by_level(
             tokens, mx.log(mx.array(probs)), mx.array(copied), mx.array(said)
         )
         assert np.allclose(found[0], shares, atol=1e-6)
@@ -522,10 +524,12 @@ def test_replays_trust_copies_by_what_was_said_before():
         guesses = mx.array(tokens[place]), mx.array(logprobs[place]), copied
         for level, before in enumerate(shown[-2:][::-1]):
             told = told + mx.stack([before[:, n] * (n == level) for n in range(2)], axis=1)
-        for one, expected in zip(found, mix_copies(*guesses, told), strict=True):
+        for one, expected in zip(found, mix_in_copies_unsorted(*guesses, told), strict=True):
             assert np.allclose(one[place], expected, atol=1e-5)
         shown.append(
-            count_copy_hits_and_trials(*guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3]))
+            count_hits_and_trials_by_level(
+                *guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3])
+            )
         )
     assert told[1].tolist() != text_copies.initial_hits_and_trials()[1].tolist()
 
@@ -549,7 +553,7 @@ def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeyp
     monkeypatch.setattr(MedusaHeads, "medusa_logits", lambda *_: mx.repeat(row, LEVELS, 0))
     monkeypatch.setattr(
         MlpSpeculator,
-        "run_stage",
+        "next_states_and_logits",
         lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0)),
     )
     settings = {**CHAIN, "heads": make_heads(kind, model.backbone)}
@@ -773,7 +777,7 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
     wide = {"draft": DraftModelConfig(num_draft_tokens=3, width=min(sizes))}
     tokens, lengths = written(model, PROMPT, 40, draft_model=draft, **wide, **settings)
     assert tokens == expected and len(lengths) < 40
-    logits = DraftCache(draft).append_and_get_logits(mx.array(PROMPT))
+    logits = DraftCache(draft).append_and_get_last_logits(mx.array(PROMPT))
     assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
 
 
@@ -795,12 +799,12 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
 def test_another_vocabulary_is_refused():
     draft = DraftModel(make_base(), "--draft-model x")
     tokenizer = make_tokenizer()
-    check_same_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
-    check_same_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
+    require_same_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
+    require_same_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
     with pytest.raises(InputError, match="a vocabulary of 13 tokens; expected the target's 12"):
-        check_same_vocabulary(draft, tokenizer, tokenizer, VOCAB - 1)
+        require_same_vocabulary(draft, tokenizer, tokenizer, VOCAB - 1)
     with pytest.raises(InputError, match="another token map: 1 tokens differ, such as 'w13'"):
-        check_same_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
+        require_same_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
 
 
 SMALL = {"num_hidden_layers": 1}  # What is tested is the drafting.
@@ -891,7 +895,7 @@ def folders(loaded, tmp_path_factory):
     for kind in HEAD_KINDS:
         found[kind] = tmp_path_factory.mktemp("heads") / kind
         found[kind].mkdir()
-        write_head_files(found[kind], random_heads(kind, loaded[0].backbone))
+        overwrite_head_files(found[kind], random_heads(kind, loaded[0].backbone))
     return found
 
 
@@ -957,9 +961,9 @@ def test_what_the_command_refuses(run, folders, tmp_path):
 
 def offset_of(draft):
     """Tokens in the one cache of a draft model; -1 where there is none yet."""
-    caches = [*draft._caches] if draft else []
+    caches = draft._caches if draft else []
     assert len(caches) <= 1
-    return caches[0].offset if caches else -1
+    return caches[0][0].offset if caches else -1
 
 
 @pytest.mark.parametrize("kind", ["prompt-lookup", "lookahead", "draft-model", *HEAD_KINDS])

@@ -138,16 +138,18 @@ def test_each_call_advances_by_what_the_streams_foresaw(right, advance):
         model.backend, model.manifest, [5, 6, 7, 8, 9, 10], model.make_cache()
     )
     taken = [next(steps) for _ in range(5)]
-    assert [len(step) for step in taken] == [1, *[advance] * 4]
-    tokens = [token for step in taken for token in step]
+    assert [len(step.tokens) for step in taken] == [1, *[advance] * 4]
+    tokens = [token for step in taken for token in step.tokens]
     assert tokens == list(range(11, 11 + len(tokens)))
+    assert taken[0].draft is None
+    assert all(step.draft.accepted == right <= step.draft.drafted for step in taken[1:])
     assert model.backend.calls == ["prefill", "prefill", *["decode"] * 5]
 
 
 def test_candidates_may_be_scored_given_the_token_before():
     model = make_model(tree=TreeShape(NODES - 1, NODES, is_conditional=True))
     steps = speculative_decode(model.backend, model.manifest, [5, 6, 7], model.make_cache())
-    assert [len(next(steps)) for _ in range(4)] == [1, *[1 + STREAMS] * 3]
+    assert [len(next(steps).tokens) for _ in range(4)] == [1, *[1 + STREAMS] * 3]
 
 
 def test_a_cache_goes_on_where_the_last_answer_ended():
@@ -156,6 +158,7 @@ def test_a_cache_goes_on_where_the_last_answer_ended():
     first = list(stream_generate(model, [1, 2, 3], max_tokens=4, cache=cache))
     said = [token for response in first for token in response.tokens]
     assert said == [4, 5, 6, 7]
+    assert first[-1].drafted_tokens == first[-1].drafts["streams"].drafted > 0
     held = cache.offset
     more = list(range(held + 1, held + 4))
     second = next(stream_generate(model, more, cache=cache))

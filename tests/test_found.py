@@ -323,12 +323,12 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
-    costs.set_head_start({("rows", 4): 1.1})
+    costs.set_head_start_where_unlearned({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
     second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
     assert sizing.forecast_speedup_of_adapting(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
-    costs.set_head_start({("untrained streams in 1 layers", 4): 1.1})
+    costs.set_head_start_where_unlearned({("untrained streams in 1 layers", 4): 1.1})
     assert lines_of(plain, "none")[1].endswith(
         f"{adapt}, which should bring some {usual / 1.1:.1f} times plain decoding's speed here"
     )
@@ -407,10 +407,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "time_costs_before_answers", lambda *_: None)
+    monkeypatch.setattr(check, "time_unknown_costs_before_answers", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "time_costs_before_answers", lambda *_: None)
-    monkeypatch.setattr(check, "time_stream_costs", lambda *_: [])
+        monkeypatch.setattr(command, "time_unknown_costs_before_answers", lambda *_: None)
+    monkeypatch.setattr(check, "time_tree_sizes_and_estimate_speedup", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
     for option in ((), ("--adapter", "none")):
@@ -426,14 +426,14 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
     ):
         same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
         assert len(same) == 1 and next(iter(same))[0].startswith(begins)
-    assert server.adapters_by_model_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.adapter_of_each_served_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
     assert (
-        server.adapters_by_model_name("m", ["auto"])
-        == server.adapters_by_model_name("m", [])
+        server.adapter_of_each_served_name("m", ["auto"])
+        == server.adapter_of_each_served_name("m", [])
         == {"m": None}
     )
     assert "--adapter none and --adapter auto" in refusal(
-        server.adapters_by_model_name, "m", ["none", "auto"]
+        server.adapter_of_each_served_name, "m", ["none", "auto"]
     )
 
 

@@ -18,8 +18,9 @@ from tiny import assert_close, first_tokens, slow
 
 import ssmlx
 from ssmlx.commands import generate
-from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.gemma_assistant import AssistantDrafter, load_assistant
 from ssmlx.drafters.gemma_assistant_model import AssistantConfig, AssistantModel
 from ssmlx.errors import InputError
@@ -104,7 +105,7 @@ def write_assistant(folder, tensors=None, **changes):
     folder.mkdir()
     values = changed(CONFIG, **changes)
     (folder / "config.json").write_text(json.dumps(values))
-    model = AssistantModel(AssistantConfig.read(folder / "config.json", values))
+    model = AssistantModel(AssistantConfig.from_config_json(folder / "config.json", values))
     weights = random_weights(model)
     if "masked_embedding.token_ordering" in weights:
         order = np.random.default_rng(0).permutation(VOCAB)
@@ -158,9 +159,8 @@ def run_rounds(monkeypatch, model, assistant, script, answer):
 
     monkeypatch.setattr(AssistantModel, "__call__", noted)
     drafter = Checked(assistant, model, answer, script)
-    counts = CallCounts()
     decoding = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], counts=counts, prefill_step_size=5
+        model, PROMPT, model.make_cache(), drafters=[drafter], prefill_step_size=5
     )
     # The last chain is drafted before the tokens of the call before are given out.
     count = sum(script[:-1]) + len(script)
@@ -275,14 +275,14 @@ def test_tokens_are_plain_decodings(target, kind, settings, count, tmp_path):
     model = make_target(target)
     sampling = Sampling(GenerateConfig(**settings), VOCAB)
     assistant = load(write_assistant(tmp_path / "assistant", **KINDS[kind]), model)
-    counts = CallCounts()
+    totals = DraftTotals()
     drafter = make_drafter(assistant, model, sampling=sampling)
     steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], sampler=sampling, counts=counts
+        model, PROMPT, model.make_cache(), drafters=[drafter], sampler=sampling
     )
-    tokens, lengths = first_tokens(steps, count)
+    tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == plain(model, count, sampling)
-    assert counts.drafts["mtp"].drafted == DRAFTED * (len(lengths) - 1)
+    assert totals.drafts["mtp"].drafted == DRAFTED * (len(lengths) - 1)
     assert drafter.draft_calls == DRAFTED * len(lengths)
 
 
@@ -418,7 +418,8 @@ def test_two_answers_at_once(loaded):
     found = [[], []]
     for _ in range(16):
         for tokens, steps in zip(found, running, strict=True):
-            tokens += next(steps)
+            step = next(steps)
+            tokens += step.tokens if step else ()
     for tokens, prompt in zip(found, prompts, strict=True):
         assert len(tokens) > 10 and tokens == plain(model, len(tokens), prompt=prompt)
 

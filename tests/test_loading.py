@@ -146,7 +146,10 @@ NOWHERE = {
     "unset": "unset has no config.json; expected",
     "empty": "empty has no model*.safetensors; expected",
     "part": "part has no model-1.safetensors",
-    "garbled": "index.json cannot be read",
+    "garbled": "index.json is not valid JSON",
+    "lists": "index.json has ['model.safetensors'] for weight_map; expected names of files",
+    "numbers": "index.json has {'a': [1]} for weight_map; expected names of files",
+    "above": "index.json has {'a': '../model.safetensors'} for weight_map; expected names",
 }
 
 
@@ -157,7 +160,15 @@ def test_a_name_that_leads_nowhere_is_told(places, name):
     (make_model(places.root / "unset") / "config.json").unlink()
     (make_model(places.root / "empty") / "model.safetensors").unlink()
     shards = '{"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}'
-    for folder, text in (("part", shards), ("whole", shards), ("garbled", "[")):
+    indexes = {
+        "part": shards,
+        "whole": shards,
+        "garbled": "[",
+        "lists": '{"weight_map": ["model.safetensors"]}',
+        "numbers": '{"weight_map": {"a": [1]}}',
+        "above": '{"weight_map": {"a": "../model.safetensors"}}',
+    }
+    for folder, text in indexes.items():
         made = make_model(places.root / folder)
         (made / "model.safetensors.index.json").write_text(text)
     (places.root / "whole" / "model-1.safetensors").touch()

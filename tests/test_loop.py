@@ -25,8 +25,9 @@ from ssmlx.decoding import stopwatch
 from ssmlx.decoding.controller import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import scratch_rows
-from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter
@@ -180,13 +181,18 @@ def plain_tokens(name, count):
     return first_tokens(steps, count)[0]
 
 
-def decoded(steps, count):
-    """How many tokens each call advanced by, and all of them: `count` or a few more."""
+def decoded(steps, count, totals=None):
+    """How many tokens each call advanced by, and all of them: `count` or a few more.
+
+    `totals` gets what was drafted.
+    """
     calls = []
     tokens = []
     for step in filter(None, steps):
-        calls.append(len(step))
-        tokens += step
+        calls.append(len(step.tokens))
+        tokens += step.tokens
+        if totals is not None:
+            totals.add_draft_of(step)
         if len(tokens) >= count:
             return calls, tokens
     raise AssertionError("a decoding loop ended")
@@ -208,7 +214,7 @@ def test_whoever_drafts_behind_a_call_the_text_is_plain_decodings(adapter, sched
         small = [DraftShape("streams", 2, 1), DraftShape("streams", 5, 2)]
         shapes = [None, None, *small, *(one.largest for one in drafters)]
         drawn = Drawn(shapes, f"{adapter} {prune.kind} {sampling}")
-        counts = CallCounts()
+        totals = DraftTotals()
         steps = speculative_decode(
             model,
             PROMPT,
@@ -217,9 +223,8 @@ def test_whoever_drafts_behind_a_call_the_text_is_plain_decodings(adapter, sched
             controller=drawn,
             prune=prune,
             sampler=sampler,
-            counts=counts,
         )
-        calls, tokens = decoded(steps, 80)
+        calls, tokens = decoded(steps, 80, totals)
         assert tokens == expected[: len(tokens)]
         assert [call.tokens for call in drawn.calls] == calls and max(calls) > 1
         before = np.cumsum([len(PROMPT) - 1, *calls])[:-1]
@@ -233,7 +238,7 @@ def test_whoever_drafts_behind_a_call_the_text_is_plain_decodings(adapter, sched
             asked = call.drafted
         verified = [call.shape.nodes for call in drawn.calls if call.shape is not None]
         # Some found less than was asked for, and filled it up.
-        brought = counts.drafts.values()
+        brought = totals.drafts.values()
         assert sum(one.nodes for one in brought) <= sum(verified)
         assert sum(one.calls for one in brought) == len(verified)
         assert all(one.accepted <= one.drafted <= one.nodes - one.calls for one in brought)
@@ -579,7 +584,7 @@ def test_whoever_asks_for_no_more_gets_no_more(host_tokens):
         drafts = [kind for kind, *_ in watched.seen if kind == "propose"]
         # A draft on the device is begun while the call is under way, before its tokens are known.
         assert len(drafts) == (ended - 1 if host_tokens else ended)
-        assert [len(one) for one in launched] == lengths
+        assert [len(one.tokens) for one in launched] == lengths
 
 
 def test_a_draft_models_start_is_no_calls_time(monkeypatch):
@@ -598,7 +603,7 @@ def test_a_draft_models_start_is_no_calls_time(monkeypatch):
     )
     num_empty = 0
     while len(turns.calls) < 7:
-        if not next(steps):  # before a pass of the draft model, or of the prompt
+        if next(steps) is None:  # before a pass of the draft model, or of the prompt
             clock.spend(0.5)
             num_empty += 1
     assert num_empty > 4 and drafter.draft_calls > 4

@@ -347,8 +347,8 @@ def test_nothing_asks_it_for_streams(shelf, capsys):
     )
     talk = chat.Chat(ssmlx.ChatSession(*ssmlx.load(base)), chat.Screen(), None)
     told = "LoRA, which changes the answers; no streams: what the text says again is drafted"
-    assert chat.adapter_command(str(root / "two"), talk) == f"adapter {root / 'two'}: {told}"
-    assert chat.adapter_command("none", talk).startswith("no adapter: ")
+    assert chat.list_or_swap_adapter(str(root / "two"), talk) == f"adapter {root / 'two'}: {told}"
+    assert chat.list_or_swap_adapter("none", talk).startswith("no adapter: ")
 
 
 def settings_of(**changes):

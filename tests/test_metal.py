@@ -428,12 +428,12 @@ def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
         cache = model.make_cache()
         steps = filter(None, speculative_decode(model, PROMPT, cache, drafters=[drafter]))
         before = len(tried)
-        tokens = [*next(steps)]
+        tokens = [*next(steps).tokens]
         calls = on_shim.calls
         assert len(tried) == before
         counts = []
         while len(tokens) < 16:
-            tokens += next(steps)
+            tokens += next(steps).tokens
             counts.append(len(tried))
         assert tokens[:16] == expected
         assert all(0 <= b - a <= 1 for a, b in itertools.pairwise(counts))

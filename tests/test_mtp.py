@@ -19,8 +19,9 @@ from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
 
 import ssmlx
 from ssmlx.decoding.controller import DraftShape
-from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
-from ssmlx.decoding.sampling import Sampling
+from ssmlx.decoding.loop import prefill, speculative_decode
+from ssmlx.decoding.sampling import RankedTokens, Sampling
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, load_mtp
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
@@ -192,7 +193,8 @@ class Scripted(Sampling):
         self.logits.append(logits[0])
         self.places.append(first)
         token = self.text[first + 1]
-        return mx.array([[token if level < self.right else (token + 1) % VOCAB]]), mx.array(False)
+        ranked = mx.array([[token if level < self.right else (token + 1) % VOCAB]])
+        return RankedTokens(ranked, mx.array(False))
 
 
 def true_hidden_states(name, tokens):
@@ -299,13 +301,13 @@ def test_each_draft_step_is_that_of_another_implementation(name, hidden, step_si
     sampling = Scripted(text, [0, 3, 1, 2, 0, 0, 3, 3, 2])
     drafter = MtpDrafter(model.backbone, head_of(name), MtpConfig(hidden=hidden), sampling)
     outs = []
-    real = MtpModule.__call__
+    real = MtpModule.run_pairs_before_norm
 
     def noted(self, *given):
         outs.append(real(self, *given))
         return outs[-1]
 
-    monkeypatch.setattr(MtpModule, "__call__", noted)
+    monkeypatch.setattr(MtpModule, "run_pairs_before_norm", noted)
     proposed = []
     propose = drafter.propose
 
@@ -346,17 +348,17 @@ def test_heads_are_read_from_files_of_all_kinds(tmp_path, prefix, raw, fused):
     copies = {"embed_tokens.weight": mx.zeros((2, 2))} if not prefix else {}
     folder = write_head(name, tmp_path / "head", {**stored, **copies})
     head = load_mtp(model_of(name), folder)
-    found = dict(tree_flatten(head.module_for("auto").parameters()))
+    found = dict(tree_flatten(head.cached_module_for("auto").parameters()))
     assert {path: one.shape for path, one in found.items()} == {
         path: one.shape for path, one in tensors.items()
     }
     for path, one in found.items():
         assert_close(one, tensors[path], 1e-6)
-    assert head.module_for("auto") is head.module_for("auto")
+    assert head.cached_module_for("auto") is head.cached_module_for("auto")
     assert head.nbytes == 4 * head.num_parameters and head.cache_bytes == 0
-    wrong = head.module_for("shifted" if raw else "raw")
+    wrong = head.cached_module_for("shifted" if raw else "raw")
     assert not mx.allclose(wrong.norm.weight, tensors["norm.weight"])
-    assert wrong.fc.weight is head.module_for("auto").fc.weight
+    assert wrong.fc.weight is head.cached_module_for("auto").fc.weight
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -368,7 +370,7 @@ def test_a_checkpoint_that_still_holds_its_head_drafts_with_it(tmp_path, name):
     expected, _ = decoded(model_of(name), decoding="plain")
     assert decoded(model, decoding="plain")[0] == expected
     assert decoded(model, heads=head, decoding="speculative")[0] == expected
-    for path, one in tree_flatten(head.module_for("auto").parameters()):
+    for path, one in tree_flatten(head.cached_module_for("auto").parameters()):
         assert_close(one, head_tensors(name)[path], 1e-6)
 
 
@@ -386,7 +388,7 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     model = StreamFusedModel(Backbone(base))
     folder = write_head(name, tmp_path / "head", published(head_tensors(name)))
     head = load_mtp(model, folder)
-    module = head.module_for("auto")
+    module = head.cached_module_for("auto")
     assert module.fc.bits == module.layers[0].self_attn.q_proj.bits == 4
     assert module.layers[0].mlp.gate.bits == 8
     assert module.layers[0].mlp.switch_mlp.up_proj.bits == 4
@@ -398,7 +400,7 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     # The same stored in four bits, for a target that is not quantised.
     stored = write_head(name, tmp_path / "packed", dict(tree_flatten(module.parameters())))
     again = load_mtp(model_of(name), stored)
-    packed = again.module_for("auto")
+    packed = again.cached_module_for("auto")
     assert packed.fc.bits == 4 and packed.layers[0].mlp.gate.bits == 8
     assert mx.array_equal(packed.fc.weight, module.fc.weight)
     expected, _ = decoded(model_of(name), decoding="plain")
@@ -446,7 +448,7 @@ def test_a_controller_drafts_by_the_head_and_the_text():
     for given in ({"drafter": ["mtp", head_of("qwen3_5_moe")]}, {"heads": head_of("qwen3_5_moe")}):
         plan = make_plan(model, **given)
         assert [one.largest.drafter for one in plan.drafters] == ["mtp", "prompt-lookup"]
-        assert not plan.needs_whole_context
+        assert not plan.needs_context_tokens
     offer = plan.drafters[0].offer()
     assert [shape.nodes for shape in offer.shapes] == [2, 3, 4]
 
@@ -461,15 +463,15 @@ def test_a_controller_drafts_where_it_pays(cost, drafts):
         table = CostTable()
         for nodes in (2, 3, 4):
             for _ in range(8):
-                table.learn(("mtp", nodes), 0, 1 + cost * (nodes - 1))
+                table.learn_cost_and_return_change(("mtp", nodes), 0, 1 + cost * (nodes - 1))
         source = plan.drafters[0]
         controller = Controller(table, AcceptancePrior(), [source], reads_seconds=False)
-        counts = CallCounts()
+        totals = DraftTotals()
         plan = replace(plan, drafters=[source], controller=controller)
-        steps = decode_plan(plan, model, PROMPT, model.make_cache(), counts=counts)
-        tokens, lengths = first_tokens(steps, 120)
+        steps = decode_plan(plan, model, PROMPT, model.make_cache())
+        tokens, lengths = first_tokens(steps, 120, totals)
         assert tokens == expected
-        lost = sum(cost * (one.nodes - one.calls) for one in counts.drafts.values())
+        lost = sum(cost * (one.nodes - one.calls) for one in totals.drafts.values())
         if drafts and is_right:
             assert len(lengths) < 45
         else:
@@ -483,7 +485,7 @@ def test_each_level_has_an_acceptance_ratio():
     def ratio_of(name, first):
         return ratios[name]
 
-    expected = [offer.expected(shape, ratio_of) for shape in offer.shapes]
+    expected = [offer.expected_accepted(shape, ratio_of) for shape in offer.shapes]
     assert expected == pytest.approx([0.9, 0.9 + 0.45, 0.9 + 0.45 + 0.045])
     counts = list(offer.acceptance_counts(offer.shapes[-1], 1))
     assert [(one.name, one.accepted, one.offered) for one in counts] == [
@@ -515,7 +517,7 @@ def test_a_text_goes_on_warm_as_it_would_cold(kept):
                 model, 30, rest, heads=head, decoding="speculative", **context
             )
             assert tokens == expected[:30] and {*lengths[1:]} == {1 + TOKENS}
-    caches = [*head._caches]
+    caches = head._caches
     assert len(caches) <= 3 and head.cache_bytes > 0
     head.drop_idle()
     assert head.cache_bytes == 0
@@ -534,19 +536,19 @@ def test_pairs_stay_as_far_as_the_text_is_the_same():
     cache = model.make_cache()
     prefill(model, text[:25], cache)
     decoded(model, 5, text[25:28], cache, text[:25], **asked)
-    warm = next(iter(head._caches))
+    warm = head._caches[0][0]
     assert warm.places == [*range(len(warm.places))] and len(warm.places) >= 27
     head.drop_idle()
     cold = MtpHead(head._module, model.backbone)
     decoded(model, 5, text[:28], heads=cold, decoding="speculative")
-    fresh = next(iter(cold._caches))
+    fresh = cold._caches[0][0]
     for found, wanted in zip(warm.state, fresh.state, strict=True):
         assert_close(found[..., :27, :], wanted[..., :27, :], 1e-4)
     # Another token at place 10: the pairs before it stay.
     other = [*text[:10], (text[10] + 1) % VOCAB, *text[11:20]]
-    fresh.go_back(other[:11])
+    fresh.set_text_keeping_shared_pairs(other[:11])
     assert fresh.places == [*range(9)] and fresh.text == other[:11]
-    fresh.go_back([-1, -1, -1])
+    fresh.set_text_keeping_shared_pairs([-1, -1, -1])
     assert fresh.places == []
 
 

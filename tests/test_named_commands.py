@@ -5,9 +5,11 @@ import re
 import pytest
 from named_commands import (
     ROOT,
+    SOURCES,
     NamedCommand,
     all_commands,
     commands_of_shell,
+    options_of_source,
     parse,
     script_modules,
 )
@@ -53,6 +55,18 @@ def test_commands_of_all_kinds_are_found():
         ("ssmlx/loading/names.py", "ssmlx.convert.base", False),
     } <= found
     assert len(COMMANDS) > 150
+
+
+def test_options_that_texts_name_are_some_command_s():
+    """Also alone, as in "give --adapter"; but for options of git, mlx-lm and mypy."""
+    known = {"--adapter-path", "--save-path", "--porcelain", "--short", "--untracked-files"}
+    known.add("--strict")
+    for module in {one.module for one in COMMANDS}:
+        parse(NamedCommand("", module), known)
+    paths = [path for pattern in SOURCES for path in ROOT.glob(pattern)]
+    named = {(path.name, option) for path in paths for option in options_of_source(path)}
+    assert len(named) > 300
+    assert sorted(one for one in named if one[1] not in known) == []
 
 
 def test_a_wheel_has_what_its_texts_name():

@@ -7,7 +7,7 @@ from tiny import make_base, make_model, make_tokenizer
 from tiny_heads import make_heads
 
 import ssmlx
-from ssmlx.decoding.controller import Always, DraftShape, Never
+from ssmlx.decoding.controller import Always, DraftShape, ExpectedCall, Never
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.generation.plan import make_plan
@@ -28,7 +28,7 @@ def test_where_nothing_is_asked_for_a_controller_decides(model):
     assert isinstance(plan.controller, Controller) and plan.kind == "streams"
     assert streams.largest == DraftShape("streams", 16, model.num_streams)
     assert text.largest == DraftShape("prompt-lookup", 32, 31)
-    assert not plan.needs_whole_context
+    assert not plan.needs_context_tokens
 
 
 @pytest.mark.parametrize("drafter", ["streams", "prompt-lookup", "lookahead"])
@@ -53,7 +53,7 @@ def test_a_drafter_that_is_named_is_controlled_too(model, drafter):
 def test_what_is_asked_for_is_obeyed(model, asked, nodes, levels):
     plan = make_plan(model, **asked)
     assert plan.controller == Always(DraftShape("streams", nodes, levels))
-    assert plan.expected_call == (1.0, 1.0) and plan.learned is None
+    assert plan.expected_fastest_call == (1.0, 1.0) and plan.learned is None
 
 
 def test_text_is_drafted_for_every_model():
@@ -63,8 +63,8 @@ def test_text_is_drafted_for_every_model():
     assert isinstance(plan.controller, Controller) and plan.kind == "prompt-lookup"
     assert [one.largest.drafter for one in plan.drafters] == ["prompt-lookup"]
     assert (
-        not plan.needs_whole_context
-        and make_plan(bare, drafter="prompt-lookup").needs_whole_context
+        not plan.needs_context_tokens
+        and make_plan(bare, drafter="prompt-lookup").needs_context_tokens
     )
     expected = PromptLookupConfig(reference=(1, 2, 3))
     heads = make_heads("medusa", bare.backbone)
@@ -86,8 +86,8 @@ class Steady:
     def record(self, call):
         pass
 
-    def expected_call(self):
-        return 3.0, 1.5
+    def expected_fastest_call(self):
+        return ExpectedCall(3.0, 1.5)
 
     def finish(self):
         self.finished = True
@@ -95,7 +95,7 @@ class Steady:
 
 def test_a_plan_asks_whatever_controller_it_has(model):
     plan = replace(make_plan(model), controller=Steady())
-    assert plan.expected_call == (3.0, 1.5)
+    assert plan.expected_fastest_call == (3.0, 1.5)
     assert "2.00 times plain decoding" in plan.decision_line()
     replace(plan, learned=None).finish()
     assert not plan.controller.finished

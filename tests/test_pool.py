@@ -15,6 +15,7 @@ from real import refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_base, make_model
 
 from ssmlx.answers import run
+from ssmlx.decoding.controller import ExpectedCall
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError, NoRoomError
@@ -83,16 +84,16 @@ def test_the_longest_unused_goes_first_and_no_more_than_has_to():
     gone = []
     a, b, c, d, large = (Thing(gone) for _ in range(5))
     for one in (a, b, c):
-        pool.keep(one, 30)
+        pool.keep_or_free(one, 30)
     pool.mark_used(a)
     assert pool.kept == 90 and gone == []
-    pool.keep(d, 30)
+    pool.keep_or_free(d, 30)
     assert gone == [b] and pool.kept == 90
     assert pool.make_room(70) and gone == [b, c, a]
     assert not pool.make_room(101) and gone == [b, c, a], "nothing goes in vain"
-    pool.keep(large, 101)
+    pool.keep_or_free(large, 101)
     assert gone == [b, c, a, large] and pool.kept == 30
-    pool.keep(d, 50)
+    pool.keep_or_free(d, 50)
     assert pool.kept == 50, "counted anew"
     pool.mark_used(a), pool.forget(a), pool.forget(d)
     assert pool.kept == 0 and pool.make_room(100)
@@ -103,11 +104,11 @@ def test_what_nobody_has_any_more_does_not_count():
     gone = []
     things = [Thing(gone) for _ in range(3)]
     for one in things:
-        pool.keep(one, 30)
+        pool.keep_or_free(one, 30)
     del one
     things.clear()
     last = Thing(gone)
-    pool.keep(last, 100)
+    pool.keep_or_free(last, 100)
     assert gone == [] and pool.kept == 100
 
 
@@ -410,7 +411,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
     batches = Batches(lambda wanted: asked.append(wanted) or fits)
     asked = []
     monkeypatch.setattr(unbounded, "_batches", batches)
-    monkeypatch.setattr(Plan, "expected_call", (1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_fastest_call", ExpectedCall(1.0, 1.0))
     monkeypatch.setattr(FrozenCosts, "calls", lambda self, kind: 1.001)
     texts = [prompt(1000, 3), prompt(5, 1), prompt(5, 2)]
     alone = [tokens_of(unbounded.stream(one, max_tokens=12, deterministic=True)) for one in texts]

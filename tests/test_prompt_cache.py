@@ -169,7 +169,7 @@ def test_who_takes_a_prompt_changes_it_for_nobody():
         cache, known = prompts.take(model, prompt)
         assert known >= len(tokens) - 1
         mixed.append(token_steps(model, prompt[known:], cache, decoding="plain"))
-    turns = [run(lambda: [next(steps)[0] for steps in mixed]) for _ in range(LENGTH)]
+    turns = [run(lambda: [next(steps).tokens[0] for steps in mixed]) for _ in range(LENGTH)]
     answers = list(zip(*turns, strict=True))
     assert [list(answer) for answer in answers] == [cold(model, one), cold(model, two)]
     again, _ = prompts.take(model, tokens)

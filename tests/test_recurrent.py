@@ -27,11 +27,12 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
 
 import ssmlx
-from ssmlx.decoding.chain import verify_chain
+from ssmlx.decoding.chain import verify_as_chain
 from ssmlx.decoding.controller import DraftShape
 from ssmlx.decoding.drafter import Needs
-from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
+from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import Sampling, last_tokens
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.heads import attach_heads
@@ -157,8 +158,8 @@ def test_behind_every_call_the_state_is_plain_decodings(name, monkeypatch):
     prefill(model, PROMPT[:-1], cache)
     for right in ORDERS:
         root = cache.offset
-        call = verify_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
-        assert call.read() == text[root + 1 : root + right + 2]
+        call = verify_as_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
+        assert call.read_tokens() == text[root + 1 : root + right + 2]
         ran.clear()
         cache.advance(right + 1)
         for found, wanted in zip(held(cache), expected[cache.offset], strict=True):
@@ -189,21 +190,20 @@ def test_tokens_are_plain_decodings_and_no_row_is_fed_twice(
         return real(self, tokens, *others, **more)
 
     monkeypatch.setattr(type(base), "__call__", noted)
-    counts = CallCounts()
+    totals = DraftTotals()
     steps = speculative_decode(
         model,
         PROMPT,
         model.make_cache(),
         drafters=[Scripted(expected, host_tokens=host_tokens)],
         sampler=Sampling(GenerateConfig(**settings), VOCAB),
-        counts=counts,
     )
-    tokens, lengths = first_tokens(steps, count)
+    tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == expected[:count]
     script = cycle(ORDERS)
     assert lengths == [1, *(1 + next(script) for _ in lengths[1:])]
     assert rows[: 1 + len(lengths)] == [len(PROMPT) - 1, 1, *[1 + DRAFTED] * (len(lengths) - 1)]
-    assert counts.drafts["scripted"].accepted == sum(lengths) - len(lengths)
+    assert totals.drafts["scripted"].accepted == sum(lengths) - len(lengths)
 
 
 class Follower(Scripted):
@@ -289,7 +289,7 @@ def test_an_answer_may_end_in_the_middle_and_go_on(name):
         steps = filter(
             None, speculative_decode(model, PROMPT, cache, drafters=[Scripted(expected)])
         )
-        tokens = [token for _ in range(calls) for token in next(steps)]
+        tokens = [token for _ in range(calls) for token in next(steps).tokens]
         steps.close() if hasattr(steps, "close") else None
         text = [*PROMPT, *tokens]
         assert cache.offset == len(text) - 1 == cache.longest_trim(cache.offset)
@@ -307,7 +307,10 @@ def test_a_text_may_go_back_to_any_place_of_its_last_chain(name):
         cache = model.make_cache()
         prefill(model, PROMPT[:-1], cache)
         chain = chain_of(text, first, DRAFTED)
-        assert len(verify_chain(model, chain, cache, tail=last_tokens((), 0)).read()) == 1 + DRAFTED
+        assert (
+            len(verify_as_chain(model, chain, cache, tail=last_tokens((), 0)).read_tokens())
+            == 1 + DRAFTED
+        )
         cache.advance(1 + DRAFTED)
         assert cache.longest_trim(kept) == kept
         cache.trim(kept)
@@ -373,11 +376,11 @@ def test_drafting_heads_draft_chains(name, kind, settings):
         model, drafter=make_heads(kind, model.backbone), decoding="speculative", **settings
     )
     (drafter,) = plan.drafters
-    counts = CallCounts()
-    steps = decode_plan(plan, model, PROMPT, model.make_cache(), counts=counts)
-    assert first_tokens(steps, 40)[0] == expected
+    totals = DraftTotals()
+    steps = decode_plan(plan, model, PROMPT, model.make_cache())
+    assert first_tokens(steps, 40, totals)[0] == expected
     assert drafter.largest.levels == LEVELS and drafter.largest.nodes == 1 + LEVELS
-    assert counts.drafted_tokens >= 20 * LEVELS
+    assert totals.drafted_tokens >= 20 * LEVELS
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -415,7 +418,7 @@ def test_drafting_heads_read_the_last_accepted_rows_hidden_state(name, monkeypat
         prefill(model, PROMPT[:-1], cache)
         chain = chain_of(text, len(PROMPT) - 1, right)
         taps = (len(model.backbone.layers),)
-        call = verify_chain(model, chain, cache, tail=last_tokens((), 0), taps=taps)
+        call = verify_as_chain(model, chain, cache, tail=last_tokens((), 0), taps=taps)
         tree = propose(drafter, call.verified, drafter.largest)
         assert set(tree.tokens.tolist()) == {expected[right]}, "the token behind the accepted ones"
 
@@ -549,7 +552,7 @@ def test_a_fork_of_a_cache_goes_on_by_itself(name):
     cache.mark()
     prefill(model, text[8:20], cache)
     root = 20
-    call = verify_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
+    call = verify_as_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
     mx.eval(call.arrays_to_read())
     cache.advance(3)
     marked = 8 if cache.longest_trim(8) == 8 else 0

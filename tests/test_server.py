@@ -278,10 +278,10 @@ def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
         client = client_of(serve(keys=keys, prompts=prompts))
         return [cached(reply(client, body, headers={"x-api-key": key})) for key in keys]
 
-    caches = command.make_prompt_caches(tmp_path, keys)
+    caches = command.make_prompt_cache_for_each_key(tmp_path, keys)
     assert known(chat(words(9)), caches) == [0, 0]
     caches[0].flush()
-    again = known(chat(words(9)), command.make_prompt_caches(tmp_path, keys))
+    again = known(chat(words(9)), command.make_prompt_cache_for_each_key(tmp_path, keys))
     assert again[0] > 9 and again[1] == 0
     assert files.main(["purge", str(tmp_path)]) == 0 and not [*tmp_path.rglob("*.safetensors")]
 
@@ -428,7 +428,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):
     assert exit_code(command.main, "--model", base, "--api-keys", keys) == 2
     assert "chmod 600" in one_line(capsys.readouterr().err, "ssmlx.server")
     keys.chmod(0o600)
-    assert command.read_api_keys(keys) == [b"one", b"two"]
+    assert command.read_private_api_keys(keys) == [b"one", b"two"]
     twice = ("--port", 0, "--adapter", base, "--adapter", base)
     assert exit_code(command.main, "--model", base, *twice) == 2
     assert "two adapters are called" in one_line(capsys.readouterr().err, "ssmlx.server")

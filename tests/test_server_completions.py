@@ -14,6 +14,7 @@ from test_server import CHAT, COMPLETIONS, chat, client_of, reply
 
 import ssmlx
 from ssmlx.decoding.batch import Batch
+from ssmlx.decoding.controller import ExpectedCall
 from ssmlx.generation import batching
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
@@ -65,15 +66,17 @@ def test_choices_share_their_prompt_and_their_calls(client, monkeypatch):
     pieces = []
     rows = []
     read = batching.prefill
-    step = Batch.step
+    step = Batch.step_or_note_error
 
     def reading(model, tokens, cache):
         pieces.extend(tokens)
         read(model, tokens, cache)
 
     monkeypatch.setattr(batching, "prefill", reading)
-    monkeypatch.setattr(Batch, "step", lambda self: rows.append(len(self.members)) or step(self))
-    monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_call", (1.0, 1.0))
+    monkeypatch.setattr(
+        Batch, "step_or_note_error", lambda self: rows.append(len(self.members)) or step(self)
+    )
+    monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_fastest_call", ExpectedCall(1.0, 1.0))
     monkeypatch.setattr("ssmlx.policy.costs.FrozenCosts.calls", lambda self, kind: 1.001)
     for prompts in ([words(50, 7)], [words(40, 3), words(45, 30)]):
         del pieces[:]

@@ -28,7 +28,7 @@ import ssmlx
 from ssmlx.server.app import make_app
 from ssmlx.server.choices import AnswerParser
 from ssmlx.server.grammars import grammar_mask, json_grammar
-from ssmlx.server.handler import Limits, Metrics, RequestHandler
+from ssmlx.server.handler import Limits, PrometheusMetrics, RequestHandler
 from ssmlx.server.requests import AnswerRequest, ChoiceEnd, ReasoningPart, TextPart, ToolCallPart
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
@@ -62,26 +62,26 @@ LAST = ssmlx.GenerationResponse(text="", tokens=(), finish_reason="stop", **COUN
 
 
 class Scripted:
-    """In the place of `Answering`: every answer is the same text, some characters at a time, and
-    fails at its end without a reason to end."""
+    """In the place of a `RequestHandler`: every answer is the same text, some characters at a time,
+    and fails at its end without a reason to end."""
 
     limits = Limits()
     models: ClassVar = {"tiny": None}
     context_length = None
 
     def __init__(self, text="Yes.", size=3, reason="stop", stop=None):
-        self.metrics = Metrics()
+        self.metrics = PrometheusMetrics()
         self.texts = pieces(text, size)
         self.reason = reason
         self.stop = stop
 
-    def with_known_model(self, ask):
+    def with_served_model_or_404(self, ask):
         return replace(ask, model="tiny")
 
-    def first_prompt_and_config(self, ask):
+    def first_prompt_and_seeded_config(self, ask):
         return [1] * 7, ask.config
 
-    async def parts(self, ask, user=0):
+    async def merged_parts_of_choices(self, ask, key_index=0):
         self.ask = ask
         parser = AnswerParser(TOKENIZER, ask)
         said = [one for text in self.texts for one in parser.split_into_parts(TextPart(text, 2))]
@@ -246,9 +246,9 @@ def test_turns_of_messages():
 
 def test_anthropics_tool_runner_sends_the_whole_conversation_without_threads():
     class Recorded(Scripted):
-        def with_known_model(self, ask):
+        def with_served_model_or_404(self, ask):
             roles.append([turn["role"] for turn in ask.question])
-            return super().with_known_model(ask)
+            return super().with_served_model_or_404(ask)
 
     @anthropic.beta_async_tool
     async def add(a: int, b: str) -> str:

@@ -12,9 +12,9 @@ from test_server import CHAT, JSON, chat, client_of, reply, said
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server import messages_responses, openai
+from ssmlx.server import completions, messages
 from ssmlx.server.app import APIS, make_app
-from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_and_list_ignored_fields
+from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_fields_and_list_unknown
 from ssmlx.server.handler import Limits, RequestHandler
 
 LENGTH = 8
@@ -159,8 +159,8 @@ def test_a_field_of_another_api_is_ignored_by_its_name(client, path, value):
 
 def test_a_completion_follows_a_response_format_and_does_not_call_it_ignored():
     body = {"prompt": "w1", "response_format": {"type": "json_object"}}
-    assert check_and_list_ignored_fields("/v1/completions", body) == []
-    assert openai.read_completion(body, ssmlx.GenerateConfig()).grammar
+    assert check_fields_and_list_unknown("/v1/completions", body) == []
+    assert completions.read_completion(body, ssmlx.GenerateConfig()).grammar
 
 
 def test_what_two_fields_say_of_thinking_is_joined_or_refused(client):
@@ -184,9 +184,7 @@ def test_what_two_fields_say_of_thinking_is_joined_or_refused(client):
     error = error_of(client, "messages", {"messages": TURNS, "max_tokens": 4, **both})
     assert error["param"] == "output_format"
     same = {"output_config": {"format": form}, "output_format": form}
-    assert messages_responses.read_message(
-        {"messages": TURNS, **same}, ssmlx.GenerateConfig()
-    ).grammar
+    assert messages.read_message({"messages": TURNS, **same}, ssmlx.GenerateConfig()).grammar
 
 
 def test_an_ignored_end_lets_an_answer_run_to_its_limit(client):

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ssmlx
 from ssmlx.api import AnswerText, StopChecker, build_responses
+from ssmlx.decoding.step import Step
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_tokens
 
@@ -64,8 +65,9 @@ def told(kind, steps, stop, max_tokens=10**6, asks=False):
 
     def asked():
         for step in steps:
+            step = Step(tuple(step))
             if asks:  # as a loop does that builds ahead
-                stop_checker.ends_answer(step)
+                stop_checker.ends_answer(step.tokens)
             yield step
 
     return list(build_responses(asked(), stop_checker, 1, 0, lambda reason: {"peak_memory": 0.0}))

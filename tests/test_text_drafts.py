@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 from tiny import VOCAB, first_tokens, make_base, make_model
 
-from ssmlx.decoding.loop import CallCounts, _SpeculativeLoop
+from ssmlx.decoding.controller import DraftShape
+from ssmlx.decoding.loop import _SpeculativeLoop
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
-from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers
+from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers, TextIndex
 from ssmlx.generation.plan import decode_plan, make_plan, offer_source_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
@@ -30,8 +32,8 @@ def table_of(extra: float) -> CostTable:
     table = CostTable()
     for nodes in (2, 4, 8, 16, 32):
         for _ in range(8):
-            table.learn(("rows", nodes), 0, 1 + extra * (nodes - 1))
-            table.learn(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
+            table.learn_cost_and_return_change(("rows", nodes), 0, 1 + extra * (nodes - 1))
+            table.learn_cost_and_return_change(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
     return table
 
 
@@ -42,10 +44,10 @@ def answer(model, count, *, prompt=PROMPT, row_cost=0.01, prior=None, **settings
         sources = [offer_source_of(model, one) for one in plan.drafters]
         known = table_of(row_cost), prior or AcceptancePrior()
         plan = replace(plan, controller=Controller(*known, sources, reads_seconds=False))
-    counts = CallCounts()
-    steps = decode_plan(plan, model, prompt, model.make_cache(), counts=counts)
-    tokens, lengths = first_tokens(filter(None, steps), count)
-    return tokens, lengths, counts.drafts
+    totals = DraftTotals()
+    steps = decode_plan(plan, model, prompt, model.make_cache())
+    tokens, lengths = first_tokens(steps, count, totals)
+    return tokens, lengths, totals.drafts
 
 
 @pytest.mark.parametrize("settings", SAMPLINGS, ids=str)
@@ -88,13 +90,13 @@ def test_an_expected_text_is_drafted_from_its_beginning(bare):
 def test_where_nothing_pays_no_plain_call_waits(bare, monkeypatch):
     """Each is launched before the one before it is read, as in plain decoding."""
     waited = []
-    real = _SpeculativeLoop.draft_and_launch_next_call
+    real = _SpeculativeLoop.build_and_launch_call
 
-    def draft_and_launch_next_call(self, *given):
+    def build_and_launch_call(self, *given):
         waited.append(given)
         return real(self, *given)
 
-    monkeypatch.setattr(_SpeculativeLoop, "draft_and_launch_next_call", draft_and_launch_next_call)
+    monkeypatch.setattr(_SpeculativeLoop, "build_and_launch_call", build_and_launch_call)
     _, lengths, drafts = answer(bare, 60, row_cost=3.0)
     assert lengths == [1] * 60 and not drafts and not waited
     _, _, drafts = answer(bare, 60)
@@ -122,6 +124,27 @@ def test_asking_for_an_offer_changes_nothing_and_it_follows_the_text():
     assert first == drafter.offer() and first.match_length == 1
     drafter.follow([2], 4)
     assert drafter.offer().match_length == 2
+
+
+def test_a_chain_is_looked_up_once_for_its_offer_and_its_draft(monkeypatch):
+    drafter = PromptLookupDrafter(PromptLookupConfig(num_draft_tokens=4), is_chain=True)
+    looked_up = []
+    real = TextIndex.find_matches
+
+    def noted(self, *given):
+        looked_up.append(given)
+        return real(self, *given)
+
+    monkeypatch.setattr(TextIndex, "find_matches", noted)
+    drafter.start([1, 2, 3, 4, 5, 1, 2])
+    assert drafter.offer().following == 4
+    for levels in (4, 2):
+        tree = drafter.propose(None, DraftShape("prompt-lookup", 1 + levels, levels))
+        assert tree.tokens.tolist() == [2, 3, 4, 5, 1][: 1 + levels]
+    assert len(looked_up) == 1
+    drafter.follow([3], 7)
+    assert drafter.propose(None, drafter.largest).tokens.tolist() == [3, 4, 5, 1, 2]
+    assert len(looked_up) == 2
 
 
 def test_an_index_is_begun_once_though_a_drafter_is_started_again(bare):

@@ -63,7 +63,7 @@ def test_the_least_of_the_rounds_counts(model, monkeypatch):
     # plain, 2 and 3 nodes; 3 rounds
     times = iter([1.0, 2.0, 2.6, 3.0, 1.5, 9.0, 8.0, 8.0, 2.5])
     rounds = iter([0.0, 0.5, 0.9, 1.1])
-    monkeypatch.setattr(time_calls, "_seconds_of_calls", lambda *_: [next(times)])
+    monkeypatch.setattr(time_calls, "_time_few_calls", lambda *_: [next(times)])
     monkeypatch.setattr(time_calls.time, "perf_counter", lambda: next(rounds))
     timings = measure_call_costs(model, TEXT, (2, 3), seconds=1.0)
     assert timings.costs == {2: 1.5, 3: 2.5} and timings.plain_seconds == [1.0, 3.0, 8.0]

@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import OWN_FAMILIES
@@ -202,17 +203,20 @@ def mlx_lm_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
 
 
-def first_tokens(steps, count: int) -> tuple[list[int], list[int]]:
-    """Take the first `count` tokens of a decoding loop.
+def first_tokens(steps, count: int, totals: DraftTotals | None = None):
+    """Take the first `count` tokens of a decoding loop; `totals` gets what was drafted.
 
     Returns:
-        (tokens, number of tokens of each call). Steps of the prompt, without tokens, are left out.
+        (tokens, number of tokens of each call). What the loop yields before there are tokens is
+        left out.
     """
-    tokens = []
+    tokens: list[int] = []
     lengths = []
     for step in filter(None, steps):
-        tokens += step
-        lengths.append(len(step))
+        tokens += step.tokens
+        lengths.append(len(step.tokens))
+        if totals is not None:
+            totals.add_draft_of(step)
         if len(tokens) >= count:
             return tokens[:count], lengths
     raise AssertionError("a decoding loop ended")

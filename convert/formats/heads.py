@@ -29,11 +29,11 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.heads import Heads, check_heads
+from ssmlx.drafters.heads import Heads, require_head_tensors_fit
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
-from ssmlx.json_files import read_json
+from ssmlx.json_files import build_settings_ignoring_unknown, read_json
 from ssmlx.loading.adapter import cast_tensors, check_draft_vocab
 from ssmlx.loading.files import read_tensors, write_whole
 from ssmlx.loading.load import MEDUSA_PREFIX
@@ -91,9 +91,9 @@ def read_published_heads(
             "config.json of the model_type mlp_speculator",
             do="check the path",
         )
-        config = MlpSpeculatorConfig.from_json_values(path, values)
+        config = build_settings_ignoring_unknown(MlpSpeculatorConfig, values, path)
         tensors = _read_speculator_and_merge_ties(folder, config)
-    check_heads(config, tensors, source)
+    require_head_tensors_fit(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
         return config, tensors

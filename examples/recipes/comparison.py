@@ -14,7 +14,7 @@ from typing import Any
 
 from perf.run.results import ROOT, explain_broken_result
 from ssmlx.commands.machine import describe_machine
-from ssmlx.commands.options import add_options, make_main, make_parser, with_folder_lock
+from ssmlx.commands.options import add_options, make_main, make_parser, with_lock_on_out_folder
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole
@@ -189,7 +189,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     return 0
 
 
-main = make_main(PROG, parse_args, with_folder_lock(_run_recipe))
+main = make_main(PROG, parse_args, with_lock_on_out_folder(_run_recipe))
 
 if __name__ == "__main__":
     raise SystemExit(main())

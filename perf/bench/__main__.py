@@ -23,7 +23,7 @@ from huggingface_hub.utils import tqdm
 from ssmlx.answers import run as on_mlx_thread
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_options, make_parser, run_command
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.generation.learned import cost_table_rows, learned_of
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
@@ -350,7 +350,7 @@ def _bench(args: argparse.Namespace) -> int:
     """
     make_folder(args.out)
     result = measure_all(args, PARTS)
-    print_and_save(result, args.out / "bench", format_report(result))
+    print_and_save_json_and_txt(result, args.out / "bench", format_report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]

@@ -207,7 +207,7 @@ def count_host_reads() -> Iterator[list[int]]:
         yield reads
 
 
-def pause_and_go_on(seconds: float, tokens: list[int]) -> bool:
+def pause_and_go_on(seconds: float, tokens: Sequence[int]) -> bool:
     """Sleep, and return False: a stop condition that is never met."""
     time.sleep(seconds)
     return False

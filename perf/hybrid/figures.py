@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import ssmlx
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.decoding.call import plain_call
-from ssmlx.decoding.chain import verify_chain
+from ssmlx.decoding.chain import verify_as_chain
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
 from ssmlx.drafters.mtp import MtpConfig, load_mtp
@@ -335,8 +335,8 @@ def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: 
     wrong = [(token + 1) % size for token in known[kept + 1 :]]
     tree = chain_tree(mx.array([*known[: kept + 1], *wrong], mx.int32))
     started = time.perf_counter()
-    call = verify_chain(model, tree, cache, tail=last_tokens((), 0))
-    count = len(call.read())
+    call = verify_as_chain(model, tree, cache, tail=last_tokens((), 0))
+    count = len(call.read_tokens())
     mx.eval(cache.state)
     seconds = time.perf_counter() - started
     cache.advance(count)
@@ -346,7 +346,7 @@ def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: 
 def _time_plain(model: StreamFusedModel, cache: Any, text: Sequence[int]) -> float:
     token = mx.array([text[cache.offset]], mx.int32)
     started = time.perf_counter()
-    plain_call(model, token, last_tokens((), 0), cache).read()
+    plain_call(model, token, last_tokens((), 0), cache).read_tokens()
     mx.eval(cache.state)
     return time.perf_counter() - started
 
@@ -488,5 +488,5 @@ def measure(
         "times": time_going_back(model, texts),
         "bytes": byte_rows(load_reference(folder)[0].config),
     }
-    print_and_save(result, out / "hybrid", format_report(result))
+    print_and_save_json_and_txt(result, out / "hybrid", format_report(result))
     return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1

@@ -11,7 +11,7 @@ from ssmlx.commands.options import (
     Parser,
     add_int_options,
     add_options,
-    add_tree_options,
+    add_streams_tree_prune_options,
     generate_config,
     parse_drafter_option,
 )
@@ -330,7 +330,7 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
         return name, CONTROLLED[kind], GenerateConfig()
     first = next(iter(flags), len(words))
     parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
-    add_tree_options(parser.add_argument_group())
+    add_streams_tree_prune_options(parser.add_argument_group())
     for key in words[1:first]:
         if key.partition("=")[0] in _RESERVED:
             parser.error(f"{key} is not a system's to choose here")

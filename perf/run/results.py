@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.machine import describe_machine, power_source
+from ssmlx.commands.machine import describe_machine, power_source_or_unknown
 from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
 from ssmlx.loading.files import PartFile
@@ -103,7 +103,7 @@ def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
 @lru_cache(maxsize=1)
 def timing_environment() -> dict[str, str]:
     found = describe_machine()
-    return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
+    return {**{name: found[name] for name in _TIMED_ON}, "power": power_source_or_unknown()}
 
 
 def files_version(folder: Path | None) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import GenerationResponse, stream_generate
-from ssmlx.decoding.loop import DraftCounts
+from ssmlx.decoding.step import DraftCounts
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 

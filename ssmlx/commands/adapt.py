@@ -98,30 +98,31 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def adapter_name(args: argparse.Namespace) -> str:
+def checked_adapter_name(args: argparse.Namespace) -> str:
     """Return the name of the adapter to make: --name, or one made of the model's and the LoRA's.
 
-    The latter is the last part of their names, in lower case, joined by a dash; revisions are left
-    out.
+    That one has the last part of each name, in lower case, joined by a dash, without revisions.
 
     Raises:
         InputError: it is no name that an adapter may have.
     """
-    told = args.model if Path(args.model).exists() else args.model.partition("@")[0]
+    model = args.model if Path(args.model).exists() else args.model.partition("@")[0]
     is_tuned = args.adapter not in (None, NO_ADAPTER)
-    parts = [told, *([args.adapter.partition("@")[0]] if is_tuned else [])]
+    parts = [model, *([args.adapter.partition("@")[0]] if is_tuned else [])]
     default = "-".join(Path(part).name for part in parts)
     name = args.name or re.sub(r"[^\w.-]+", "-", default.lower())
-    check_adapter_name(name, "--name")
+    require_allowed_adapter_name(name, "--name")
     return name
 
 
-def check_adapter_name(name: str, option: str) -> None:
+def require_allowed_adapter_name(name: str, option: str) -> None:
     """Raise InputError if an adapter cannot have this name.
 
+    Allowed are letters, digits, dots, underscores and dashes, with no dot at the beginning; "none",
+    "auto" and the names of adapters that ship are not. Whether a run has the name is not looked at.
+
     Args:
-        name: letters, digits, dots, underscores and dashes, not beginning with a dot; no name that
-            ships, "none" or "auto".
+        name: of an adapter to make.
         option: that gave it, for the message.
     """
     taken = (NO_ADAPTER, AUTO_ADAPTER, *bundled_adapters())
@@ -134,7 +135,7 @@ def check_adapter_name(name: str, option: str) -> None:
     )
 
 
-def _adapt(args: argparse.Namespace) -> None:
+def _start_or_continue_adapt(args: argparse.Namespace) -> None:
     """Make an adapter for the model, or go on with an earlier run.
 
     Without --name, a run that was made from the same weights is continued, whatever its name; a
@@ -151,7 +152,7 @@ def _adapt(args: argparse.Namespace) -> None:
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
         require(ok, f"{flag} {value}", expected="more than 0, and below a million", do="correct it")
-    out = adapters_home() / adapter_name(args)
+    out = adapters_home() / checked_adapter_name(args)
     fetch = Fetch(progress=DownloadBar())
     options = AdaptOptions(
         model=args.model,
@@ -169,7 +170,12 @@ def _adapt(args: argparse.Namespace) -> None:
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
     with exclusive_folder(options.out):
-        adapt(options, prog=PROG, say=print_line, wait=make_wait_while_busy(args.give_way))
+        adapt(
+            options,
+            prog=PROG,
+            say=print_line,
+            wait=make_wait_while_busy_or_on_battery(args.give_way),
+        )
 
 
 def print_line(line: str) -> None:
@@ -177,7 +183,7 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def make_wait_while_busy(give_way: bool) -> Callable[[], None]:
+def make_wait_while_busy_or_on_battery(give_way: bool) -> Callable[[], None]:
     """Return a function that blocks while others keep the machine busy, or while it is on battery.
 
     It looks at most every 10 seconds, first 10 seconds after it was made, and returns at once in
@@ -187,14 +193,14 @@ def make_wait_while_busy(give_way: bool) -> Callable[[], None]:
     Args:
         give_way: whether to wait at all; if not, the function returns at once.
     """
-    from .machine import power_source
+    from .machine import power_source_or_unknown
 
     looked = time.monotonic()
     own = time.process_time()
 
     def wait() -> None:
         """Block until other processes use less than half of the cores and the machine is not on
-        battery.
+        battery; look again every 10 seconds, and print nothing.
 
         It returns at once where `give_way` is off, or where it looked within the last 10 seconds.
         """
@@ -204,11 +210,14 @@ def make_wait_while_busy(give_way: bool) -> Callable[[], None]:
             others = os.getloadavg()[0] - max(1.0, used)
             looked = time.monotonic()
             own = time.process_time()
-            if others < (os.cpu_count() or 1) / 2 and "battery" not in power_source().lower():
+            if (
+                others < (os.cpu_count() or 1) / 2
+                and "battery" not in power_source_or_unknown().lower()
+            ):
                 return
             time.sleep(_BUSY_SECONDS)
 
     return wait
 
 
-main = make_main(PROG, parse_args, _adapt)
+main = make_main(PROG, parse_args, _start_or_continue_adapt)

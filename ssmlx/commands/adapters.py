@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError, require, unwritable_error
 from ..loading.names import adapters_home, bundled_adapters
-from .adapt import check_adapter_name
+from .adapt import require_allowed_adapter_name
 from .options import make_main, make_parser
 
 if TYPE_CHECKING:
@@ -67,11 +67,12 @@ def describe_run(run: StoredRun) -> str:
         brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.verdict}"
     tuned = "" if run.is_for_base else ", with a LoRA"
     changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
-    return f"{run.name}  {changed}  of {run.model}{tuned} ({_base_model_status(run)}): {brings}"
+    base = _describe_whether_base_is_there(run)
+    return f"{run.name}  {changed}  of {run.model}{tuned} ({base}): {brings}"
 
 
-def _base_model_status(run: StoredRun) -> str:
-    """Say whether the run's base model is still where it was.
+def _describe_whether_base_is_there(run: StoredRun) -> str:
+    """Return whether the run's base model is still where it was, as words to print.
 
     Returns:
         "here", "other weights are there now", or "not in FOLDER any more", also where it cannot be
@@ -102,7 +103,7 @@ def _existing_run_folder(name: str) -> Path:
     return folder
 
 
-def _list_or_change(args: argparse.Namespace) -> None:
+def _list_remove_or_rename(args: argparse.Namespace) -> None:
     """Print the adapters made here, or remove or rename one, as `args.act` says.
 
     Raises:
@@ -125,7 +126,7 @@ def _list_or_change(args: argparse.Namespace) -> None:
                 shutil.rmtree(folder)
                 print(f"removed {folder}")
             else:
-                check_adapter_name(args.names[1], "NEW")
+                require_allowed_adapter_name(args.names[1], "NEW")
                 new = folder.with_name(args.names[1])
                 taken = f"{new} is there already"
                 require(not new.exists(), taken, expected="a new name", do="give another")
@@ -135,4 +136,4 @@ def _list_or_change(args: argparse.Namespace) -> None:
         raise unwritable_error(folder, error) from error
 
 
-main = make_main(PROG, parse_args, _list_or_change)
+main = make_main(PROG, parse_args, _list_remove_or_rename)

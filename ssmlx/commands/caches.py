@@ -31,7 +31,8 @@ class PromptFile:
     """The processed prompt of `--prompt-cache FILE`: its tokens and its cache, which the user's
     prompts may begin with.
 
-    `read_if_there` takes it from the file, `write_if_new` puts it there if it has changed.
+    `read_if_there_require_same_model` takes it from the file, `write_if_new_and_same_lora` puts it
+    there if it has changed.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -57,7 +58,7 @@ class PromptFile:
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
             raise unwritable_error(path, OSError("no such folder, or not yours"))
 
-    def read_if_there(self, model: StreamFusedModel) -> None:
+    def read_if_there_require_same_model(self, model: StreamFusedModel) -> None:
         """Read the tokens and cache from the file if it exists; nothing happens without a path.
 
         Args:
@@ -102,7 +103,7 @@ class PromptFile:
             return model.make_cache(), 0
         return run(lambda: cache.fork(count)), count
 
-    def keep_in_memory(self, tokens: Sequence[int], cache: TreeCache) -> None:
+    def keep_in_memory_unless_known(self, tokens: Sequence[int], cache: TreeCache) -> None:
         """Keep a processed prompt in memory, in the place of the one before, to be written later.
 
         Nothing happens without a path, or if the kept tokens already begin with these.
@@ -118,16 +119,15 @@ class PromptFile:
             self._is_new = True
             self.cache = run(lambda: cache.fork(len(tokens)))
 
-    def write_if_new(self, model: StreamFusedModel) -> bool:
+    def write_if_new_and_same_lora(self, model: StreamFusedModel) -> bool:
         """Write the file if there is something new to write.
 
         Args:
-            model: as it is now, to see whether its LoRA is that of `read_if_there`, which was
-                called before.
+            model: as it is now; its LoRA is compared with the one that it had when the file was
+                read, or would have been.
 
         Returns:
-            Whether it was written. It is not for a model that has another LoRA than at
-            `read_if_there`.
+            Whether it was written. It is not where the LoRA is another one now.
 
         Raises:
             InputError: it cannot be written.
@@ -189,7 +189,7 @@ def _list_or_purge(args: argparse.Namespace) -> None:
     if args.act == "purge":
         try:
             for folder in folders:
-                folder.purge()
+                folder.delete_own_files()
         except OSError as error:
             raise unwritable_error(path, error) from error
         print(f"deleted from {path}: {total}")

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
-from .check import time_costs_before_answers
+from .check import time_unknown_costs_before_answers
 from .drafting import drafting_lines
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     options.add_prompt_cache_option(parser, "the conversation")
-    options.add_model_options(parser)
-    options.add_decoding_options(parser, max_tokens=1024)
+    options.add_model_adapter_dtype_options(parser)
+    options.add_decoding_and_drafting_options(parser, max_tokens=1024)
     return parser.parse_args(argv)
 
 
@@ -82,7 +82,7 @@ class Screen:
     def reply(self, text: str) -> None:
         print(text, end="", flush=True)
 
-    def ask(self) -> str | None:
+    def read_line_or_none_at_end(self) -> str | None:
         """Return the user's next line, or None at the end of input.
 
         Ctrl-C drops the line, says how to leave, and reads another.
@@ -153,7 +153,7 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Answer a message: print the text as it comes on standard output, then a line of figures on
     standard error.
 
-    Ctrl-C stops the answer, and what was said until then stays in the conversation. With a model
+    Ctrl-C stops the answer, and its text until then stays in the conversation. With a model
     that is split over processes, KeyboardInterrupt is raised.
 
     Args:
@@ -195,7 +195,7 @@ def totals_text(session: ChatSession) -> str:
     )
 
 
-def run_comparison(session: ChatSession) -> str:
+def compare_last_answer_with_plain(session: ChatSession) -> str:
     """Answer the last message several times with drafts and plainly, and say what is faster and
     whether they agree.
 
@@ -238,7 +238,7 @@ def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
     return f"{place}. {gap}, more than rounding explains ({one.limit:.2g}): please report it"
 
 
-def adapter_command(rest: str, chat: Chat) -> str:
+def list_or_swap_adapter(rest: str, chat: Chat) -> str:
     """Carry out /adapter: without `rest` list the adapters, else change to the one it names.
 
     "auto" takes the adapter that fits the model. The peak memory is counted anew after a change.
@@ -263,7 +263,7 @@ def adapter_command(rest: str, chat: Chat) -> str:
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
-        return f"{adapter_line(chat)}\nthat are here: {names}; {hint}"
+        return f"{adapter_and_drafting_line(chat)}\nthat are here: {names}; {hint}"
     found: Path | None
     if rest == AUTO_ADAPTER:
         rest, found = default_adapter(chat.session.model) or (NO_ADAPTER, None)
@@ -273,10 +273,10 @@ def adapter_command(rest: str, chat: Chat) -> str:
     mx.reset_peak_memory()
     chat.adapter = rest
     goes_on = chat.session.messages and not chat.session.asks_alone
-    return adapter_line(chat) + ("; the conversation goes on" if goes_on else "")
+    return adapter_and_drafting_line(chat) + ("; the conversation goes on" if goes_on else "")
 
 
-def adapter_line(chat: Chat) -> str:
+def adapter_and_drafting_line(chat: Chat) -> str:
     """Return one line about the adapter in use, what drafts, and whether answers are the base
     model's.
     """
@@ -323,12 +323,12 @@ COMMANDS: dict[str, Callable[[str, Chat], str]] = {
     "/system": _system_command,
     "/stats": lambda rest, chat: totals_text(chat.session),
     "/memory": lambda rest, chat: chat.session.memory.table(),
-    "/compare": lambda rest, chat: run_comparison(chat.session),
-    "/adapter": adapter_command,
+    "/compare": lambda rest, chat: compare_last_answer_with_plain(chat.session),
+    "/adapter": list_or_swap_adapter,
 }
 
 
-def carry_out_line(line: str, chat: Chat) -> bool:
+def carry_out_line_unless_quit(line: str, chat: Chat) -> bool:
     """Carry out a line of the user: a command, or a message to answer. Empty lines do nothing.
 
     Bad input, and in a command a file error or Ctrl-C, are printed, and the chat goes on.
@@ -367,7 +367,7 @@ def carry_out_line(line: str, chat: Chat) -> bool:
     return name != "/quit"
 
 
-def _chat(args: argparse.Namespace) -> None:
+def _chat_until_quit(args: argparse.Namespace) -> None:
     """Load the model, then read and answer lines until /quit or the end of input.
 
     With --prompt-cache, the conversation is begun with that file, and written into it at the end.
@@ -375,7 +375,7 @@ def _chat(args: argparse.Namespace) -> None:
     Raises:
         InputError: an option is wrong, or the model or the file cannot be loaded or written.
     """
-    config = options.generate_config(args)  # a bad option is told before anything else is
+    config = options.generate_config(args)  # a bad option is refused before anything is loaded
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
     if not has_fast_blas:
@@ -399,11 +399,11 @@ def _chat(args: argparse.Namespace) -> None:
         system=args.system,
         template_args=args.template_args,
     )
-    kept.read_if_there(model)
+    kept.read_if_there_require_same_model(model)
     if kept.cache is not None:
         session.resume(kept.tokens, kept.cache)
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
-    time_costs_before_answers(model, tokenizer, config, loaded)
+    time_unknown_costs_before_answers(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     plan = run(lambda: make_plan(model, config, drafter=loaded))
     screen.note("\n".join(drafting_lines(model, plan, args.adapter)))
@@ -412,12 +412,12 @@ def _chat(args: argparse.Namespace) -> None:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")
         screen.note(f"{args.model}, {dtype}. /help lists the commands.")
         load_and_keep_line_history(cache_dir() / "chat_history")
-    while (line := screen.ask()) is not None:
-        if not carry_out_line(line, chat):
+    while (line := screen.read_line_or_none_at_end()) is not None:
+        if not carry_out_line_unless_quit(line, chat):
             break
-    kept.keep_in_memory(*session.cached)
-    if kept.write_if_new(session.model):
+    kept.keep_in_memory_unless_known(*session.cached)
+    if kept.write_if_new_and_same_lora(session.model):
         screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
 
 
-main = options.make_main(PROG, parse_args, _chat)
+main = options.make_main(PROG, parse_args, _chat_until_quit)

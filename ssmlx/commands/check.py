@@ -54,7 +54,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "Show which drafters work with a model, and the speed-up to expect on this machine.",
         EPILOG,
     )
-    options.add_model_options(parser)
+    options.add_model_adapter_dtype_options(parser)
     options.add_options(
         parser.add_argument_group("check"),
         ("--seconds", "S", "seconds to spend on timing (default: %(default)g)", 5.0),
@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def time_costs_before_answers(
+def time_unknown_costs_before_answers(
     model: StreamFusedModel, tokenizer: Any, config: GenerateConfig, loaded: Sequence[Any]
 ) -> None:
     """Time what drafting costs on this machine, before a command's first answer.
@@ -119,13 +119,13 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
                 f"the model has no streams: give --adapter, or train some (ssmlx.adapt{lora})"
             )
         elif name == "mtp":
-            reasons[name] = _reason_without_head(model)
+            reasons[name] = _reason_that_no_head_drafts(model)
         elif loader is not None:
             reasons[name] = f'it needs {loader.what}: --drafter "{name} {loader.key}"'
     return reasons
 
 
-def _reason_without_head(model: StreamFusedModel) -> str | None:
+def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     """Return why no head drafts for a model where nothing is asked for; None where one does.
 
     It names the option that takes a head that is known for the model.
@@ -146,7 +146,7 @@ def _reason_without_head(model: StreamFusedModel) -> str | None:
     return f"it needs a head, which is not on this machine: {options}"
 
 
-def adapter_format_line(adapter: str | None, model: StreamFusedModel) -> str | None:
+def adapter_format_and_size_line(adapter: str | None, model: StreamFusedModel) -> str | None:
     """Return one line about an adapter's format and size; None without an adapter.
 
     Args:
@@ -202,14 +202,14 @@ def time_and_describe_model(
         source = f"the adapter's own, {template!r}"
     costs = []
     if model.num_streams:
-        costs = time_stream_costs(model, text, args.seconds)
+        costs = time_tree_sizes_and_estimate_speedup(model, text, args.seconds)
     else:
-        time_candidate_streams(model, tokenizer, args.model, text, args.seconds)
+        time_streams_that_adapt_could_train(model, tokenizer, args.model, text, args.seconds)
     lines = drafting_lines(model, make_plan(model), args.adapter)
     return {
         "model": args.model,
         "adapter": args.adapter,
-        "adapter_is": adapter_format_line(args.adapter, model),
+        "adapter_is": adapter_format_and_size_line(args.adapter, model),
         "drafting": list(lines),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
@@ -239,7 +239,7 @@ def time_and_describe_model(
     }
 
 
-def time_stream_costs(
+def time_tree_sizes_and_estimate_speedup(
     model: StreamFusedModel, text: Sequence[int], seconds: float
 ) -> list[dict[str, float]]:
     """Time target calls with 2 to 16 nodes, and estimate the speed-up of each.
@@ -281,7 +281,7 @@ def time_stream_costs(
     ]
 
 
-def time_candidate_streams(
+def time_streams_that_adapt_could_train(
     model: StreamFusedModel, tokenizer: Any, name: str, text: Sequence[int], seconds: float
 ) -> None:
     """Time calls with random streams of every size that `ssmlx.adapt` could train for the model.
@@ -394,7 +394,7 @@ def _learned_lines(found: dict[str, Any]) -> list[str]:
     return [*lines, *accepted, ""] if accepted else lines
 
 
-def _check(args: argparse.Namespace) -> None:
+def _time_and_print(args: argparse.Namespace) -> None:
     """Load the model, check it, and print lines, or with --json one JSON object.
 
     Raises:
@@ -406,7 +406,7 @@ def _check(args: argparse.Namespace) -> None:
         expected="a number above 0",
         do="choose one, such as 5",
     )
-    model, tokenizer = options.load_target(args)
+    model, tokenizer = options.load_target_and_note_adapter(args)
 
     from ..answers import run
 
@@ -417,4 +417,4 @@ def _check(args: argparse.Namespace) -> None:
         print("\n".join(report_lines(found)))
 
 
-main = options.make_main(PROG, parse_args, _check)
+main = options.make_main(PROG, parse_args, _time_and_print)

@@ -24,16 +24,16 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
     from ..loading.found import find_runs
 
     found = find_runs(model.backbone.folder, model.backbone.name)
-    return (
-        f"{_drafting_source(model, plan, adapter, found)}: {plan.decision_line()}",
-        f"faster: {_faster_head(model, plan) or _faster_option(model, adapter, found)}",
-    )
+    source = _describe_what_drafts_and_why(model, plan, adapter, found)
+    faster = _faster_head_command_or_none(model, plan)
+    faster = faster or _faster_command_or_why_none(model, adapter, found)
+    return f"{source}: {plan.decision_line()}", f"faster: {faster}"
 
 
-def _drafting_source(
+def _describe_what_drafts_and_why(
     model: StreamFusedModel, plan: Plan, adapter: str | None, found: FoundRuns
 ) -> str:
-    """Say which adapter drafts, if any, and why this one.
+    """Return words that say what drafts, an adapter, a head or nothing, and why.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -46,15 +46,17 @@ def _drafting_source(
         return f"nothing can draft, {reason}"
     if adapter is None:
         return "the model's own streams"
-    head = _head_source(model, plan)
-    source = _adapter_source(model, adapter, found)
+    head = _describe_head_or_why_unused(model, plan)
+    source = _describe_adapter_and_why_this_one(model, adapter, found)
     if head is None:
         return source
     return head if adapter == NO_ADAPTER else f"{source}; {head}"
 
 
-def _adapter_source(model: StreamFusedModel, adapter: str, found: FoundRuns) -> str:
-    """Say which adapter is on the model and why this one, or that none is and why.
+def _describe_adapter_and_why_this_one(
+    model: StreamFusedModel, adapter: str, found: FoundRuns
+) -> str:
+    """Return words that say which adapter is on the model and why, or that none is and why.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -80,8 +82,9 @@ def _adapter_source(model: StreamFusedModel, adapter: str, found: FoundRuns) -> 
     return "no adapter"
 
 
-def _head_source(model: StreamFusedModel, plan: Plan) -> str | None:
-    """Say which head drafts, or why one that is on this machine does not; None where neither is so.
+def _describe_head_or_why_unused(model: StreamFusedModel, plan: Plan) -> str | None:
+    """Return words that say which head drafts, or why one that is on this machine does not; None
+    where no head is here, or the plan does without it for another reason.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -101,15 +104,16 @@ def _head_source(model: StreamFusedModel, plan: Plan) -> str | None:
     return None
 
 
-def _faster_head(model: StreamFusedModel, plan: Plan) -> str | None:
-    """Say which head would make drafting faster, with the command that takes or fetches it.
+def _faster_head_command_or_none(model: StreamFusedModel, plan: Plan) -> str | None:
+    """Return the command that drafts with a head that is known for the model, or fetches it.
 
     Args:
         model: as `ssmlx.load` returns it.
         plan: of the answers to come.
 
     Returns:
-        The text; None where a head drafts already, or none is known for the model.
+        The command; where a head is on this machine, a text that says when it drafts; None where a
+        head or streams draft already, nothing can, or no head is known.
     """
     from ..generation.default_head import default_head
     from ..loading.model_heads import known_heads
@@ -137,8 +141,10 @@ def _faster_head(model: StreamFusedModel, plan: Plan) -> str | None:
     return ", or ".join(named) or None
 
 
-def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
-    """Say which adapter or command would make drafting faster, or why nothing would.
+def _faster_command_or_why_none(
+    model: StreamFusedModel, adapter: str | None, found: FoundRuns
+) -> str:
+    """Return the option or command that would make drafting faster, or "nothing" and why.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -154,16 +160,17 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
     if lacking is not None:
         return f"nothing, as streams cannot be trained for this model: {lacking}"
     if model.is_fine_tuned:
-        return _faster_option_as_tuned(model, adapter, found)
+        return _faster_command_keeping_lora(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
-        told = f"made here from these weights, {found.chosen.verdict}"
-        return f"--adapter {found.chosen.name}, {told}"
+        run = found.chosen
+        return f"--adapter {run.name}, made here from these weights, {run.verdict}"
     if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
     adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)
     if begun is not None:
-        return f"{adapt} --name {begun.name}{_hours_option(begun.hours)} {_progress_text(begun)}"
+        speed_so_far = _speed_so_far_of_unfinished_run(begun)
+        return f"{adapt} --name {begun.name}{_hours_option(begun.hours)} {speed_so_far}"
     own = next((run for run in found.fitting if adapter in (run.name, NO_ADAPTER)), None)
     if own is not None:
         return f"nothing that is here; more hours may: {adapt}{_hours_option(2 * own.hours)}"
@@ -177,8 +184,12 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
     return f"{adapt}, which should bring some {speed:.1f} times plain decoding's speed here"
 
 
-def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
-    """Say the same for a model whose answers an adapter's LoRA changes.
+def _faster_command_keeping_lora(
+    model: StreamFusedModel, adapter: str | None, found: FoundRuns
+) -> str:
+    """Return what `_faster_command_or_why_none` does, for a model whose answers a LoRA changes: the
+    name of a run that was made with it, the command that makes one, or "nothing ..." where the
+    model has streams already.
 
     Streams that were trained for the base model would guess another model's answers, so only runs
     that were made with this very adapter count. The adapter's files are read for their digest.
@@ -210,8 +221,10 @@ def _hours_option(hours: float) -> str:
     return f" --hours {hours:g}" if hours not in (0.0, 1.0) else ""
 
 
-def _progress_text(run: StoredRun) -> str:
-    """Say that an unfinished run goes on, and what speed it has reached, if that is known."""
+def _speed_so_far_of_unfinished_run(run: StoredRun) -> str:
+    """Return words that say that an unfinished run goes on, with the speed that it has reached over
+    plain decoding's, if that is known.
+    """
     from ..training.sizing import forecast_unfinished_run_speedup
 
     speed = forecast_unfinished_run_speedup(run)

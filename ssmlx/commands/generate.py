@@ -42,7 +42,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
     group = parser.add_argument_group("prompts and answers")
-    options.add_prompt_options(group)
+    options.add_prompt_or_prompts_options(group)
     options.add_options(
         group,
         (
@@ -70,8 +70,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             bool,
         ),
     )
-    options.add_model_options(parser)
-    options.add_decoding_options(parser, max_tokens=256)
+    options.add_model_adapter_dtype_options(parser)
+    options.add_decoding_and_drafting_options(parser, max_tokens=256)
     return parser.parse_args(argv)
 
 
@@ -81,7 +81,7 @@ def _print_notes(lines: Iterable[str]) -> None:
         print(f"[{line}]", file=sys.stderr)
 
 
-def _generate(args: argparse.Namespace) -> None:
+def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     """Answer one or several prompts, and print texts or JSON lines on standard output.
 
     All prompts are encoded and checked before the first is answered. Answers may copy text from
@@ -94,7 +94,7 @@ def _generate(args: argparse.Namespace) -> None:
     from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
 
     if not args.jsonl:
-        options.reject_options(args, ("logprobs",), "--jsonl")
+        options.reject_given_options(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
     config = options.generate_config(args)
@@ -111,7 +111,7 @@ def _generate(args: argparse.Namespace) -> None:
     encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
         check_prompt(model, len(tokens))
-    kept.read_if_there(model)
+    kept.read_if_there_require_same_model(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
@@ -139,7 +139,7 @@ def _generate(args: argparse.Namespace) -> None:
             answer.append(one)
             if not args.jsonl:
                 print(one.text, end="", flush=True)
-        kept.keep_in_memory(tokens[:shared], cache)
+        kept.keep_in_memory_unless_known(tokens[:shared], cache)
         if args.jsonl:
             options.print_json(answer_record(last_user_text(prompt), answer))
             continue
@@ -147,7 +147,7 @@ def _generate(args: argparse.Namespace) -> None:
         _print_notes([summary_line(answer[-1])])
         if args.verbose:
             _print_notes(_detail_lines(answer[-1], model, plan))
-    kept.write_if_new(model)
+    kept.write_if_new_and_same_lora(model)
 
 
 def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
@@ -161,20 +161,22 @@ def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan)
         plan: how it was decoded.
     """
     from ..api import drafts_line
+    from ..drafters.lookup import NAME
     from ..generation.learned import acceptance_line, costs_line, learned_of
-    from ..policy.offers import OfferSource
+    from ..generation.plan import offer_source_of
+    from ..policy.costs import ROWS
 
     yield drafts_line(last)
     if last.memory is not None:
         yield last.memory.line()
     if plan.learned is not None and plan.kind is not None:
         _, prior = learned_of(model)
-        # What makes its own offers looks up on the host.
-        looks_up = isinstance(plan.drafters[0], OfferSource)
-        yield costs_line(
-            plan.learned.costs, plan.kind, last.prompt_tokens, is_kept_as_rows=looks_up
-        )
+        offer = offer_source_of(model, plan.drafters[0]).offer()
+        cost_name = plan.kind if offer is None else offer.cost_name
+        if plan.kind == NAME:  # it offers nothing where it finds no match
+            cost_name = ROWS
+        yield costs_line(plan.learned.costs, plan.kind, cost_name, last.prompt_tokens)
         yield acceptance_line(prior, plan.kind, last.prompt_tokens)
 
 
-main = options.make_main(PROG, parse_args, _generate)
+main = options.make_main(PROG, parse_args, _answer_prompts_and_print)

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured. What cannot be told is "unknown"."""
+"""Where and with what a figure was measured. What cannot be found out is "unknown"."""
 
 import os
 import platform
@@ -28,12 +28,12 @@ def describe_machine() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}, {chip}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.3g} GiB",
         "os": _system_name(),
-        "power": power_source(),
+        "power": power_source_or_unknown(),
         "device": str(mx.default_device()),
         "python": platform.python_version(),
         "blas": "OpenBLAS or Accelerate" if has_fast_blas else f"reference ({HINT})",
-        **{name: _package_version(name) for name in PACKAGES},
-        "commit": _git_commit(),
+        **{name: _package_version_or_unknown(name) for name in PACKAGES},
+        "commit": _git_commit_or_unknown(),
     }
 
 
@@ -72,15 +72,15 @@ def command_output_or_empty(*command: str) -> str:
     return done.stdout.strip()
 
 
-def power_source() -> str:
+def power_source_or_unknown() -> str:
     """Return "AC power" where that is connected, "battery" where one is drained, else "unknown".
 
     On macOS pmset is asked, elsewhere Linux's list of power supplies.
     """
     if platform.system() == "Darwin":
-        said = command_output_or_empty("pmset", "-g", "batt")
-        on_mains = "'AC Power'" in said
-        drained = "'Battery Power'" in said
+        battery_state = command_output_or_empty("pmset", "-g", "batt")
+        on_mains = "'AC Power'" in battery_state
+        drained = "'Battery Power'" in battery_state
     else:
         supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
         on_mains = any(_read_or_empty(one / "online").strip() == "1" for one in supplies)
@@ -92,7 +92,7 @@ def power_source() -> str:
     return "AC power" if on_mains else "battery" if drained else UNKNOWN
 
 
-def _git_commit() -> str:
+def _git_commit_or_unknown() -> str:
     """Return the checkout's commit, 12 digits, with ", changed" if tracked files differ from it.
 
     "unknown" without a checkout or git.
@@ -105,7 +105,7 @@ def _git_commit() -> str:
     return f"{name}, changed" if changed else name
 
 
-def _package_version(name: str) -> str:
+def _package_version_or_unknown(name: str) -> str:
     """Return the version of an installed package, or "unknown"; ssmlx's own where it is not
     installed.
     """

@@ -3,6 +3,8 @@
 Light on purpose: `--help` must not wait for MLX.
 """
 
+from __future__ import annotations
+
 import argparse
 import codecs
 import json
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..bars import PATIENCE_SECONDS, shown
 from ..errors import InputError, check_choice, quoted, require
@@ -37,6 +39,12 @@ from ..settings import (
     decoding_name,
 )
 
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..drafters.registry import Loaded
+    from ..model.streams import StreamFusedModel
+
 _DEFAULTS = GenerateConfig()
 
 
@@ -50,18 +58,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(
-    module: str, text: str | None, epilog: str | None = None, usage: str | None = None
+    module: str, paragraphs: str | None, epilog: str | None = None, usage: str | None = None
 ) -> Parser:
     """Make the parser of `python -m <module>`, which has --help and no other option yet.
 
     Args:
         module: such as "ssmlx.chat".
-        text: what the command does. The first paragraph comes before the options, the rest after
-            them unless there is an `epilog`.
+        paragraphs: what the command does. The first comes before the options, the others after them
+            unless there is an `epilog`.
         epilog: text after the options.
         usage: what follows the command in the usage line; None lists all options there.
     """
-    description, _, more = (text or "").partition("\n\n")
+    description, _, more = (paragraphs or "").partition("\n\n")
     parser = Parser(
         prog=f"python -m {module}",
         usage=f"python -m {module} {usage}" if usage else None,
@@ -88,7 +96,7 @@ def add_int_options(
         add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
 
 
-def add_prompt_options(group: argparse._ArgumentGroup) -> None:
+def add_prompt_or_prompts_options(group: argparse._ArgumentGroup) -> None:
     """Add --prompt TEXT and --prompts FILE, of which exactly one has to be given."""
     add_options(
         group.add_mutually_exclusive_group(required=True),
@@ -202,12 +210,12 @@ def _drafting_arguments(option: DrafterOption) -> dict[str, Any]:
     drafter = registered_drafter(option.name)
     found = {name: values[key] for key, name in drafter.config_keys.items() if key in values}
     if drafter.settings is not None:
-        found[drafter.config_field] = _settings_of_keys(drafter.settings, values)
-    acceptance = _settings_of_keys(AcceptanceConfig, values)
+        found[drafter.config_field] = _settings_of_known_keys(drafter.settings, values)
+    acceptance = _settings_of_known_keys(AcceptanceConfig, values)
     return {"drafter": option.name, "acceptance": acceptance, **found}
 
 
-def _settings_of_keys(settings_class: type, values: Mapping[str, Any]) -> Any:
+def _settings_of_known_keys(settings_class: type, values: Mapping[str, Any]) -> Any:
     """Make a settings object from values by key; fields without a value keep their defaults.
 
     Args:
@@ -248,8 +256,8 @@ def _parse_pairs(option: str, words: Sequence[str], known_pairs: Sequence[str]) 
     Args:
         option: for messages.
         words: the words; each key may stand once.
-        known_pairs: the known keys with what the help shows for their values, as
-            `ListedDrafter.keys` says.
+        known_pairs: the known keys with what the help shows for their values, such as "file=FILE"
+            or "tokens=4"; see `_parse_value`.
 
     Returns:
         Values by key, of the types that `known_pairs` says.
@@ -276,11 +284,13 @@ def _parse_value(option_and_word: str, placeholder: str, text: str) -> Any:
 
     Args:
         option_and_word: for messages.
-        placeholder: what the help shows for the value, as `ListedDrafter.keys` says.
-        text: the value. In a path, a leading `~` becomes the home folder.
+        placeholder: what the help shows for the value, which says its type: "a|b" one of these
+            words, capitals such as "FILE" a text or a path, "N" or digits an int, "X", "P" or a
+            decimal number a float, "N,N,..." a tuple of ints.
+        text: the value. A leading `~` of a path becomes the home folder.
 
     Returns:
-        A word or a path as a str; an int; a float; or a tuple of ints.
+        The value, of that type; words and paths as str.
 
     Raises:
         InputError: it is of the wrong type.
@@ -305,7 +315,7 @@ def _number_parser(placeholder: str) -> tuple[str, Callable[[str], Any]]:
     """Return what a message expects where the help shows a number, and the function that parses it.
 
     Args:
-        placeholder: what the help shows for the value, as `ListedDrafter.keys` says.
+        placeholder: what the help shows for the value; see `_parse_value`.
 
     Raises:
         ValueError: `placeholder` stands for no number.
@@ -332,7 +342,7 @@ def _parse_int_list(text: str) -> tuple[int, ...]:
 # no default, so that they can be refused ---
 
 
-def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> None:
+def add_model_adapter_dtype_options(parser: argparse.ArgumentParser, adapters: Any = str) -> None:
     """Add a group with --model, --adapter and --dtype.
 
     Args:
@@ -368,7 +378,7 @@ def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> N
     )
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Add the options of decoding, sampling and drafting, in groups.
 
     Args:
@@ -445,7 +455,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         metavar="ID=X",
         help="add X to the logit of token ID; repeatable",
     )
-    add_drafting_options(parser)
+    add_drafter_and_tree_options(parser)
 
 
 def _parse_token_bias(text: str) -> tuple[int, float]:
@@ -460,7 +470,7 @@ def _parse_token_bias(text: str) -> tuple[int, float]:
     raise argparse.ArgumentTypeError(f"{quoted(text)} is not ID=X, a token's id and a number")
 
 
-def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+def add_drafter_and_tree_options(parser: argparse.ArgumentParser) -> None:
     """Add --drafter, with a table of all drafters and their settings, and the draft tree's
     options.
     """
@@ -481,10 +491,10 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         help='such as "lookahead window=7" (default: streams if there are any)',
     )
     text = "Without these and --decoding, the size is chosen for each call, by measured costs."
-    add_tree_options(parser.add_argument_group("draft tree", text))
+    add_streams_tree_prune_options(parser.add_argument_group("draft tree", text))
 
 
-def add_tree_options(group: argparse._ArgumentGroup) -> None:
+def add_streams_tree_prune_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of streams, of the draft tree and of its pruning; none has a default."""
     tree = TreeConfig()
     prune = PruneConfig()
@@ -566,7 +576,7 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     """Return the settings that a command's options give; options that were not given have defaults.
 
     Args:
-        args: options of `add_decoding_options`, or some of them.
+        args: options of `add_decoding_and_drafting_options`, or some of them.
 
     Raises:
         InputError: a value is out of bounds, or an option would have no effect.
@@ -649,20 +659,20 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
     if getattr(args, "decoding", None) == "plain":
         if drafter is not None:
             _refuse_option("--drafter", "speculative decoding")
-        reject_options(args, _SHAPE_OPTIONS, "speculative decoding")
+        reject_given_options(args, _SHAPE_OPTIONS, "speculative decoding")
     for option, name in _SHAPE_OPTIONS.items():
         if drafter is not None and getattr(args, option, None) is not None:
             able = _drafters_shaped_by(name)
             if drafter not in able:
-                reject_options(args, (option,), "--drafter " + " or ".join(able))
+                reject_given_options(args, (option,), "--drafter " + " or ".join(able))
     if getattr(args, "tree", None) == "full":
-        reject_options(args, ("tree_size",), "--tree best")
+        reject_given_options(args, ("tree_size",), "--tree best")
     if prune != "budget":
-        reject_options(args, ("prune_to",), "--prune budget")
+        reject_given_options(args, ("prune_to",), "--prune budget")
     if getattr(args, "deterministic", None):
-        reject_options(args, ("prompt_cache",), "no --deterministic")
+        reject_given_options(args, ("prompt_cache",), "no --deterministic")
     if not getattr(args, "temp", 0.0):
-        reject_options(args, _CHANCE_OPTIONS, "--temp above 0")
+        reject_given_options(args, _CHANCE_OPTIONS, "--temp above 0")
 
 
 def _drafters_shaped_by(name: str) -> list[str]:
@@ -674,7 +684,7 @@ def _drafters_shaped_by(name: str) -> list[str]:
     return [one for one in DRAFTERS if name in registered_drafter(one).shaped_by]
 
 
-def reject_options(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
+def reject_given_options(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
     """Raise InputError for the first of these options that was given.
 
     Args:
@@ -693,14 +703,16 @@ def _refuse_option(option: str, needs: str) -> NoReturn:
     raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")
 
 
-def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
+def load_for_decoding(
+    args: argparse.Namespace,
+) -> tuple[StreamFusedModel, TokenizerWrapper, list[Loaded]]:
     """Load what the options name for decoding.
 
     Where --drafter names another drafter than streams, no adapter is looked for. `args.adapter`
-    becomes the name of what was loaded; see `load_target`.
+    becomes the name of what was loaded; see `load_target_and_note_adapter`.
 
     Args:
-        args: options of `add_model_options` and `add_decoding_options`.
+        args: options of `add_model_adapter_dtype_options` and `add_decoding_and_drafting_options`.
 
     Returns:
         (model, tokenizer, list of the draft model or heads, or empty), as `ssmlx.stream_generate`
@@ -717,7 +729,7 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse_option("--prompt-cache", "a model that is not split over processes")
-    model, tokenizer = load_target(
+    model, tokenizer = load_target_and_note_adapter(
         args,
         finds_adapter=drafter.name in (None, "streams"),
         draft_head=drafter.draft_head,
@@ -726,11 +738,13 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     )
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter with some"
-        reject_options(args, ("num_streams", *_PRUNE_OPTIONS), streams)
+        reject_given_options(args, ("num_streams", *_PRUNE_OPTIONS), streams)
         if drafter.name is None or drafter.name == "streams":
             others = [one for one in _drafters_shaped_by("tree") if one != "streams"]
-            reject_options(args, _TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}")
-    return model, tokenizer, load_drafter(args, model, tokenizer)
+            reject_given_options(
+                args, _TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}"
+            )
+    return model, tokenizer, load_what_drafter_needs(args, model, tokenizer)
 
 
 def require_drafter_key(option: DrafterOption) -> None:
@@ -738,10 +752,12 @@ def require_drafter_key(option: DrafterOption) -> None:
     from ..drafters.registry import registered_drafter
 
     if option.name is not None:
-        registered_drafter(option.name).require_key(option.values.keys())
+        registered_drafter(option.name).require_key_of_loader(option.values.keys())
 
 
-def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
+def load_what_drafter_needs(
+    args: argparse.Namespace, model: StreamFusedModel, tokenizer: TokenizerWrapper
+) -> list[Loaded]:
     """Load what the drafter of --drafter drafts with, such as a draft model or heads.
 
     Args:
@@ -759,22 +775,22 @@ def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[A
 
     drafter: DrafterOption = args.drafter
     loader = registered_drafter(drafter.name).loader if drafter.name else None
-    name = loader.name_in(drafter.values) if loader else None
+    name = loader.name_or_default_in(drafter.values) if loader else None
     if loader is None or name is None:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
     return [loader.load(name, model, tokenizer, **how)]
 
 
-def load_target(
+def load_target_and_note_adapter(
     args: argparse.Namespace,
     *,
     finds_adapter: bool = True,
     draft_head: str = DRAFT_HEADS[0],
     attention: Attention = ATTENTIONS[0],
     group: Any = None,
-) -> tuple[Any, Any]:
-    """Load the model and tokenizer that the options of `add_model_options` name.
+) -> tuple[StreamFusedModel, TokenizerWrapper]:
+    """Load the model and tokenizer that the options of `add_model_adapter_dtype_options` name.
 
     The attention of the whole process is set.
 
@@ -887,8 +903,8 @@ def run_command(main: Callable[[], int | None], prog: str) -> int:
         _discard_output()
         return 0
     except (InputError, OSError) as error:  # a full disk, a name that is too long, ...
-        told = file_error(error) if isinstance(error, OSError) else error
-        print(f"{prog}: error: {told}", file=sys.stderr)
+        shown_error = file_error(error) if isinstance(error, OSError) else error
+        print(f"{prog}: error: {shown_error}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()
         return 2
@@ -908,10 +924,11 @@ def file_error(error: OSError) -> InputError:
 
 @contextmanager
 def _usable_standard_streams() -> Iterator[None]:
-    """Make standard streams usable inside the block.
+    """Make standard input, output and error usable inside the block.
 
-    Python has none where a shell closed them: they become the null device. A character that
-    standard output cannot encode is written as its number. Afterwards they are as before.
+    One that a shell closed, which Python has as None, becomes the null device. A character that
+    standard output cannot encode is written as an escape, such as \\u20ac. Afterwards they are as
+    before.
     """
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -963,7 +980,7 @@ def make_main(
     return main
 
 
-def with_folder_lock(
+def with_lock_on_out_folder(
     act: Callable[[argparse.Namespace], int | None],
 ) -> Callable[[argparse.Namespace], int | None]:
     """Wrap a command's function so that it holds a lock on the folder `args.out` while it runs.

@@ -9,7 +9,7 @@ from typing import Any
 from ..loading.files import write_whole
 
 
-def print_and_save(result: Mapping[str, Any], target: Path, text: str) -> None:
+def print_and_save_json_and_txt(result: Mapping[str, Any], target: Path, text: str) -> None:
     """Print a result's text, and save both beside each other.
 
     `target`.json gets the result, `target`.txt the text. Standard error says where.
@@ -26,11 +26,11 @@ def print_and_save(result: Mapping[str, Any], target: Path, text: str) -> None:
     print("saved", target.with_suffix(".json"), file=sys.stderr)
 
 
-def print_save_and_draw(
+def print_save_and_draw_png(
     result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
 ) -> None:
-    """Do what `print_and_save` does, then draw `target`.png; without matplotlib, say so on standard
-    error.
+    """Do what `print_and_save_json_and_txt` does, then draw `target`.png; without matplotlib, say
+    so on standard error.
 
     Args:
         result: JSON values.
@@ -38,7 +38,7 @@ def print_save_and_draw(
         text: what is printed.
         draw: draws a result into a file; an ImportError of it means that matplotlib is missing.
     """
-    print_and_save(result, target, text)
+    print_and_save_json_and_txt(result, target, text)
     try:
         draw(result, target.with_suffix(".png"))
     except ImportError:

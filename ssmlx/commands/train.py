@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..loading.names import TRAINED_FOLDER
-from .options import launched_rank, make_main, with_folder_lock
+from .options import launched_rank, make_main, with_lock_on_out_folder
 from .train_options import (
     add_cache_option,
     make_training_parser,
@@ -20,24 +20,24 @@ EPILOG = """examples:
   python -m ssmlx.train --data data/sql --out runs/sql --num-streams 5
   python -m ssmlx.chat --adapter runs/sql/adapter
 
-  # lossless: LoRA on streams alone; the data is the model's own answers
+  # the model's answers stay as they are: LoRA on streams alone; the data is its own answers
   python -m ssmlx.train --adapter-scope streams --data data/chat --out runs/chat
 
-  # the LoRA that you trained with mlx-lm, faster: its answers stay as they are; the data is
-  # the fine-tuned model's own answers
+  # for a LoRA that you trained with mlx-lm, which stays as it is; the data is the answers of the
+  # model with it
   python -m ssmlx.train --task-lora adapters --adapter-scope streams --data data/own --out runs/own
 
   # a large model on a small Mac: 4-bit base, short examples
   python -m ssmlx.train --model mlx-community/Llama-3.2-3B-Instruct-4bit --data data/sql \\
       --out runs/llama --batch-size 4 --max-length 256
 
-DATA holds train.jsonl and valid.jsonl, as for mlx-lm's LoRA training; a line is an object with
-prompt and completion, or messages, or text, or prompt_tokens and completion_tokens.
+Each line of train.jsonl and valid.jsonl is a JSON object with prompt and completion, or messages,
+or text, or prompt_tokens and completion_tokens.
 
-The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
-with the same weights. OUT/adapter is then what --adapter takes; OUT also holds log.jsonl, and
-curves.png where matplotlib is installed. In these, tokens_per_call says how many tokens a target
-call would advance on held-out text; training pays where that is well above 1."""
+You may stop a run at any time. The same command continues it from the last saved state, and ends
+with the same weights. At the end OUT/adapter is the adapter, for --adapter. OUT also has log.jsonl,
+and curves.png if matplotlib is installed. Their tokens_per_call is the number of tokens that a call
+of the model yields on valid.jsonl: with 1, drafting gains nothing."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -47,22 +47,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: the words after the command; None for the process's own.
     """
     description = "Train an adapter that makes a model draft for itself, with MLX."
-    task_lora = "the LoRA of a task, as mlx-lm, PEFT or this command wrote it"
+    task_lora = "a task's LoRA, as mlx-lm, PEFT or this command wrote it"
     parser = make_training_parser(PROG, description, EPILOG, "an adapter", task_lora)
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="of the frozen weights and the arithmetic; what is trained stays in float32. stored: "
-        "as they are, 4-bit weights packed. auto: on a GPU, packed weights as stored and others in "
-        "bfloat16; on the CPU float32 (default: %(default)s)",
+        help="type of the frozen weights and of the arithmetic; trained weights are float32. "
+        "stored: as in the model's files, 4-bit weights packed. auto: on a GPU, packed weights as "
+        "stored and others in bfloat16; on a CPU float32 (default: %(default)s)",
     )
-    add_cache_option(group, "the frozen lower layers' results")
+    add_cache_option(group, "results of the frozen lower layers")
     return parser.parse_args(argv)
 
 
-def _train_under_folder_lock(args: argparse.Namespace) -> None:
+def _train_locked_other_ranks_in_temp(args: argparse.Namespace) -> None:
     """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
     folder that is deleted.
 
@@ -72,10 +72,10 @@ def _train_under_folder_lock(args: argparse.Namespace) -> None:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
             args.out = Path(folder, "run")
-        with_folder_lock(_train)(args)
+        with_lock_on_out_folder(_train_or_resume_and_write_adapter)(args)
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     """Train streams, LoRA or both until the last step, then write OUT/adapter.
 
     A run that was stopped goes on from its last state.
@@ -132,4 +132,4 @@ def _train(args: argparse.Namespace) -> None:
         )
 
 
-main = make_main(PROG, parse_args, _train_under_folder_lock)
+main = make_main(PROG, parse_args, _train_locked_other_ranks_in_temp)

@@ -11,18 +11,18 @@ from ..json_files import read_json
 from ..loading.names import CONFIG_FILE, resolve_adapter
 from ..settings import DEFAULT_MODEL
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
-from .options import add_options, make_parser, reject_options, unescape_newlines
+from .options import add_options, make_parser, reject_given_options, unescape_newlines
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip
 _F = {
-    "stream_init": "low_rank; identity where streams rotate, or where there are none; with --init "
-    "what that has",
+    "stream_init": "low_rank; identity for value_rotation and without streams; with --init, what "
+    "that has",
     "stream_init_rank": f"{STREAM_INIT_RANK}; 0 for identity",
 }
 _SHOWN = _F | {
-    "draft_vocab_size": f"{DRAFT_VOCAB_SIZE}; 0 of less than twice as many tokens",
-    "train_only": "all of it",
+    "draft_vocab_size": f"{DRAFT_VOCAB_SIZE}, or 0 if the model has fewer than twice as many",
+    "train_only": "everything",
 }
 _GROUPS: dict[str, tuple[str, ...]] = {
     "streams": ("num_streams", "num_msa_layers", "adapter_scope", "stream_design", "rotation_step",
@@ -39,7 +39,7 @@ _NEW = {"streams": ("root_init_rank", "condition_rank"), "condition": ("conditio
 
 
 def make_training_parser(
-    module: str, description: str, epilog: str, init: str, task_lora: str
+    module: str, description: str, epilog: str, init_help: str, task_lora_help: str
 ) -> argparse.ArgumentParser:
     """Make a parser with the options that the MLX and PyTorch trainers share, each with its help.
 
@@ -47,31 +47,30 @@ def make_training_parser(
         module: what follows `python -m`.
         description: the first line of its help.
         epilog: the end of its help.
-        init: what --init takes, for its help.
-        task_lora: what --task-lora takes, for its help.
+        init_help: what --init takes.
+        task_lora_help: what --task-lora takes.
     """
     parser = make_parser(module, description, epilog)
-    add_run_options(parser)
+    add_data_out_and_run_options(parser)
     add_options(
         parser,
         (
             "--init",
             "FOLDER",
-            f"{init} whose weights this run starts from; what it lacks starts "
-            "anew. With --train-only an adapter, by name or folder",
+            f"{init_help} whose weights the run starts from; what it lacks starts anew. With "
+            "--train-only: an adapter, by its name or folder",
             Path,
         ),
         (
             "--task-lora",
             "FOLDER",
-            f"{task_lora}, which the model is to have on every row while "
-            "streams learn to draft for it (--adapter-scope streams): its answers stay exactly "
-            "what they are",
+            f"{task_lora_help}. The model has it on every row, and streams are trained to draft "
+            "for that model (with --adapter-scope streams); the LoRA does not change",
             Path,
         ),
     )
     for title, names in _GROUPS.items():
-        add_setting_options(parser, title, names, shown=_SHOWN)
+        add_setting_options(parser, title, names, shown_defaults=_SHOWN)
     return parser
 
 
@@ -80,7 +79,7 @@ def add_setting_options(
     title: str,
     names: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
-    shown: Mapping[str, str] | None = None,
+    shown_defaults: Mapping[str, str] | None = None,
     settings_class: Any = TrainConfig,
 ) -> None:
     """Add a group with one option for each of some fields of a settings class.
@@ -91,9 +90,9 @@ def add_setting_options(
         parser: is given the group.
         title: of the group.
         names: of the fields.
-        defaults: defaults by name, instead of the fields' own.
-        shown: for these fields the default is None, and this text is shown as the default; an empty
-            text shows none.
+        defaults: defaults instead of the fields' own.
+        shown_defaults: for these fields the default is None, and this text is shown as the
+            default; an empty text shows none.
         settings_class: has the fields.
     """
     group = parser.add_argument_group(title)
@@ -103,9 +102,9 @@ def add_setting_options(
         kind = next((kind for kind in (bool, int, float) if kind.__name__ in str(one.type)), str)
         default: Any = (defaults or {}).get(name, one.default)
         says = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        if shown and name in shown:
+        if shown_defaults and name in shown_defaults:
             default = None
-            says = shown[name]
+            says = shown_defaults[name]
         settings: dict[str, Any] = {"default": default, "help": one.metadata["help"]}
         if one.metadata.get("allowed") and one.metadata["allowed"].choices:
             settings["choices"] = one.metadata["allowed"].choices
@@ -119,7 +118,7 @@ def add_setting_options(
         group.add_argument("--" + name.replace("_", "-"), **settings)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a run: --data, --out, --model, --template, and those of `RunOptions` that
     have a help.
 
@@ -131,14 +130,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="train.jsonl and valid.jsonl, as mlx-lm's LoRA training takes them",
+        help="a folder with train.jsonl and valid.jsonl, as mlx-lm's LoRA training takes it",
     )
     group.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="where checkpoint, log and picture go; the same command again resumes a stopped run",
+        help="where the run is written; the same command continues a stopped run",
     )
     add_options(
         group,
@@ -146,8 +145,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         (
             "--template",
             None,
-            "chat, the model's chat template; raw; or a text with {prompt}, with "
-            "\\n for a new line, by which each prompt is asked alone (default: %(default)s)",
+            "chat: the model's chat template; raw: none; or a text with {prompt} in it, \\n for a "
+            "new line (default: %(default)s)",
             "chat",
         ),
     )
@@ -165,7 +164,7 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
         group: of a parser.
         what: may take so much, for the help.
     """
-    text = f"disk that {what} may take; beyond it they are computed anew every step"
+    text = f"GB of disk for {what}; those that do not fit are computed anew at each step"
     default = float(RunOptions.cache_gb)
     add_options(group, ("--cache-gb", "X", f"{text} (default: %(default)s)", default))
 
@@ -173,16 +172,16 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 def read_train_config(args: argparse.Namespace) -> TrainConfig:
     """Return the training settings that the options give.
 
-    The form of f (eq. 3 of Speculative Streaming) is that of --init, if no option sets it. With
-    --train-only, all settings of streams and LoRA are those of --init, and `args.init` becomes its
-    folder.
+    With --train-only, all settings of streams and LoRA are those of --init, but for the ranks of
+    the parts that are trained, and `args.init` becomes its folder. Else --init gives only the form
+    of f (eq. 3 of Speculative Streaming), if no option sets it.
 
     Raises:
         InputError: the options do not fit each other, or what --init has.
     """
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if args.train_only:
-        return TrainConfig.from_dict_ignoring_unknown(values | _settings_of_init(args))
+        return TrainConfig.from_dict_ignoring_unknown(values | _settings_kept_of_init(args))
     start = None if args.init is None else args.init / CONFIG_FILE
     if start and start.is_file() and all(values[name] is None for name in _F):
         found = read_json(start, "the settings of streams")
@@ -197,7 +196,7 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
     return TrainConfig.from_dict_ignoring_unknown(values)
 
 
-def _settings_of_init(args: argparse.Namespace) -> dict[str, Any]:
+def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of --init, which --train-only keeps, with the ranks of parts that may be
     new.
 
@@ -225,7 +224,7 @@ def _settings_of_init(args: argparse.Namespace) -> dict[str, Any]:
     given = (name for name in sorted(names) if getattr(args, name) != defaults[name])
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
-    reject_options(args, ("task_lora", *own), "the settings that --init has")
+    reject_given_options(args, ("task_lora", *own), "the settings that --init has")
     ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)

@@ -102,7 +102,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _upload(args: argparse.Namespace) -> None:
+def _print_and_send_unless_dry_run(args: argparse.Namespace) -> None:
     """Print the card and the names and sizes of what is sent, and send it unless --dry-run.
 
     Raises:
@@ -116,12 +116,14 @@ def _upload(args: argparse.Namespace) -> None:
     require(is_name, f"--repo {args.repo}", expected="org/name", do="correct it")
     folder = resolve_adapter(args.adapter) or Path(args.adapter)
     adapter = load_stream_adapter(folder)
-    contents = read_adapter_files(folder)
+    contents = read_files_to_publish(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
-    told = str(figures.get("base", {}).get("model") or adapter.config.base_model)
-    base = check_base(args.base, figures) if args.base else told or "MODEL"
-    needs_base = not args.base and is_local_name(told)
-    needs_yes = may_be_private(figures) and not args.yes_private
+    recorded_base = str(figures.get("base", {}).get("model") or adapter.config.base_model)
+    if args.base:
+        require_hub_base_of_same_weights(args.base, figures)
+    base = args.base or recorded_base or "MODEL"
+    needs_base = not args.base and is_local_name(recorded_base)
+    needs_yes = may_hold_private_data(figures) and not args.yes_private
     require(
         args.dry_run or not needs_yes,
         f"{folder} was trained on data of yours, or nobody can tell (in {FIGURES_FILE})",
@@ -130,7 +132,7 @@ def _upload(args: argparse.Namespace) -> None:
     )
     require(
         args.dry_run or not needs_base,
-        f"{folder} was made from {told or 'nobody knows what'}, which nobody else has",
+        f"{folder} was made from {recorded_base or 'nobody knows what'}, which nobody else has",
         expected="--base ORG/NAME, where others find these weights",
         do="see with --dry-run what would be sent",
     )
@@ -149,12 +151,11 @@ def _upload(args: argparse.Namespace) -> None:
         ]
         print("nothing was sent" + (f"; to send it takes {' and '.join(needed)}" if needed else ""))
     else:
-        print(
-            f"sent; from now on: --adapter {args.repo}@{_send_files_as_one_commit(args, contents)}"
-        )
+        commit = _replace_adapter_in_one_commit(args, contents)
+        print(f"sent; from now on: --adapter {args.repo}@{commit}")
 
 
-def read_adapter_files(folder: Path) -> dict[str, bytes]:
+def read_files_to_publish(folder: Path) -> dict[str, bytes]:
     """Read the files that make the adapter in a folder, and no others.
 
     Of figures.json only the entries in `PARTS` that are objects are kept, and in JSON files paths
@@ -197,11 +198,11 @@ def is_local_name(base: str) -> bool:
     return is_path or not (HUB_NAME.fullmatch(base) or base in ALIASES)
 
 
-def check_base(name: str, figures: Mapping[str, Any]) -> str:
-    """Return the name that --base gives, after comparing weights if both are on this machine.
+def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> None:
+    """Raise InputError unless the adapter was made from the weights of the model `name`.
 
-    Where the base is not here, standard error says that nothing was compared. Nothing is
-    downloaded.
+    Weights are compared by digest. Where the model is not on this machine, or figures.json has no
+    digest, nothing is compared; the former is printed on standard error. Nothing is downloaded.
 
     Args:
         name: of a model on the Hub, or an alias.
@@ -220,10 +221,9 @@ def check_base(name: str, figures: Mapping[str, Any]) -> str:
         found = weights_digest(resolve_model(name, Fetch(offline=True)))
     except InputError:
         print(f"{name} is not on this machine: its weights were not compared", file=sys.stderr)
-        return name
+        return
     what = f"the adapter was made from other weights than {name} has"
     require(wanted in (None, found), what, expected="the very same", do="correct --base")
-    return name
 
 
 def set_base_name(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
@@ -251,7 +251,7 @@ def _hide_home_folder(text: str) -> str:
     return text if Path.home() == Path("/") else text.replace(f"{Path.home()}/", "~/")
 
 
-def may_be_private(figures: Mapping[str, Any]) -> bool:
+def may_hold_private_data(figures: Mapping[str, Any]) -> bool:
     """Whether an adapter learned from somebody's own data, or its figures do not say that it did
     not.
 
@@ -303,7 +303,7 @@ def make_card(
     )
 
 
-def _send_files_as_one_commit(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
+def _replace_adapter_in_one_commit(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
     """Send the files as one commit, and delete the adapter's former files there.
 
     The repository is made where it does not exist.
@@ -353,4 +353,4 @@ def _send_files_as_one_commit(args: argparse.Namespace, contents: Mapping[str, b
         ) from error
 
 
-main = make_main(PROG, parse_args, _upload)
+main = make_main(PROG, parse_args, _print_and_send_unless_dry_run)

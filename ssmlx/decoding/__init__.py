@@ -2,9 +2,10 @@
 
 | file | what it has |
 |---|---|
-| `loop.py` | `plain_decode` and `speculative_decode`: token ids in, the tokens of each call out |
+| `loop.py` | `plain_decode` and `speculative_decode`: token ids in, a step for each call out |
+| `step.py` | `Step`: what a call brought: tokens, log probabilities, what came of its draft |
 | `call.py` | one target call: `verify_tree`, or `plain_call` on one token |
-| `chain.py` | one target call of a model without stages: `verify_chain` |
+| `chain.py` | one target call of a model without stages: `verify_as_chain` |
 | `prune.py` | early exit: improbable nodes leave half-way up (section 3.2.3) |
 | `accept.py` | the longest drafted path that is the target's own (A.1) |
 | `sampling.py` | how the target decides: penalties, filters, temperature, noise |

@@ -18,9 +18,10 @@ from ..model.layer_state import join_key_values, split_key_values
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
-from .call import resample_full_vocab, sample
+from .call import resolve_row_over_full_vocab, sample_or_mark_unresolved
 from .loop import Stops, never_stops
-from .sampling import Sampling, TokenLogprobs, last_tokens, record_logprobs, row_positions
+from .sampling import Sampling, last_tokens, read_logprobs, row_positions
+from .step import Step
 
 MOST_UNREAD = 32
 """Tokens that a reader may be behind its row."""
@@ -28,7 +29,7 @@ MOST_UNREAD = 32
 Mask = Callable[[Sequence[int], mx.array], mx.array]
 """The tokens of an answer so far, and logits [1, V], to the logits that its next one is of."""
 Chosen = tuple[mx.array, mx.array | None]
-"""A token [1], and what `Sampling.token_logprobs` has of it."""
+"""A token [1], and what `Sampling.token_logprobs_or_none` has of it."""
 
 
 @dataclass(eq=False)
@@ -43,13 +44,13 @@ class Row:
     stops: Stops = never_stops
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
-    unread: deque[tuple[int, list[TokenLogprobs]]] = field(default_factory=deque)
+    unread: deque[Step] = field(default_factory=deque)
     position: int = 0  # of the token that the next call of a batch decides behind
     tail: mx.array | None = None  # [C] the last tokens before it
     is_paused: bool = False  # nobody reads it, or it is over
     error: Exception | None = None
 
-    def sample_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
+    def sample_masked_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
         """Decide the token after `token`, by the row's own settings, mask and noise.
 
         Changes `tail`, whose last token is `token` then, and nothing else.
@@ -59,7 +60,7 @@ class Row:
             logits: [1, V] of the target after it.
 
         Returns:
-            The next token [1], and what `Sampling.token_logprobs` has of it: None where the
+            The next token [1], and what `Sampling.token_logprobs_or_none` has of it: None where the
             settings ask for no log probabilities. Both lazy.
         """
         sampler = self.sampler
@@ -68,12 +69,12 @@ class Row:
         positions = row_positions(root_tree(token), mx.array([self.position], mx.int32), self.tail)
         if self.mask is not None:
             logits = self.mask(self.text[self.first :], logits)
-        chosen = sample(self.model, logits, sampler, positions)
-        chosen = resample_full_vocab(self.model, chosen, logits, sampler, positions, only)
+        chosen = sample_or_mark_unresolved(self.model, logits, sampler, positions)
+        chosen = resolve_row_over_full_vocab(self.model, chosen, logits, sampler, positions, only)
         self.tail = positions.tail_at(only)
-        return chosen, sampler.token_logprobs(logits, positions, only, chosen)
+        return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
 
-    def key_values(self) -> list[KVCache]:
+    def committed_rows_as_kv_caches(self) -> list[KVCache]:
         """The row's committed keys and values, as one of mlx-lm's caches for each layer.
 
         They hold slices of its cache's buffers. Empty caches where no token is committed, as of a
@@ -97,9 +98,9 @@ class Batch:
     def __init__(self, model: StreamFusedModel) -> None:
         self._model = model
         self._joining: list[Row] = []
-        self._clear()
+        self._forget_rows_and_calls()
 
-    def _clear(self) -> None:
+    def _forget_rows_and_calls(self) -> None:
         """Forget all rows, their caches and the calls under way."""
         self._rows: list[Row] = []
         self._caches: list[BatchKVCache] = []
@@ -135,7 +136,7 @@ class Batch:
         num_bytes = sum(one.nbytes for one in self._caches)
         return int(num_bytes * (1 - filled / (length * len(self._rows))))
 
-    def join(self, row: Row) -> None:
+    def queue_to_join(self, row: Row) -> None:
         """Give an answer a row in the calls to come, from the next `step` on.
 
         Its cache must hold its text but the last token. Sets the row's `position` and `tail` by its
@@ -146,7 +147,7 @@ class Batch:
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
-    def leave(self, row: Row) -> None:
+    def remove_and_restore_cache(self, row: Row) -> None:
         """Take an answer out of the batch; its cache holds its text but the last token again.
 
         Its tokens of calls under way are dropped; waits for the device. An answer that is still
@@ -166,7 +167,7 @@ class Batch:
         mx.eval(row.cache.state)
         self._rows.remove(row)
         if not self._rows:
-            self._clear()
+            self._forget_rows_and_calls()
             return
         for rows, *_ in self._calls:
             rows[:] = [None if one is row else one for one in rows]
@@ -175,7 +176,7 @@ class Batch:
         for cache in self._caches:
             cache.filter(keep)
 
-    def step(self) -> None:
+    def step_or_note_error(self) -> None:
         """Admit rows that are joining, and read the next token of every row into its `unread`.
 
         Two tokens are read where a call was still under way when a row joined.
@@ -189,7 +190,7 @@ class Batch:
             for row in self.members:
                 row.error = error
             self._joining = []
-            self._clear()
+            self._forget_rows_and_calls()
 
     def _step_or_raise(self) -> None:
         """Admit those that join, launch calls, and read the oldest.
@@ -205,7 +206,7 @@ class Batch:
         if not waits:
             self._launch_next_call()  # to run while the tokens of the one before are read
         while len(self._calls) > (0 if waits else 1):
-            self._read_oldest_call()
+            self._read_oldest_call_and_drop_paused()
 
     def _admit_joining_rows(self) -> None:
         """Make rows of the answers that are joining.
@@ -217,7 +218,7 @@ class Batch:
         if not rows:
             return
         if self.shares_calls:
-            layers = zip(*(row.key_values() for row in rows), strict=True)
+            layers = zip(*(row.committed_rows_as_kv_caches() for row in rows), strict=True)
             merged = [BatchKVCache.merge(list(layer)) for layer in layers]
             for row in rows:
                 row.cache.restore(row.model.make_cache())
@@ -250,7 +251,8 @@ class Batch:
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
             chosen = [
-                row.sample_and_move_tail(*pair) for row, pair in zip(rows, pairs, strict=True)
+                row.sample_masked_and_move_tail(*pair)
+                for row, pair in zip(rows, pairs, strict=True)
             ]
             self._newest = mx.concatenate([token for token, _ in chosen])
             logprobs = [one for _, one in chosen]
@@ -259,8 +261,9 @@ class Batch:
             row.position += 1
         self._calls.append(([*rows], self._newest, logprobs))
 
-    def _read_oldest_call(self) -> None:
-        """Wait for the oldest call, and add its tokens to the rows' texts and to `unread`.
+    def _read_oldest_call_and_drop_paused(self) -> None:
+        """Wait for the oldest call, and add its tokens to the rows' texts, and a
+        step to the `unread` of each.
 
         Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch.
         """
@@ -268,12 +271,11 @@ class Batch:
         for row, token, row_logprobs in zip(rows, to_list(tokens), logprob_rows, strict=True):
             if row is None:
                 continue
-            logprobs: list[TokenLogprobs] = []
-            record_logprobs(logprobs, [token], row_logprobs)
+            logprobs = None if row_logprobs is None else read_logprobs([token], row_logprobs)
             row.text.append(token)
-            row.unread.append((token, logprobs))
+            row.unread.append(Step((token,), logprobs))
             # Of one token alone `stops` may be asked before it is read.
             is_over = len(row.unread) == 1 and row.stops([token])
             row.is_paused = is_over or len(row.unread) >= MOST_UNREAD
         for row in [row for row in self._rows if row.is_paused]:
-            self.leave(row)
+            self.remove_and_restore_cache(row)

@@ -4,7 +4,9 @@ The stages of `verify_tree` are those of section 3.2 and figure 7 of the Specula
 paper: lower layers, pruning, insertion of streams, upper layers, verification, commit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -17,7 +19,15 @@ from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Noise, Taps, Verified, with_noise
 from .prune import may_drop_nodes, surviving_nodes, transition_logprobs
-from .sampling import GREEDY, RowPositions, Sampling, last_tokens, row_positions
+from .sampling import (
+    GREEDY,
+    RowPositions,
+    Sampling,
+    TokenLogprobs,
+    last_tokens,
+    read_logprobs,
+    row_positions,
+)
 
 EXACT = AcceptanceConfig()
 NO_PRUNING = PruneConfig()
@@ -32,7 +42,7 @@ class TargetCall:
     # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`; [1] the token alone
     # where no tree was verified
     for_host: mx.array
-    # [P, 1 + 2 T] log probabilities of the new tokens, see `Sampling.token_logprobs`
+    # [P, 1 + 2 T] log probabilities of the new tokens, see `Sampling.token_logprobs_or_none`
     token_logprobs: mx.array | None
     # whether the call's row is committed; rows of a tree are when the host has read how many count
     is_committed: bool
@@ -56,7 +66,7 @@ class TargetCall:
         logprobs = [] if self.token_logprobs is None else [self.token_logprobs]
         return [self.for_host, self.tail, *logprobs]
 
-    def read(self) -> list[int]:
+    def read_tokens(self) -> list[int]:
         """Read the tokens that the call advanced by; waits for the device. May be called again.
 
         Returns:
@@ -67,6 +77,15 @@ class TargetCall:
             return to_list(self.for_host)
         num_accepted, *new_tokens = to_list(self.for_host)
         return new_tokens[: num_accepted + 1]
+
+    def read_logprobs_or_none(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+        """Read an entry for each of `tokens`, which `read_tokens` returned; waits for the device.
+
+        None where the sampler's settings ask for no log probabilities.
+        """
+        if self.token_logprobs is None:
+            return None
+        return read_logprobs(tokens, self.token_logprobs)
 
 
 def plain_call(
@@ -102,8 +121,8 @@ def plain_call(
     tapped: Tapped = dict.fromkeys(taps)
     last_hidden, insertion_hidden = model.append(token, cache, tapped)
     logits = model.backbone.logits(last_hidden)
-    chosen = sample(model, logits, sampler, positions)
-    chosen = resample_full_vocab(model, chosen, logits, sampler, positions, indices(1))
+    chosen = sample_or_mark_unresolved(model, logits, sampler, positions)
+    chosen = resolve_row_over_full_vocab(model, chosen, logits, sampler, positions, indices(1))
     accepted = Acceptance(indices(1), chosen, indices(1))
     no_streams = last_hidden[:, :0]
     verified = Verified(
@@ -117,7 +136,7 @@ def plain_call(
         cache,
         filled_taps(tapped),
     )
-    logprobs = sampler.token_logprobs(logits, positions, indices(1), chosen)
+    logprobs = sampler.token_logprobs_or_none(logits, positions, indices(1), chosen)
     return TargetCall(verified, positions.tail_at(indices(1)), chosen, logprobs, True, 1, 0)
 
 
@@ -126,7 +145,7 @@ def verify_tree(
     tree: Tree,
     cache: TreeCache,
     *,
-    num_streams: int = 0,
+    streams_per_node: int = 0,
     prune: PruneConfig = NO_PRUNING,
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
@@ -143,7 +162,7 @@ def verify_tree(
         tree: N nodes that were drafted, or a bare root.
         cache: holds the tokens before the root. It gets the accepted path's rows as a path that
             is not counted yet: `TreeCache.advance` commits it, once the host has read the call.
-        num_streams: G, streams that run beside every node, where they draft in this pass.
+        streams_per_node: G, streams that run beside each node, where they draft in this pass.
         prune: which nodes to drop at the insertion layer.
         sampler: decides the target's tokens.
         acceptance: when a drafted token counts as the target's.
@@ -160,7 +179,7 @@ def verify_tree(
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
-    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
+    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + streams_per_node))
 
     nodes = model.node_rows(tree, cache)
     lower_taps: Tapped = {layer: None for layer in taps if layer < split}
@@ -170,9 +189,9 @@ def verify_tree(
     known = sampler if acceptance.kind == "exact" else GREEDY
     noise = known.noise(position, tree.paths.shape[1])
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, noise)
-    rows = model.insert(hidden, num_streams)
+    rows = model.insert(hidden, streams_per_node)
     rows = model.upper(
-        rows, kept, cache, num_streams, nodes if kept is tree else None, tapped=upper_taps
+        rows, kept, cache, streams_per_node, nodes if kept is tree else None, tapped=upper_taps
     )
     node_hidden = rows[:, : kept.num_nodes]
     positions = row_positions(kept, position, tail)
@@ -180,7 +199,7 @@ def verify_tree(
     target_tokens, accepted = decide_and_accept(model, kept, logits, sampler, positions, acceptance)
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
     cache.commit(lower_path, accepted.path, split, accepted.num_accepted + 1)
-    own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, num_streams)
+    own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, streams_per_node)
     verified = Verified(
         kept,
         target_tokens,
@@ -196,7 +215,7 @@ def verify_tree(
         },
     )
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs(logits, positions, accepted.path, accepted.new_tokens)
+    logprobs = sampler.token_logprobs_or_none(logits, positions, accepted.path, accepted.new_tokens)
     next_tail = positions.tail_at(accepted.last)
     return TargetCall(
         verified, next_tail, for_host, logprobs, False, tree.num_nodes, tree.num_drafted
@@ -209,9 +228,17 @@ def filled_taps(tapped: Tapped) -> Taps:
     return {layer: rows for layer, rows in tapped.items() if rows is not None}
 
 
+class PrunedTree(NamedTuple):
+    """What pruning left of a tree of N nodes: M nodes, all N where it dropped none."""
+
+    tree: Tree  # of the kept nodes
+    hidden: mx.array  # [1, M, D] their hidden states
+    kept_nodes: mx.array  # [M] their numbers in the tree before, ascending
+
+
 def prune_tree(
     model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig, noise: Noise = None
-) -> tuple[Tree, mx.array, mx.array]:
+) -> PrunedTree:
     """Drop improbable nodes before the upper layers (Speculative Streaming, section 3.2.3).
 
     Pruning by a threshold waits for the device. Where the model is split over ranks, rank 0
@@ -226,24 +253,23 @@ def prune_tree(
             decoding.
 
     Returns:
-        The tree of the M kept nodes, their hidden states [1, M, D], and [M] their numbers in
-        `tree`, ascending. Where pruning is off or cannot drop a node: `tree` and `hidden`
-        themselves, and all N numbers.
+        The kept nodes. Where pruning is off or cannot drop a node: `tree` and `hidden` themselves,
+        and all N numbers.
     """
     if not may_drop_nodes(tree, config):
-        return tree, hidden, indices(tree.num_nodes)
+        return PrunedTree(tree, hidden, indices(tree.num_nodes))
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
     if noise is not None:
         exit_logits = with_noise(exit_logits, noise[tree.depths[: tree.num_internal]])
     (edges,) = model.backbone.broadcast_from_rank0(transition_logprobs(tree, exit_logits))
     keep = surviving_nodes(tree, edges, config)
-    return tree.select(keep), hidden[:, keep], keep
+    return PrunedTree(tree.select(keep), hidden[:, keep], keep)
 
 
-def sample(
+def sample_or_mark_unresolved(
     model: StreamFusedModel, logits: mx.array, sampler: Sampling, positions: RowPositions
 ) -> mx.array:
-    """Decide the token after each row of a call, see `Sampling.sample`.
+    """Decide the token after each row of a call, see `Sampling.sample_or_mark_unresolved`.
 
     Args:
         model: the target; where it is split over ranks, rank 0 decides.
@@ -252,12 +278,14 @@ def sample(
         positions: of the R rows.
 
     Returns:
-        [R] int32 tokens; negative where they are left to `resample_full_vocab`.
+        [R] int32 tokens; negative where they are left to `resolve_row_over_full_vocab`.
     """
-    return model.backbone.broadcast_from_rank0(sampler.sample(logits, positions))[0]
+    return model.backbone.broadcast_from_rank0(
+        sampler.sample_or_mark_unresolved(logits, positions)
+    )[0]
 
 
-def resample_full_vocab(
+def resolve_row_over_full_vocab(
     model: StreamFusedModel,
     tokens: mx.array,
     logits: mx.array,
@@ -265,11 +293,11 @@ def resample_full_vocab(
     positions: RowPositions,
     row: mx.array,
 ) -> mx.array:
-    """Decide one row among all V tokens, where `sample` left it unresolved.
+    """Decide one row among all V tokens, where `sample_or_mark_unresolved` left it unresolved.
 
     Args:
         model: the target; where it is split over ranks, rank 0 decides.
-        tokens: [R] as `sample` returned them.
+        tokens: [R] as `sample_or_mark_unresolved` returned them.
         logits: [R, V] that it was given.
         sampler: that it was given.
         positions: that it was given.
@@ -282,7 +310,7 @@ def resample_full_vocab(
     if not sampler.may_leave_unresolved:
         return tokens
     return model.backbone.broadcast_from_rank0(
-        sampler.resample_full_vocab(tokens, logits, positions, row)
+        sampler.resolve_row_over_full_vocab(tokens, logits, positions, row)
     )[0]
 
 
@@ -311,10 +339,10 @@ def decide_and_accept(
         resolved (not negative); and the accepted path, whose `new_tokens` are resolved.
     """
     if acceptance.kind == "exact":
-        target_tokens = sample(model, logits, sampler, positions)
+        target_tokens = sample_or_mark_unresolved(model, logits, sampler, positions)
         found = accept(tree, target_tokens)
         if sampler.may_leave_unresolved:
-            target_tokens = resample_full_vocab(
+            target_tokens = resolve_row_over_full_vocab(
                 model, target_tokens, logits, sampler, positions, found.last
             )
             found = replace(found, new_tokens=target_tokens[found.path])

@@ -12,7 +12,7 @@ from .drafter import Verified
 from .sampling import GREEDY, Sampling, row_positions
 
 
-def verify_chain(
+def verify_as_chain(
     model: StreamFusedModel,
     tree: Tree,
     cache: StateCache,
@@ -68,7 +68,7 @@ def verify_chain(
         filled_taps(tapped),
     )
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs(logits, positions, accepted.path, accepted.new_tokens)
+    logprobs = sampler.token_logprobs_or_none(logits, positions, accepted.path, accepted.new_tokens)
     next_tail = positions.tail_at(accepted.last)
     return TargetCall(
         verified, next_tail, for_host, logprobs, False, tree.num_nodes, tree.num_drafted

@@ -4,7 +4,7 @@ Plain values: neither MLX nor a drafter is imported here.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,27 @@ class Call:
     drafted: DraftShape | None = None  # what it drafted for the next call
 
 
+class ExpectedCall(NamedTuple):
+    """What a call should bring, and what it should take.
+
+    Attributes:
+        tokens: that the answer should advance by.
+        plain_calls: as many of which it should take.
+    """
+
+    tokens: float
+    plain_calls: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per plain call; plain decoding has 1."""
+        return self.tokens / self.plain_calls
+
+
 class DraftController(Protocol):
     """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`.
 
-    An answer's plan asks `expected_call`, and calls `finish` when the answer is over.
+    An answer's plan asks `expected_fastest_call`, and calls `finish` when the answer is over.
     """
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
@@ -45,12 +62,11 @@ class DraftController(Protocol):
     def record(self, call: Call) -> None:
         """Learn from a call that was done; called once for each, in order."""
 
-    def expected_call(self) -> tuple[float, float]:
+    def expected_fastest_call(self) -> ExpectedCall:
         """What the fastest call should bring and take now.
 
         Returns:
-            Tokens, and plain calls that it takes; 1 and 1 where nothing is known to be faster than
-            plain decoding.
+            Of the fastest call that is known; 1 and 1 where none is faster than plain decoding.
         """
 
     def finish(self) -> None:
@@ -70,9 +86,9 @@ class Always:
     def record(self, call: Call) -> None:
         """Nothing."""
 
-    def expected_call(self) -> tuple[float, float]:
+    def expected_fastest_call(self) -> ExpectedCall:
         """1 and 1: nothing is known of what its calls bring."""
-        return 1.0, 1.0
+        return ExpectedCall(1.0, 1.0)
 
     def finish(self) -> None:
         """Nothing."""
@@ -89,9 +105,9 @@ class Never:
     def record(self, call: Call) -> None:
         """Nothing."""
 
-    def expected_call(self) -> tuple[float, float]:
+    def expected_fastest_call(self) -> ExpectedCall:
         """1 and 1: plain decoding's."""
-        return 1.0, 1.0
+        return ExpectedCall(1.0, 1.0)
 
     def finish(self) -> None:
         """Nothing."""

@@ -49,7 +49,7 @@ class Verified:
     """
 
     tree: Tree  # the M nodes that were verified
-    # [M] the target's token after each of them, see `Sampling.sample`
+    # [M] the target's token after each of them, see `Sampling.sample_or_mark_unresolved`
     target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
     node_hidden: mx.array  # [1, M, D] last hidden states of the nodes, before the final norm
@@ -116,7 +116,7 @@ class Drafter(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
-    def start(self, tokens: Sequence[int]) -> Iterator[list[int]] | None:
+    def start(self, tokens: Sequence[int]) -> Iterator[None] | None:
         """Begin an answer, and forget what the one before left.
 
         The loop calls it once an answer: where the drafter needs taps, before the prompt is
@@ -127,8 +127,8 @@ class Drafter(Protocol):
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.
 
         Returns:
-            None; or, where that takes calls of a model, an iterator that yields an empty list
-            before each of them, for others to go first. The loop runs it to its end.
+            None; or, where that takes calls of a model, an iterator that yields None before each of
+            them, for others to go first. The loop runs it to its end.
         """
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
@@ -175,7 +175,7 @@ def rank_candidates(
         [G, K] tokens, likeliest first, and [G, K] their float32 log probabilities, normalised over
         all columns.
     """
-    columns, values = top_columns(logits, count)
+    columns, values = top_columns_and_values(logits, count)
     tokens = columns if vocab is None else vocab[columns]
     return tokens, values - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
 
@@ -185,7 +185,7 @@ def with_noise(logits: mx.array, noise: Noise) -> mx.array:
     return logits if noise is None else logits.astype(mx.float32) + noise
 
 
-def top_columns(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def top_columns_and_values(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The largest values of each row, without a sort of whole rows.
 
     A sort of a row takes many passes on a GPU. All that is wanted stands in the K blocks of columns

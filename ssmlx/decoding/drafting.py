@@ -47,11 +47,13 @@ class DraftingText:
         """G, the most streams beside every node that some drafter needs in the verifying pass."""
         return max((one.needs.streams for one in self.drafters.values()), default=0)
 
-    def extend(self, tokens: list[int], taps: Taps | None = None) -> None:
+    def extend_and_let_host_drafters_follow(
+        self, tokens: list[int], taps: Taps | None = None
+    ) -> None:
         """Append tokens that were read to the text.
 
         Drafters that have started and need host tokens `follow` them here; others before they next
-        draft, see `bring_up_to_date`.
+        draft, see `start_or_catch_up`.
 
         Args:
             tokens: that a call advanced by.
@@ -65,74 +67,78 @@ class DraftingText:
                 own = None
                 if taps and drafter.needs.taps and self._seen[name] == first:
                     own = {layer: taps[layer][:, : len(tokens)] for layer in drafter.needs.taps}
-                self._follow(name, len(self.tokens), own)
+                self._follow_up_to(name, len(self.tokens), own)
 
-    def bring_up_to_date(self, name: str, num_unseen: int = 0) -> Iterator[list[int]]:
+    def start_or_catch_up(self, name: str, num_held_back: int = 0) -> Iterator[None]:
         """Show a drafter what it has not seen of the text; start it if it has not started.
 
         Nothing is done before the first value is asked for.
 
         Args:
             name: the drafter's.
-            num_unseen: how many of the text's last tokens it is not shown.
+            num_held_back: how many of the text's last tokens it is not shown.
 
         Yields:
-            What the drafter's `start` yields: an empty list before each call of a model.
+            What the drafter's `start` yields: None before each call of a model.
         """
-        known = len(self.tokens) - num_unseen
+        known = len(self.tokens) - num_held_back
         if name in self._seen:
-            self._follow(name, known)
+            self._follow_up_to(name, known)
             return
         self._seen[name] = known
         yield from self.drafters[name].start(self.tokens[:known]) or ()
 
-    def start_text_followers(self) -> Iterator[list[int]]:
+    def start_text_followers(self) -> Iterator[None]:
         """Start the drafters whose `needs.follows_from_start` is set, if they have not started.
 
         Yields:
-            What their `start` yields: an empty list before each call of a model.
+            What their `start` yields: None before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.follows_from_start and name not in self._seen:
-                yield from self.bring_up_to_date(name)
+                yield from self.start_or_catch_up(name)
 
     def needs_host_tokens(self, shape: DraftShape) -> bool:
         """Whether a call has to be read before `shape` is drafted behind it."""
         return self.drafters[shape.drafter].needs.host_tokens
 
-    def start_tapping(self, known: int) -> Iterator[list[int]]:
+    def start_drafters_with_taps(self, num_cached: int) -> Iterator[None]:
         """Start the drafters that need taps, before the prompt is processed.
 
-        They are given the first `known` + 1 tokens of the text.
+        They are given the first `num_cached` + 1 tokens of the text.
 
         Args:
-            known: tokens of the text that the cache holds; they and the one behind have no taps.
+            num_cached: tokens of the text that the cache holds; they and the one behind have no
+                taps.
 
         Yields:
-            What their `start` yields: an empty list before each call of a model.
+            What their `start` yields: None before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
-                self._seen[name] = known + 1
-                yield from drafter.start(self.tokens[: known + 1]) or ()
+                self._seen[name] = num_cached + 1
+                yield from drafter.start(self.tokens[: num_cached + 1]) or ()
 
-    def follow_taps(self, first: int, taps: Taps) -> None:
+    def show_prompt_piece_with_taps(self, first_position: int, taps: Taps) -> None:
         """Show the drafters that need taps a piece of the prompt that was processed.
 
-        They `follow` the R tokens from position `first` + 1 on, each with the taps of the row
-        before it. So they are shown one token that is not in the piece, which is tokens `first` to
-        `first` + R - 1, and not the piece's first.
+        They `follow` the R tokens from position `first_position` + 1 on, each with the taps of the
+        row before it: not the piece's first token, but the one behind its last.
 
         Args:
-            first: the position of the piece's first token in the text.
+            first_position: the position of the piece's first token in the text.
             taps: by layer, [1, R, D] its input at the piece's R rows.
         """
         rows = next(iter(taps.values())).shape[1]
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
                 own = {layer: taps[layer] for layer in drafter.needs.taps}
-                drafter.follow(self.tokens[first + 1 : first + 1 + rows], first + 1, own)
-                self._seen[name] = first + 1 + rows
+                drafter.follow(
+                    self.tokens[first_position + 1 : first_position + 1 + rows],
+                    first_position + 1,
+                    own,
+                )
+                self._seen[name] = first_position + 1 + rows
 
     def propose(self, call: TargetCall, shape: DraftShape) -> Tree:
         """Draft the tree that the next call verifies, by the drafter that `shape` names.
@@ -158,13 +164,13 @@ class DraftingText:
         """
         self._seen[name] = len(self.tokens)
 
-    def _follow(self, name: str, known: int, taps: Taps | None = None) -> None:
-        """Let drafter `name`, which has started, follow the text up to its first `known` tokens.
+    def _follow_up_to(self, name: str, num_tokens: int, taps: Taps | None = None) -> None:
+        """Let drafter `name`, which has started, follow the text's first `num_tokens` tokens.
 
         Only tokens that it has not seen are shown, with the `taps` before them; none where it has
         seen so many.
         """
-        missed = self.tokens[self._seen[name] : known]
+        missed = self.tokens[self._seen[name] : num_tokens]
         if missed:
             self.drafters[name].follow(missed, self._seen[name], taps)
-        self._seen[name] = known
+        self._seen[name] = num_tokens

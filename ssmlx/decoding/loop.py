@@ -23,7 +23,7 @@ that belongs to its place; and a controller may have another drafter propose ~y,
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -35,64 +35,19 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
-from .chain import verify_chain
+from .chain import verify_as_chain
 from .controller import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
-from .sampling import GREEDY, Sampling, TokenLogprobs, last_tokens, record_logprobs
+from .sampling import GREEDY, Sampling, last_tokens
+from .step import DraftResult, Step, Steps
 from .stopwatch import PendingCall, Stopwatch
 
-Stops = Callable[[list[int]], bool]
+Stops = Callable[[Sequence[int]], bool]
 """Given the tokens that a call advanced by: whether the answer ends with them."""
 
 
-@dataclass(frozen=True)
-class DraftCounts:
-    """What came of one drafter's trees.
-
-    Attributes:
-        calls: target calls that verified one.
-        drafted: tokens of these trees; neither roots nor padding (`PAD_TOKEN`) are drafted.
-        accepted: of these, tokens that the target accepted.
-        nodes: all nodes of these trees, roots and padding too: rows that the calls computed.
-    """
-
-    calls: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    nodes: int = 0
-
-
-@dataclass
-class CallCounts:
-    """By drafter, the target calls that verified its trees, and how many tokens of these."""
-
-    drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by the drafter's name
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Tokens of all verified trees, accepted or not."""
-        return sum(one.drafted for one in self.drafts.values())
-
-    def add(self, drafter: str, nodes: int, drafted: int, accepted: int) -> None:
-        """Count one target call that verified a tree.
-
-        Args:
-            drafter: name of the drafter that proposed the tree.
-            nodes: all nodes of the tree, root and padding too.
-            drafted: its tokens, neither root nor padding.
-            accepted: of these, tokens that the target accepted.
-        """
-        before = self.drafts.get(drafter, DraftCounts())
-        self.drafts[drafter] = DraftCounts(
-            before.calls + 1,
-            before.drafted + drafted,
-            before.accepted + accepted,
-            before.nodes + nodes,
-        )
-
-
-def never_stops(tokens: list[int]) -> bool:
+def never_stops(tokens: Sequence[int]) -> bool:
     """False, whatever the tokens: endless decoding."""
     return False
 
@@ -124,8 +79,8 @@ def prefill_in_pieces(
     step_size: int,
     *,
     taps: tuple[int, ...] = (),
-    tapped: Callable[[int, Taps], None] | None = None,
-) -> Iterator[list[int]]:
+    on_taps: Callable[[int, Taps], None] | None = None,
+) -> Iterator[None]:
     """Run a prompt through the model and commit it to the cache, a piece at a time.
 
     So whoever drives a decoding loop can stop between pieces, show progress, or let others go
@@ -137,22 +92,22 @@ def prefill_in_pieces(
         cache: holds what comes before them; gets their keys and values.
         step_size: tokens of a piece, at most.
         taps: layers whose input is wanted.
-        tapped: called behind each piece, with its first token's index in `tokens` and the taps of
+        on_taps: called behind each piece, with its first token's index in `tokens` and the taps of
             its R rows, [1, R, D] by layer; None for not.
 
     Yields:
-        An empty list before each piece, and one behind the last; nothing where there are no tokens.
+        None before each piece and behind the last; nothing where there are no tokens.
     """
     for first in range(0, len(tokens), step_size):
-        yield []
+        yield
         found: Tapped = dict.fromkeys(taps)
         model.backbone.append(mx.array(tokens[first : first + step_size]), cache, found)
         mx.eval(cache.state)
-        if tapped is not None:
-            tapped(first, filled_taps(found))
+        if on_taps is not None:
+            on_taps(first, filled_taps(found))
         mx.clear_cache()
     if tokens:
-        yield []
+        yield
 
 
 def plain_decode(
@@ -163,8 +118,7 @@ def plain_decode(
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
     prefill_step_size: int = PREFILL_STEP_SIZE,
-    logprobs: list[TokenLogprobs] | None = None,
-) -> Iterator[list[int]]:
+) -> Steps:
     """Decode plainly, endlessly: the same model without drafting.
 
     It never ends by itself: whoever iterates stops. As in mlx-lm, the next call is under way while
@@ -178,11 +132,9 @@ def plain_decode(
         context: the tokens that `cache` holds, for samplers that read the text.
         sampler: decides the target's tokens; greedy unless given.
         prefill_step_size: prompt tokens of a forward pass, at most.
-        logprobs: gets an entry for every token before it is yielded, where the sampler's settings
-            ask for log probabilities.
 
     Yields:
-        Empty lists while the prompt is processed, then a list of one token for each target call.
+        None while the prompt is processed, then a step of one token for each target call.
     """
     cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
@@ -192,9 +144,8 @@ def plain_decode(
     while True:
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
         mx.async_eval(upcoming.arrays_to_read())
-        tokens = call.read()
-        record_logprobs(logprobs, tokens, call.token_logprobs)
-        yield tokens
+        tokens = call.read_tokens()
+        yield Step(tuple(tokens), call.read_logprobs_or_none(tokens))
         free_outgrown_buffers(cache, 1)
         call = upcoming
 
@@ -212,9 +163,7 @@ def speculative_decode(
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     stops: Stops = never_stops,
-    logprobs: list[TokenLogprobs] | None = None,
-    counts: CallCounts | None = None,
-) -> Iterator[list[int]]:
+) -> Steps:
     """Decode with drafts, endlessly: process the prompt, then verify a draft tree in each call.
 
     It never ends by itself: whoever iterates stops. Each call verifies the tree that was drafted
@@ -242,14 +191,9 @@ def speculative_decode(
         prefill_step_size: prompt tokens of a forward pass, at most.
         stops: given the tokens of a call before they are yielded: whether no more will be asked
             for. The next call is not launched then, and is not wasted.
-        logprobs: gets an entry for every token before it is yielded, where the sampler's settings
-            ask for log probabilities.
-        counts: is added to with every call that verified a tree.
 
     Yields:
-        Empty lists while the prompt is processed and where a drafter starts; then for each target
-        call the ids that it advanced by: the accepted drafted tokens, and the target's own one
-        behind them.
+        None while the prompt is processed and where a drafter starts; a step for each target call.
     """
     loop = _SpeculativeLoop(
         model,
@@ -261,31 +205,20 @@ def speculative_decode(
         sampler=sampler,
         acceptance=acceptance,
         stops=stops,
-        logprobs=logprobs,
-        counts=counts or CallCounts(),
     )
     cache.trim(cache.offset)
-    yield from loop.process_prompt(prompt, prefill_step_size)
+    yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size)
     yield from loop.run_calls(prompt[-1])
 
 
-@dataclass
-class _NextCall:
-    """The call behind the one under way, as far as it is prepared before that one is read."""
+@dataclass(frozen=True)
+class _RunningCall:
+    """A target call that was launched and not read yet."""
 
-    drafts: DraftShape | None  # what is drafted behind the call under way
-    tree: Tree | None = None  # that draft, or a bare root
-    call: TargetCall | None = None  # the call that verifies it
-    pending: PendingCall | None = None  # the same, launched
-    before: TreeCache | None = None  # what the cache held before that call was built
-
-    @property
-    def shape(self) -> DraftShape | None:
-        """The shape of the tree that it verifies; None for a bare root, also where a drafter had no
-        draft.
-        """
-        has_draft = self.tree is not None and self.tree.num_nodes > 1
-        return self.drafts if has_draft else None
+    call: TargetCall
+    pending: PendingCall
+    shape: DraftShape | None  # of the tree that it verifies; None for a bare root
+    is_prompts: bool = False  # whether it is the first one, behind the prompt
 
 
 class _SpeculativeLoop:
@@ -303,8 +236,6 @@ class _SpeculativeLoop:
         sampler: Sampling,
         acceptance: AcceptanceConfig,
         stops: Stops,
-        logprobs: list[TokenLogprobs] | None,
-        counts: CallCounts,
     ) -> None:
         """Keep what an answer is decoded with, and begin its text with `tokens`; nothing runs yet.
 
@@ -319,12 +250,12 @@ class _SpeculativeLoop:
         self.sampler = sampler
         self.acceptance = acceptance
         self.stops = stops
-        self.logprobs = logprobs
-        self.counts = counts
         self.watch = Stopwatch()
         self.drafting: list[mx.array] = []  # the tree that was drafted last
 
-    def process_prompt(self, prompt: list[int], step_size: int) -> Iterator[list[int]]:
+    def process_prompt_and_start_drafters(
+        self, prompt: list[int], step_size: int
+    ) -> Iterator[None]:
         """Commit the prompt but its last token to the cache, and start drafters.
 
         Those that need taps are started before, and follow each piece. Then the one that drafts
@@ -335,67 +266,187 @@ class _SpeculativeLoop:
             step_size: prompt tokens of a forward pass, at most.
 
         Yields:
-            Empty lists: before each piece and behind the last, and before each call of a model that
-            a drafter makes to start.
+            None: before each piece and behind the last, and before each call of a model that a
+            drafter makes to start.
         """
         known = self.cache.offset
         taps = self.text.taps
 
         def follow(first: int, found: Taps) -> None:
-            self.text.follow_taps(known + first, found)
+            self.text.show_prompt_piece_with_taps(known + first, found)
 
         if taps:
-            yield from self.text.start_tapping(known)
-        tapped = follow if taps else None
+            yield from self.text.start_drafters_with_taps(known)
         yield from prefill_in_pieces(
-            self.model, prompt[:-1], self.cache, step_size, taps=taps, tapped=tapped
+            self.model,
+            prompt[:-1],
+            self.cache,
+            step_size,
+            taps=taps,
+            on_taps=follow if taps else None,
         )
         drafts = self.controller.next()
         if drafts is not None and self.text.needs_host_tokens(drafts):
-            yield from self.text.bring_up_to_date(drafts.drafter)
+            yield from self.text.start_or_catch_up(drafts.drafter)
 
-    def run_calls(self, root: int) -> Iterator[list[int]]:
+    def run_calls(self, root: int) -> Steps:
         """Run target calls, endlessly.
 
         Args:
             root: the prompt's last token, which the first call starts from.
 
         Yields:
-            The tokens that each call advanced by; empty lists where a drafter starts.
+            A step for each call; None where a drafter starts.
         """
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
-        call = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
-        pending = self.launch(call)
+        first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
+        running = _RunningCall(first, self.launch(first), None, is_prompts=True)
         yield from self.text.start_text_followers()
-        shape: DraftShape | None = None  # of the tree that `call` verifies
-        is_prompts = True
         while True:
-            # `call` is under way; all before it are read.
-            following = yield from self.prepare_next_call(call, may_launch=not is_prompts)
-            tokens = self.read_call(call, pending, shape, following, is_timed=not is_prompts)
-            is_plain = following.pending is not None
-            stopped = not is_plain and self.stops(tokens)
-            if is_plain:
-                yield from self.watch.yield_untimed(tokens)
-            elif following.call is not None and not stopped:
-                self.launch_prepared_call(call, following, len(tokens))
-                yield from self.watch.yield_untimed(tokens)
+            # `running` is under way; all before it are read.
+            num_tokens = len(self.text.tokens)
+            drafts = self.controller.next()
+            if drafts is None and running.call.is_committed:
+                running = yield from self.launch_plain_then_read(running)
+            elif drafts is None or self.text.needs_host_tokens(drafts):
+                running = yield from self.read_then_draft_and_launch(running)
+            elif running.is_prompts or self.prune.kind == "threshold" or not self.cache.takes_trees:
+                running = yield from self.draft_then_read_and_launch(running, drafts)
             else:
-                self.drop_prepared_call(call, following, len(tokens))
-                # The first token, and the last, are given out before anything else starts.
-                is_given = is_prompts or stopped
-                if is_given:
-                    yield from self.watch.yield_untimed(tokens)
-                yield from self.draft_and_launch_next_call(call, following, len(tokens))
-                if not is_given:
-                    yield from self.watch.yield_untimed(tokens)
+                running = yield from self.draft_and_build_then_read(running, drafts)
             metal.time_pending_shape()
-            free_outgrown_buffers(self.cache, len(tokens))
-            assert following.call is not None and following.pending is not None
-            call = following.call
-            pending = following.pending
-            shape = following.shape
-            is_prompts = False
+            free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
+
+    def launch_plain_then_read(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
+        """Launch a plain call behind a plain call, then read and give out that one's token.
+
+        Args:
+            running: the plain call under way; its row is committed.
+
+        Yields:
+            Its step.
+
+        Returns:
+            The plain call that was launched.
+        """
+        call = running.call
+        upcoming = self.build_call(root_tree(call.verified.root), call.tail)
+        following = _RunningCall(upcoming, self.launch(upcoming), None)
+        step, seconds = self.read_call_and_extend_text(running)
+        self.report_to_controller(running, step, seconds, drafts=None)
+        yield from self.watch.yield_untimed(step)
+        return following
+
+    def read_then_draft_and_launch(
+        self, running: _RunningCall
+    ) -> Generator[Step | None, None, _RunningCall]:
+        """Read a call, then draft, build and launch the next one by what its tokens say.
+
+        The controller decides again what is drafted, as drafters that had to wait for the tokens
+        know more now. Where it is nothing, a bare root takes the place of a draft.
+
+        Args:
+            running: the call under way.
+
+        Yields:
+            Its step: before anything is drafted where it is the first or the last, else behind the
+            launch. None where a drafter starts.
+
+        Returns:
+            The call that was launched.
+        """
+        call = running.call
+        step, seconds = self.read_call_and_extend_text(running)
+        drafts = self.controller.next(is_read=True)
+        self.report_to_controller(running, step, seconds, drafts)
+        is_given_first = self.stops(step.tokens) or running.is_prompts
+        self.commit_accepted_rows(call, step)
+        if is_given_first:
+            yield from self.watch.yield_untimed(step)
+        if drafts is None:
+            following = self.build_and_launch_call(call, root_tree(call.verified.root), None)
+        else:
+            # What a call advanced by is shown to those that draft on the device by the call itself.
+            unseen = 0 if self.text.needs_host_tokens(drafts) else len(step.tokens)
+            yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
+            tree = self.text.propose(call, drafts)
+            self.text.mark_seen(drafts.drafter)
+            following = self.build_and_launch_call(call, tree, drafts)
+        if not is_given_first:
+            yield from self.watch.yield_untimed(step)
+        return following
+
+    def draft_then_read_and_launch(
+        self, running: _RunningCall, drafts: DraftShape
+    ) -> Generator[Step | None, None, _RunningCall]:
+        """Draft while a call is under way and read it; then build and launch the next one.
+
+        Args:
+            running: the call under way.
+            drafts: what to draft behind it, by a drafter that needs no host tokens.
+
+        Yields:
+            None where the drafter starts; then the call's step: before the next one is built where
+            it is the first or the last, else behind the launch.
+
+        Returns:
+            The call that was launched.
+        """
+        yield from self.text.start_or_catch_up(drafts.drafter)
+        tree = self.text.propose(running.call, drafts)
+        step = self.read_release_and_report_call(running, drafts)
+        is_given_first = self.stops(step.tokens) or running.is_prompts
+        self.commit_accepted_rows(running.call, step)
+        if is_given_first:
+            yield from self.watch.yield_untimed(step)
+        following = self.build_and_launch_call(running.call, tree, drafts)
+        if not is_given_first:
+            yield from self.watch.yield_untimed(step)
+        return following
+
+    def draft_and_build_then_read(
+        self, running: _RunningCall, drafts: DraftShape
+    ) -> Generator[Step | None, None, _RunningCall]:
+        """Draft and build the next call while a call is under way; read that one and launch.
+
+        The drafting is launched at once, the next call behind the read: MLX writes in place only
+        into what nobody else holds. Where the answer ends with the tokens read, that call is
+        dropped, and the cache gets back what it held before it was built; should the answer be
+        asked to go on, it is built anew.
+
+        Args:
+            running: the call under way.
+            drafts: what to draft behind it, by a drafter that needs no host tokens.
+
+        Yields:
+            None where the drafter starts; then the call's step.
+
+        Returns:
+            The call that was launched.
+        """
+        call = running.call
+        yield from self.text.start_or_catch_up(drafts.drafter)
+        tree = self.text.propose(call, drafts)
+        before = self.cache.snapshot()
+        upcoming = self.build_call(tree, call.tail)
+        mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
+        self.drafting = tree.arrays
+        mx.async_eval(self.drafting)
+        step = self.read_release_and_report_call(running, drafts)
+        if self.stops(step.tokens):
+            self.cache.forget_masks()
+            self.cache.restore(before)
+            del before, upcoming
+            self.commit_accepted_rows(call, step)
+            yield from self.watch.yield_untimed(step)
+            return self.build_and_launch_call(call, tree, drafts)
+        del before
+        if call.is_committed:
+            mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
+        pending = self.launch(upcoming, follows_unread_drafting=call.is_committed)
+        self.commit_accepted_rows(call, step)
+        yield from self.watch.yield_untimed(step)
+        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
 
     def build_call(self, tree: Tree, tail: mx.array) -> TargetCall:
         """Build the call that verifies `tree`.
@@ -415,7 +466,7 @@ class _SpeculativeLoop:
                 self.model, tree.tokens, tail, self.cache, self.sampler, self.text.taps
             )
         if isinstance(self.cache, StateCache):
-            return verify_chain(
+            return verify_as_chain(
                 self.model,
                 tree,
                 self.cache,
@@ -428,7 +479,7 @@ class _SpeculativeLoop:
             self.model,
             tree,
             self.cache,
-            num_streams=streams,
+            streams_per_node=streams,
             prune=self.prune,
             sampler=self.sampler,
             acceptance=self.acceptance,
@@ -436,167 +487,111 @@ class _SpeculativeLoop:
             taps=self.text.taps,
         )
 
-    def launch(self, call: TargetCall, *, is_first: bool = False) -> PendingCall:
+    def launch(self, call: TargetCall, *, follows_unread_drafting: bool = False) -> PendingCall:
         """Start computing what `call` decides, without waiting for it.
 
         The cache is computed with it unless it is a plain call.
 
         Args:
             call: as `build_call` returned it.
-            is_first: whether it follows drafting of which nothing was read yet, see `Stopwatch`.
+            follows_unread_drafting: see `Stopwatch.launch`.
 
         Returns:
             What `Stopwatch.read` needs.
         """
         state = [] if call.is_committed else [self.cache.state]
-        return self.watch.launch(call.arrays_to_read(), *state, is_first=is_first)
+        return self.watch.launch(
+            call.arrays_to_read(), *state, follows_unread_drafting=follows_unread_drafting
+        )
 
-    def prepare_next_call(
-        self, call: TargetCall, *, may_launch: bool
-    ) -> Generator[list[int], None, _NextCall]:
-        """Do what can be done of the next call while `call` is under way.
+    def read_call_and_extend_text(self, running: _RunningCall) -> tuple[Step, float | None]:
+        """Wait for a call and extend the text by its tokens, which shows them to drafters that have
+        started and need host tokens.
 
-        Where nothing is to be drafted behind a plain call, the next plain call is built and
-        launched. A draft that needs no host tokens is made. With `may_launch`, unless pruning is
-        by a threshold or the cache takes no trees, the drafting is launched too, and the call that
-        verifies the draft is built on the cache, but not launched.
+        The cache is not changed, and the controller is told nothing.
 
         Args:
-            call: the one under way.
-            may_launch: whether drafting may be launched before `call` is read.
-
-        Yields:
-            Empty lists, where a drafter starts.
+            running: the call under way.
 
         Returns:
-            What is prepared, by a generator's return value. Only `drafts` is set where nothing is.
+            What it brought, and the seconds that it took: None where nobody knows, see
+            `Stopwatch.read`.
         """
-        following = _NextCall(self.controller.next())
-        drafts = following.drafts
-        if drafts is None and call.is_committed:
-            following.tree = root_tree(call.verified.root)
-            following.call = self.build_call(following.tree, call.tail)
-            following.pending = self.launch(following.call)
-        elif drafts is not None and not self.text.needs_host_tokens(drafts):
-            yield from self.text.bring_up_to_date(drafts.drafter)
-            following.tree = self.text.propose(call, drafts)
-            if may_launch and self.prune.kind != "threshold" and self.cache.takes_trees:
-                following.before = self.cache.snapshot()
-                following.call = self.build_call(following.tree, call.tail)
-                mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
-                self.drafting = following.tree.arrays
-                mx.async_eval(self.drafting)
-        return following
+        call = running.call
+        tokens, seconds = self.watch.read(running.pending, call.read_tokens)
+        self.text.extend_and_let_host_drafters_follow(tokens, call.verified.accepted_taps())
+        draft = None
+        if running.shape is not None:
+            drafter = running.shape.drafter
+            draft = DraftResult(drafter, call.num_nodes, call.num_drafted, len(tokens) - 1)
+        return Step(tuple(tokens), call.read_logprobs_or_none(tokens), draft), seconds
 
-    def read_call(
-        self,
-        call: TargetCall,
-        pending: PendingCall,
-        shape: DraftShape | None,
-        following: _NextCall,
-        *,
-        is_timed: bool,
-    ) -> list[int]:
-        """Wait for the tokens that `call` advanced by, and tell everybody of them.
+    def read_release_and_report_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
+        """Read a call that was drafted behind, drop its hidden states, and report it.
 
-        Extends the text, which shows them to drafters that need host tokens; records log
-        probabilities and counts; reports the call to the controller. Where no next tree is
-        prepared, the controller decides again what is drafted. Where one was drafted, its drafter
-        counts as having seen the text, and the hidden states of `call` are dropped. The cache is
-        not changed.
+        The drafter counts as having seen its tokens: `propose` was shown the call.
 
         Args:
-            call: under way.
-            pending: the same, as it was launched.
-            shape: of the tree that it verified; None for a bare root.
-            following: what is prepared behind it; `drafts` may be changed.
-            is_timed: whether the controller is told its time: not that of the prompt's call.
+            running: the call under way.
+            drafts: what was drafted behind it.
 
         Returns:
-            The tokens' ids, one or more.
+            What it brought.
         """
-        context = len(self.text.tokens) - 1
-        tokens, seconds = self.watch.read(pending, call.read)
-        self.text.extend(tokens, call.verified.accepted_taps())
-        if following.tree is None:
-            # Nothing is prepared, and drafters that had to wait for the tokens know more now.
-            following.drafts = self.controller.next(is_read=True)
-        elif following.drafts is not None:
-            self.text.mark_seen(following.drafts.drafter)
-            call.release()
-        record_logprobs(self.logprobs, tokens, call.token_logprobs)
-        if shape is not None:
-            accepted = len(tokens) - 1
-            self.counts.add(shape.drafter, call.num_nodes, call.num_drafted, accepted)
-        timed = seconds if is_timed else None
-        self.controller.record(Call(shape, len(tokens), context, timed, following.drafts))
-        return tokens
+        step, seconds = self.read_call_and_extend_text(running)
+        self.text.mark_seen(drafts.drafter)
+        running.call.release()
+        self.report_to_controller(running, step, seconds, drafts)
+        return step
 
-    def launch_prepared_call(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
-        """Launch the call that was built before `call` was read, and commit the rows of `call`.
+    def report_to_controller(
+        self, running: _RunningCall, step: Step, seconds: float | None, drafts: DraftShape | None
+    ) -> None:
+        """Tell the controller of a call that was read: not its seconds if it is the prompt's.
 
         Args:
-            call: the call that was read. A plain one's row is committed already.
-            following: holds the call that was built; gets it launched, and its snapshot of the
-                cache is dropped.
-            num_tokens: tokens that `call` advanced by.
+            running: the call.
+            step: what it brought; the text ends with its tokens.
+            seconds: that it took; None where nobody knows.
+            drafts: what is drafted behind it; None for nothing.
         """
-        following.before = None  # MLX writes in place only into what nobody else holds.
-        assert following.call is not None
-        if call.is_committed:
-            mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
-        following.pending = self.launch(following.call, is_first=call.is_committed)
+        context = len(self.text.tokens) - len(step.tokens) - 1
+        timed = None if running.is_prompts else seconds
+        self.controller.record(Call(running.shape, len(step.tokens), context, timed, drafts))
+
+    def commit_accepted_rows(self, call: TargetCall, step: Step) -> None:
+        """Have the cache keep the rows of a call's accepted path; a plain call's is kept already.
+
+        Args:
+            call: that was read.
+            step: what it brought.
+        """
         if not call.is_committed:
-            self.cache.advance(num_tokens)
+            self.cache.advance(len(step.tokens))
 
-    def drop_prepared_call(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
-        """Commit the rows of `call`; drop the call that was built before it was read, if one was.
-
-        The cache gets back what it held before that one was built. The draft stays.
-
-        Args:
-            call: the call that was read. A plain one's row is committed already.
-            following: what is prepared; its call and its snapshot of the cache are dropped.
-            num_tokens: tokens that `call` advanced by.
-        """
-        if following.before is not None:
-            self.cache.forget_masks()
-            self.cache.restore(following.before)
-            following.before = None
-            following.call = None
-        if not call.is_committed:
-            self.cache.advance(num_tokens)
-
-    def draft_and_launch_next_call(
-        self, call: TargetCall, following: _NextCall, num_tokens: int
-    ) -> Iterator[list[int]]:
-        """Draft, build and launch the next call, now that the tokens of `call` are known.
-
-        What was drafted already is not drafted again. Where `following.drafts` is None, a bare root
-        takes the place of a draft.
+    def build_and_launch_call(
+        self, call: TargetCall, tree: Tree, drafts: DraftShape | None
+    ) -> _RunningCall:
+        """Build and launch the call that verifies `tree`, behind a call that was read.
 
         Args:
-            call: the call that was read; its rows are committed.
-            following: gets the tree, the call and its launch.
-            num_tokens: tokens that `call` advanced by.
+            call: that was read, and whose rows are committed.
+            tree: drafted behind it, or a bare root.
+            drafts: the tree's shape; None where nothing was to be drafted.
 
-        Yields:
-            Empty lists, where a drafter starts.
+        Returns:
+            The call that was launched.
         """
-        drafts = following.drafts
         is_on_device = drafts is not None and not self.text.needs_host_tokens(drafts)
-        if drafts is None:
-            following.tree = root_tree(call.verified.root)
-        elif following.tree is None:
-            # What a call advanced by is shown to those that draft on the device by the call itself.
-            unseen = num_tokens if is_on_device else 0
-            yield from self.watch.exclude_time(self.text.bring_up_to_date(drafts.drafter, unseen))
-            following.tree = self.text.propose(call, drafts)
-            self.text.mark_seen(drafts.drafter)
         if is_on_device:
-            self.drafting = following.tree.arrays
+            self.drafting = tree.arrays
             mx.async_eval(self.drafting)
-        following.call = self.build_call(following.tree, call.tail)
+        upcoming = self.build_call(tree, call.tail)
         mx.eval(self.drafting)
-        is_first = is_on_device and call.is_committed
-        following.pending = self.launch(following.call, is_first=is_first)
+        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_committed)
+        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
+
+
+def _shape_unless_bare(tree: Tree, drafts: DraftShape | None) -> DraftShape | None:
+    """`drafts`; None where `tree` is a bare root, as of a drafter that had no draft."""
+    return drafts if tree.num_nodes > 1 else None

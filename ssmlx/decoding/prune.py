@@ -35,35 +35,38 @@ def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
     return mx.where(tree.depths == 0, 0.0, logprobs)
 
 
-def nodes_within_budget(tree: Tree, edges: mx.array, keep: int) -> mx.array:
+def nodes_within_budget(tree: Tree, edge_logprobs: mx.array, keep: int) -> mx.array:
     """Find the nodes of the largest path probabilities.
 
     Args:
         tree: of N nodes.
-        edges: [N] log probability of each node given its parent; clipped before they are summed.
+        edge_logprobs: [N] log probability of each node given its parent; clipped before they are
+            summed.
         keep: how many nodes, the root included; at least 1.
 
     Returns:
         [M] int32 node numbers, ascending; M is `keep`, or N where that is less.
     """
-    return top_nodes(tree.path_sums(clip_logprobs(edges)), keep)
+    return top_nodes(tree.path_sums(clip_logprobs(edge_logprobs)), keep)
 
 
-def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.array:
+def wait_for_nodes_over_threshold(
+    tree: Tree, edge_logprobs: mx.array, least_token_probability: float
+) -> mx.array:
     """Find the nodes on whose path from the root every token is probable enough.
 
     How many they are is not known beforehand, so this waits for the device.
 
     Args:
         tree: of N nodes.
-        edges: [N] log probability of each node given its parent; 0 for the root.
-        threshold: the least probability of each token on the path; 0 or less keeps all nodes.
+        edge_logprobs: [N] log probability of each node given its parent; 0 for the root.
+        least_token_probability: of each token on the path; 0 or less keeps all nodes.
 
     Returns:
         [M] int32 node numbers, ascending, the root among them.
     """
-    floor = math.log(threshold) if threshold > 0 else -math.inf
-    kept = (edges >= floor)[tree.paths].all(axis=1)
+    floor = math.log(least_token_probability) if least_token_probability > 0 else -math.inf
+    kept = (edge_logprobs >= floor)[tree.paths].all(axis=1)
     nodes = mx.where(kept, indices(tree.num_nodes), tree.num_nodes)
     return mx.sort(nodes)[: to_int(kept.sum())].astype(mx.int32)
 
@@ -79,12 +82,13 @@ def may_drop_nodes(tree: Tree, config: PruneConfig) -> bool:
     return config.kind == "threshold" and tree.num_nodes > 1
 
 
-def surviving_nodes(tree: Tree, edges: mx.array, config: PruneConfig) -> mx.array:
+def surviving_nodes(tree: Tree, edge_logprobs: mx.array, config: PruneConfig) -> mx.array:
     """The nodes that pruning keeps; every ancestor of a kept node is kept.
 
     Args:
         tree: of N nodes.
-        edges: [N] log probability of each node given its parent, as `transition_logprobs` returns.
+        edge_logprobs: [N] log probability of each node given its parent, as `transition_logprobs`
+            returns.
         config: a budget of nodes, or the least probability of each token on a node's path. A
             threshold waits for the device. The kind must not be "off".
 
@@ -92,5 +96,5 @@ def surviving_nodes(tree: Tree, edges: mx.array, config: PruneConfig) -> mx.arra
         [M] int32 node numbers, ascending, the root's, 0, among them.
     """
     if config.kind == "budget":
-        return nodes_within_budget(tree, edges, config.keep)
-    return nodes_over_threshold(tree, edges, config.threshold)
+        return nodes_within_budget(tree, edge_logprobs, config.keep)
+    return wait_for_nodes_over_threshold(tree, edge_logprobs, config.threshold)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p
@@ -23,10 +24,10 @@ from ..errors import InputError
 from ..model.shapes import expect_shape, indices, to_int, to_list
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
-from .drafter import Noise, rank_candidates, top_columns
+from .drafter import Noise, rank_candidates, top_columns_and_values
 
 NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
-UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample`
+UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample_or_mark_unresolved`
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,14 @@ class RowPositions:
     def tail_at(self, row: mx.array) -> mx.array:
         """[C] the last C tokens up to and with that of row number `row` [1]; [0] where C is 0."""
         return self.recent[row].flatten() if self.recent.size else indices(0)
+
+
+class RankedTokens(NamedTuple):
+    """The best tokens of each of R rows, see `Sampling.rank_tokens`."""
+
+    tokens: mx.array  # [R, count] best first
+    # [R] bool, or [] for all: whether the filters may keep more tokens than were looked at
+    may_keep_more: mx.array
 
 
 def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
@@ -105,7 +114,8 @@ class Sampling:
 
     Attributes:
         context_size: C, how many recent tokens it needs of each row; 0 without penalties.
-        may_leave_unresolved: whether `sample` may leave a row to `resample_full_vocab`.
+        may_leave_unresolved: whether `sample_or_mark_unresolved` may leave a row to
+            `resolve_row_over_full_vocab`.
         is_argmax: whether a token is the argmax of the logits, and nothing else is returned.
     """
 
@@ -132,7 +142,7 @@ class Sampling:
         self._has_nucleus = 0 < config.top_p < 1
         filters = self._has_nucleus or config.min_p > 0 or self._top_k > 0
         self._filters = config.temp > 0 and filters
-        # Whether `resample_full_vocab` has to follow `sample`.
+        # Whether `resolve_row_over_full_vocab` has to follow `sample_or_mark_unresolved`.
         self.may_leave_unresolved = (
             self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
         )
@@ -219,7 +229,7 @@ class Sampling:
             logprobs, mx.array(1.0), self._seed, positions.first + positions.depths
         )
 
-    def sample(self, logits: mx.array, positions: RowPositions) -> mx.array:
+    def sample_or_mark_unresolved(self, logits: mx.array, positions: RowPositions) -> mx.array:
         """Decide the token after each row: the best score of `rank_tokens`.
 
         With filters and temperature, only some of the likeliest tokens are looked at: as many as
@@ -242,13 +252,13 @@ class Sampling:
             else tokens
         )
 
-    def resample_full_vocab(
+    def resolve_row_over_full_vocab(
         self, tokens: mx.array, logits: mx.array, positions: RowPositions, row: mx.array
     ) -> mx.array:
-        """Decide one row that `sample` left unresolved, among all V tokens.
+        """Decide one row that `sample_or_mark_unresolved` left unresolved, among all V tokens.
 
         Args:
-            tokens: [R] as `sample` returned them.
+            tokens: [R] as `sample_or_mark_unresolved` returned them.
             logits: [R, V] that it was given.
             positions: of the R rows.
             row: [1] the number of the row to decide; other unresolved rows stay so.
@@ -261,9 +271,7 @@ class Sampling:
         found = mx.argmax(scores, axis=-1).astype(mx.int32)
         return mx.where((tokens < 0) & (indices(tokens.shape[0]) == row), found, tokens)
 
-    def rank_tokens(
-        self, logits: mx.array, positions: RowPositions, count: int
-    ) -> tuple[mx.array, mx.array]:
+    def rank_tokens(self, logits: mx.array, positions: RowPositions, count: int) -> RankedTokens:
         """The best tokens of each row by the scores whose argmax is the token that is decided on.
 
         Greedy: the logits with bias and penalties. Sampled: those divided by the temperature, plus
@@ -276,8 +284,7 @@ class Sampling:
             count: how many tokens, at most V.
 
         Returns:
-            [R, count] tokens, best first; and [R] bool (or one False for all), true for rows of
-            which the filters may keep more tokens than were looked at.
+            `count` tokens of each row, and whether the filters may keep others.
         """
         logits = self.apply_bias_and_penalties(logits, positions)
         if self._filters:
@@ -296,16 +303,16 @@ class Sampling:
                 self._has_nucleus,
             )
             best = mx.argsort(-scores, axis=-1)[:, :count]
-            return mx.take_along_axis(tokens, best, axis=-1), may_keep_more
+            return RankedTokens(mx.take_along_axis(tokens, best, axis=-1), may_keep_more)
         if self.config.temp > 0:
             logits = add_gumbel_noise(
                 logits, self._scale, self._seed, positions.first + positions.depths
             )
         if count == 1:
-            return mx.argmax(logits, axis=-1, keepdims=True), mx.array(False)
-        return top_columns(logits, count)[0], mx.array(False)
+            return RankedTokens(mx.argmax(logits, axis=-1, keepdims=True), mx.array(False))
+        return RankedTokens(top_columns_and_values(logits, count)[0], mx.array(False))
 
-    def token_logprobs(
+    def token_logprobs_or_none(
         self, logits: mx.array, positions: RowPositions, rows: mx.array, tokens: mx.array
     ) -> mx.array | None:
         """Log probabilities of tokens that a call decided on, where the settings ask for them.
@@ -350,26 +357,21 @@ def own_and_top_logprobs(logits: mx.array, tokens: mx.array, count: int) -> mx.a
     return own
 
 
-def record_logprobs(
-    recorded: list[TokenLogprobs] | None, tokens: Sequence[int], rows: mx.array | None
-) -> None:
-    """Append an entry for each of a call's tokens to `recorded`; waits for the device.
-
-    Does nothing where `recorded` or `rows` is None.
+def read_logprobs(tokens: Sequence[int], rows: mx.array) -> tuple[TokenLogprobs, ...]:
+    """Read an entry for each of a call's tokens; waits for the device.
 
     Args:
-        recorded: the list to append to.
         tokens: ids.
-        rows: [P, 1 + 2 T] as `Sampling.token_logprobs` returned them, P at least as many as tokens.
-            Of the T likeliest tokens those that a bias rules out (-inf) are left out.
+        rows: [P, 1 + 2 T] as `Sampling.token_logprobs_or_none` returned them, P at least as many as
+            tokens. Of the T likeliest tokens those that a bias rules out (-inf) are left out.
     """
-    if recorded is None or rows is None:
-        return
+    found = []
     for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):
         pairs = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)
         # A bias can rule tokens out.
-        top = tuple((int(one), found) for one, found in pairs if found > -math.inf)
-        recorded.append(TokenLogprobs(token, logprob, top))
+        top = tuple((int(one), value) for one, value in pairs if value > -math.inf)
+        found.append(TokenLogprobs(token, logprob, top))
+    return tuple(found)
 
 
 GREEDY = Sampling(SamplingConfig(), 0)
@@ -396,7 +398,7 @@ def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
     if config.min_p > 0.0:
         logprobs = apply_min_p(logprobs, config.min_p)
     if 0 < config.top_k < logprobs.shape[-1]:
-        tokens, best = top_columns(logprobs, config.top_k)
+        tokens, best = top_columns_and_values(logprobs, config.top_k)
         none = mx.full(logprobs.shape, -math.inf)
         logprobs = mx.put_along_axis(none, tokens, best, axis=-1)
     return logprobs
@@ -464,7 +466,7 @@ def rank_filtered_with_noise(
         kept, so that the filters may keep more than these.
     """
     size = logits.shape[1]
-    tokens, logprobs = top_columns(logits, width)
+    tokens, logprobs = top_columns_and_values(logits, width)
     kept = logprobs >= logprobs[:, :1] + bounds[1]
     if has_nucleus:
         logprobs = logprobs - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)

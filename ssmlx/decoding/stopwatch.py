@@ -24,7 +24,7 @@ class PendingCall:
     launched_at: float
     launch_seconds: float
     others: int  # calls that other loops had launched
-    is_first: bool  # follows drafting of which nothing was read yet
+    follows_unread_drafting: bool  # follows drafting of which nothing was read yet
 
 
 class Stopwatch:
@@ -44,13 +44,14 @@ class Stopwatch:
         self._untimed = 0.0
         self._own = 0
 
-    def launch(self, *arrays: object, is_first: bool = False) -> PendingCall:
+    def launch(self, *arrays: object, follows_unread_drafting: bool = False) -> PendingCall:
         """Start computing what a call decides, without waiting for it.
 
         Args:
             arrays: arrays, or nested lists of them: what the call decides, and what has to be
                 computed with it.
-            is_first: whether the call follows drafting of which nothing was read yet.
+            follows_unread_drafting: whether the call is launched behind drafting of which nothing
+                was read yet.
 
         Returns:
             The times that `read` needs; each launched call is to be read once, in order.
@@ -60,7 +61,7 @@ class Stopwatch:
         started = now()
         mx.async_eval(*arrays)
         others = Stopwatch.launches - self._own
-        return PendingCall(started, now() - started, others, is_first)
+        return PendingCall(started, now() - started, others, follows_unread_drafting)
 
     def read(self, call: PendingCall, read: Callable[[], Result]) -> tuple[Result, float | None]:
         """Wait for a call, and time it.
@@ -73,8 +74,8 @@ class Stopwatch:
             What `read` returned, and the seconds from the read before (or the launch, for the
             first) to this one. Where launching blocks, as on the CPU, without the time that tokens
             were with whoever asked for them. None where nobody knows what the call took: another
-            loop launched calls meanwhile; launching blocks and the call `is_first`; or the device
-            may have been idle while tokens were with whoever asked for them.
+            loop launched calls meanwhile; launching blocks and the call `follows_unread_drafting`;
+            or the device may have been idle while tokens were with whoever asked for them.
         """
         started = now()
         found = read()
@@ -86,7 +87,7 @@ class Stopwatch:
         if call.others != Stopwatch.launches - self._own:
             return found, None
         if call.launch_seconds >= _BLOCKS * (done - call.launched_at):
-            return found, None if call.is_first else done - since - untimed
+            return found, None if call.follows_unread_drafting else done - since - untimed
         is_busy = done - started >= _WAITS * (done - since)
         return found, done - since if is_busy or untimed < _AWAY * (done - since) else None
 

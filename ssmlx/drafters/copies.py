@@ -112,25 +112,26 @@ class Copies:
 
         Returns:
             Guesses of the same shapes, with the tokens among them that followed the text's newest
-            ones before; see `mix_copies`.
+            ones before; see `mix_in_copies_unsorted`.
         """
         self._text.write(decided, position)
         if self._before is not None:
-            self._hits_and_trials = _add_hits_and_trials(
+            self._hits_and_trials = _add_hits_and_trials_of_call(
                 self._hits_and_trials, self._before, decided, num_accepted
             )
         copied = self._text.find_continuations(position + num_accepted, guesses[0].shape[0])[0]
         self._before = *guesses, copied
-        return mix_copies(*self._before, self._hits_and_trials)
+        return mix_in_copies_unsorted(*self._before, self._hits_and_trials)
 
 
 def initial_hits_and_trials() -> mx.array:
-    """[2, 2] hits and trials, as `mix_copies` takes them, before an answer has shown anything."""
+    """[2, 2] hits and trials, as `mix_in_copies_unsorted` takes them, before an answer has shown
+    anything."""
     return mx.array([[FIRST_COPY_PROB * DOUBT, NEXT_COPY_PROB * DOUBT], [DOUBT, DOUBT]])
 
 
 @mx.compile
-def mix_copies(
+def mix_in_copies_unsorted(
     tokens: mx.array, logprobs: mx.array, copied: mx.array, hits_and_trials: mx.array
 ) -> Guesses:
     """Mix the tokens of a copy into the guesses of streams: a mixture of two distributions.
@@ -144,7 +145,7 @@ def mix_copies(
         logprobs: [..., G, K, K] their log probabilities (last axis), given each candidate of the
             level before.
         copied: [..., G] the copy; `PAD_TOKEN` where there is none.
-        hits_and_trials: [..., 2, 2] row 0 hits, row 1 trials, of `count_copy_hits_and_trials`;
+        hits_and_trials: [..., 2, 2] row 0 hits, row 1 trials, of `count_hits_and_trials_by_level`;
             column 0 for the first level, column 1 for the others. w is hits over trials.
 
     Returns:
@@ -166,8 +167,8 @@ def mix_copies(
     return mx.where(is_new, ours, tokens), mx.log(mixed)
 
 
-def count_copy_hits_and_trials(
-    tokens: mx.array, logprobs: mx.array, copied: mx.array, decided: mx.array
+def count_hits_and_trials_by_level(
+    stream_tokens: mx.array, stream_logprobs: mx.array, copied: mx.array, decided: mx.array
 ) -> mx.array:
     """[2, G] by level: the hits of a copy in one call (row 0), and its trials (row 1).
 
@@ -177,16 +178,17 @@ def count_copy_hits_and_trials(
     where the streams were sure of it. Else it is 0.
 
     Args:
-        tokens: [G, K] the streams' candidates, without copies.
-        logprobs: [G, K, K] their log probabilities, given each candidate of the level before.
+        stream_tokens: [G, K] the streams' candidates, without copies.
+        stream_logprobs: [G, K, K] their log probabilities, given each candidate of the level
+            before.
         copied: [G] the copy; `PAD_TOKEN` where there is none.
         decided: [G] the tokens that the target decided on at these levels.
     """
-    is_said = tokens == decided[:, None]
-    root = mx.array([[True, *[False] * (tokens.shape[1] - 1)]])  # any row of the first level
+    is_said = stream_tokens == decided[:, None]
+    root = mx.array([[True, *[False] * (stream_tokens.shape[1] - 1)]])  # any row of the first level
     before = mx.concatenate([root, is_said[:-1]])
     pairs = before[:, :, None] & is_said[:, None]
-    probs = mx.where(pairs, mx.exp(logprobs), 0.0).sum(axis=(1, 2))
+    probs = mx.where(pairs, mx.exp(stream_logprobs), 0.0).sum(axis=(1, 2))
     right = copied == decided
     follows = mx.concatenate([mx.array([True]), right[:-1]])
     could = mx.cumprod(follows.astype(mx.float32)) * (copied >= 0)
@@ -194,7 +196,7 @@ def count_copy_hits_and_trials(
 
 
 @mx.compile
-def _add_hits_and_trials(
+def _add_hits_and_trials_of_call(
     hits_and_trials: mx.array,
     before: tuple[mx.array, ...],
     decided: mx.array,
@@ -203,7 +205,7 @@ def _add_hits_and_trials(
     """Add what a call has shown to the hits and trials so far.
 
     Args:
-        hits_and_trials: [2, 2] as `mix_copies` takes them.
+        hits_and_trials: [2, 2] as `mix_in_copies_unsorted` takes them.
         before: tokens [G, K], log probabilities [G, K, K] and copy [G] of which the call's tree was
             made.
         decided: [P] what the call decided on; levels beyond P are left out.
@@ -218,28 +220,28 @@ def _add_hits_and_trials(
     columns = mx.array([[1.0, 0.0], *[[0.0, 1.0]] * (count - 1)])  # the first level's, and others'
     # Not `indices`: an array of it may be `num_accepted`, and none is compiled in twice.
     counts = mx.array([[level] for level in range(count)]) <= num_accepted
-    return hits_and_trials + count_copy_hits_and_trials(*known) @ (columns * counts)
+    return hits_and_trials + count_hits_and_trials_by_level(*known) @ (columns * counts)
 
 
 @mx.compile
-def _find_continuations(text: mx.array, positions: mx.array, count: int) -> mx.array:
+def _find_continuations(buffer: mx.array, positions: mx.array, count: int) -> mx.array:
     """[A, count] tokens, as `TextOnDevice.find_continuations` returns them, compiled.
 
     Args:
-        text: its buffer: the text behind `NGRAM` - 1 tokens that equal nothing.
+        buffer: the text behind `NGRAM` - 1 tokens that equal nothing.
         positions: [A, 1] positions in the text.
         count: tokens to return for each.
     """
-    size = text.shape[0] - NGRAM + 1
+    size = buffer.shape[0] - NGRAM + 1
     length = mx.array(0)
     starts = indices(size)
-    own = text[positions + indices(NGRAM)]
+    own = buffer[positions + indices(NGRAM)]
     agrees = starts < positions
     for n in reversed(range(NGRAM)):
-        agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
+        agrees = agrees & (buffer[n : n + size] == own[:, n : n + 1])
         length = length + agrees
     # The longest first, then the newest; 0 is none.
     best = mx.max(length * _FAR + mx.where(length > 0, starts, 0), axis=1, keepdims=True)
     found = best % _FAR
-    following = text[found + NGRAM + indices(count) % mx.maximum(positions - found, 1)]
+    following = buffer[found + NGRAM + indices(count) % mx.maximum(positions - found, 1)]
     return mx.where(best > 0, following, PAD_TOKEN)

@@ -26,10 +26,10 @@ from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 from .registry import DrafterInputs, DrafterLoader, register_drafter
-from .text_caches import TextCaches
+from .text_caches import TextCacheOwner
 
 
-class DraftModel:
+class DraftModel(TextCacheOwner["DraftCache"]):
     """A model that drafts for another: weights, which are only read, and caches to draft with.
 
     Every drafter has a cache of its own, so answers may be open at once. Caches outlive answers: a
@@ -55,10 +55,11 @@ class DraftModel:
         InputError where a layer's cache is none from which tokens can be taken back. The target is
         taken to have the same V until `target_vocab_size` is set.
         """
+        super().__init__(lambda: DraftCache(self))
         self.model = model
         self.name = name
         mx.eval(module_arrays(model))
-        for cache in flatten_caches(_make_caches(model)):
+        for cache in flatten_caches(_make_trimmable_caches(model)):
             require(
                 type(cache) in (KVCache, ArraysCache),
                 f"{name} keeps a {type(cache).__name__}, from which rejected tokens cannot be "
@@ -68,32 +69,15 @@ class DraftModel:
             )
         self.num_parameters: int = get_total_parameters(model)
         # Of its logits' shape alone: nothing is computed.
-        self.vocab_size = int(_call(model)(mx.array([[0]]), cache=_make_caches(model)).shape[-1])
+        self.vocab_size = int(
+            _call(model)(mx.array([[0]]), cache=_make_trimmable_caches(model)).shape[-1]
+        )
         self.target_vocab_size = self.vocab_size
-        self._caches = TextCaches(lambda: DraftCache(self))
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self.model)) + self.cache_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of its caches, those that wait for a next answer included."""
-        return self._caches.nbytes
-
-    def drop_idle(self) -> None:
-        """Drop the caches that no living drafter has."""
-        self._caches.drop_idle()
-
-    def claim_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
-        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`.
-
-        Args:
-            tokens: the text that will be drafted behind.
-            drafter: who gets the cache; only a weak reference is kept.
-        """
-        return self._caches.claim(tokens, drafter)
 
 
 def _call(model: Any) -> ModelCall:
@@ -102,7 +86,7 @@ def _call(model: Any) -> ModelCall:
     return call
 
 
-def _make_caches(model: nn.Module) -> list[Any]:
+def _make_trimmable_caches(model: nn.Module) -> list[Any]:
     """A cache for each layer of `model`.
 
     Layers with a sliding window get a plain `KVCache` too, from which tokens can be taken back;
@@ -123,7 +107,7 @@ class DraftCache:
     def __init__(self, draft: DraftModel) -> None:
         """Begin with an empty text, and caches of the model of `draft`; no drafter has it yet."""
         self._draft = draft
-        self._cache = StateCache(lambda: _make_caches(draft.model))
+        self._cache = StateCache(lambda: _make_trimmable_caches(draft.model))
         self.text: list[int] = []
 
     @property
@@ -136,7 +120,7 @@ class DraftCache:
         """Tokens that the cache holds."""
         return self._cache.offset
 
-    def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+    def start(self, tokens: Sequence[int]) -> Iterator[None]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
 
         Rows of the beginning that the text before shares stay, as far as the cache can be taken
@@ -150,12 +134,12 @@ class DraftCache:
         kept = self.offset
         self.text = list(tokens)
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
-            yield []
+            yield
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
-            self.append_and_get_logits(mx.array(self.text[first:last]))
+            self.append_and_get_last_logits(mx.array(self.text[first:last]))
             mx.eval(self._cache.state)
 
-    def append_and_get_logits(self, tokens: mx.array) -> mx.array:
+    def append_and_get_last_logits(self, tokens: mx.array) -> mx.array:
         """[1, V] logits behind the last of `tokens` [R], which are appended to the cache, not to
         `text`.
 
@@ -172,17 +156,22 @@ class DraftCache:
         return logits[:, :wanted]
 
     def mark(self) -> None:
-        """Keep the states of now, so that `extend_text` can take back what is drafted from here."""
+        """Keep the states of now, so that what is drafted from here can be taken back."""
         self._cache.mark()
 
-    def extend_text(self, tokens: Sequence[int], num_cached: int) -> None:
-        """Append `tokens` to the text, of which the cache holds the first `num_cached` already.
+    def extend_text_and_trim_cache(self, new_tokens: Sequence[int], num_new_in_cache: int) -> None:
+        """Append tokens to the text, and take back what the cache holds beyond the first of them.
 
-        What the cache holds beyond these is taken back; more, where recurrent states were not
-        marked there. Marks are forgotten. No token is processed.
+        More is taken back where recurrent states were not marked there. Marks are forgotten. No
+        token is processed.
+
+        Args:
+            new_tokens: they follow the text.
+            num_new_in_cache: how many of them, from the first on, the cache holds already, as
+                drafted ones.
         """
-        known = len(self.text) + num_cached
-        self.text.extend(tokens)
+        known = len(self.text) + num_new_in_cache
+        self.text.extend(new_tokens)
         self._go_back(min(known, self.offset))
         self._cache.forget_marks()
 
@@ -201,7 +190,7 @@ class DraftCache:
         """
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
-            self.append_and_get_logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
+            self.append_and_get_last_logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
             mx.eval(self._cache.state)
         return mx.array(self.text[self.offset :], mx.int32)
 
@@ -246,7 +235,7 @@ class DraftModelDrafter:
         self.num_parameters = model.num_parameters
         self.draft_calls = 0
 
-    def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+    def start(self, tokens: Sequence[int]) -> Iterator[None]:
         """Claim a cache, and process all of `tokens` but the last with the draft model.
 
         What the cache holds of them already is not processed again. Nothing happens before the
@@ -255,7 +244,7 @@ class DraftModelDrafter:
         Yields:
             An empty list before each forward pass; each is counted in `draft_calls`, from 0 again.
         """
-        self._cache = self._model.claim_cache(tokens, self)
+        self._cache = self._model.claim_idle_or_new_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
         self.draft_calls = 0
         for turn in self._cache.start(tokens):
@@ -272,7 +261,9 @@ class DraftModelDrafter:
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
-        self._cache.extend_text(tokens, common_prefix_length(chain[:-1], tokens[:-1]))
+        self._cache.extend_text_and_trim_cache(
+            tokens, common_prefix_length(chain[:-1], tokens[:-1])
+        )
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
@@ -282,18 +273,18 @@ class DraftModelDrafter:
         Always of the largest shape: `shape` is not looked at. Processes what the cache lacks of the
         text; makes a forward pass for each level; of `verified` only the root is read.
         """
-        rows = self._rank_each_level(self._cache.process_all_but_last_piece())
+        rows = self._rank_candidates_by_level(self._cache.process_all_but_last_piece())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
-    def _rank_each_level(self, tokens: mx.array) -> list[mx.array]:
+    def _rank_candidates_by_level(self, newest_tokens: mx.array) -> list[mx.array]:
         """The candidates of each level, [W] int32 each, best first, as the target's sampling ranks
         them.
 
-        The first level is behind `tokens` [R], the newest of the text, which the cache lacks; each
-        other one behind the best candidate of the level before. A forward pass a level, which
+        The first level is behind `newest_tokens` [R], which the cache lacks of the text; each other
+        one behind the best candidate of the level before. A forward pass a level, which
         appends these tokens to the cache, marks its state, and counts in `draft_calls`. Uncomputed.
         """
         sampling = self._sampling
@@ -301,13 +292,14 @@ class DraftModelDrafter:
         text = self._cache.text
         recent = last_tokens(text, size)[None]
         rows: list[mx.array] = []
+        tokens = newest_tokens
         for level in range(self.largest.levels):
-            logits = self._cache.append_and_get_logits(tokens)
+            logits = self._cache.append_and_get_last_logits(tokens)
             self._cache.mark()
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
             places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
-            row = sampling.rank_tokens(logits, places, self._width)[0][0].astype(mx.int32)
+            row = sampling.rank_tokens(logits, places, self._width).tokens[0].astype(mx.int32)
             rows.append(row)
             tokens = row[:1]
             if size:
@@ -343,11 +335,11 @@ def load_draft_model(
     model, config = load_weights(path, dtype, f"the draft model {name} cannot be loaded")
     draft = DraftModel(model, f"the draft model {name}")
     draft.target_vocab_size = vocab_size
-    check_same_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
+    require_same_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
     return draft
 
 
-def check_same_vocabulary(
+def require_same_vocabulary(
     draft: DraftModel,
     draft_tokenizer: TokenizerWrapper,
     target_tokenizer: TokenizerWrapper,

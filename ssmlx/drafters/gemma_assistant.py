@@ -45,7 +45,7 @@ from .gemma_assistant_model import (
     KeysAndValues,
     load_assistant_model,
 )
-from .mtp_head import quantise_as
+from .mtp_head import quantise_in_place_like
 from .unaccepted import UnacceptedDrafts
 
 _PAIR = "choose the assistant that was made for this model"
@@ -80,8 +80,8 @@ class Assistant:
         return int(get_total_parameters(self.model))
 
     def require_fits(self, backbone: Backbone) -> None:
-        """Raise InputError unless `backbone` has the layers and sizes of the target that it is
-        for."""
+        """Raise InputError unless `backbone` has the sizes of the target that it is for, and the
+        layers that are read under the same numbers."""
         layers = _layers_to_read(self.config, backbone, self.folder)
         require(
             layers == self.layers,
@@ -90,8 +90,9 @@ class Assistant:
             do="load it for this model",
         )
 
-    def read(self, cache: TreeCache) -> KeysAndValues:
-        """The keys and values that its layers see of the text that `cache` holds."""
+    def visible_keys_and_values(self, cache: TreeCache) -> KeysAndValues:
+        """The keys and values that its layers see of the text that `cache` holds: all of a layer
+        with full attention, the newest `sliding_window` of one with a window."""
         found = {}
         for kind, layer in self.layers.items():
             keys, values = cache.keys_and_values(layer)
@@ -111,17 +112,21 @@ class AssistantDrafter:
     Args:
         assistant: loaded for the target.
         backbone: the target.
-        num_tokens: K, the most tokens of a chain.
+        max_tokens: K, the most tokens of a chain.
         sampling: how guesses are ranked.
     """
 
     cache_bytes = 0
 
     def __init__(
-        self, assistant: Assistant, backbone: Backbone, num_tokens: int, sampling: Sampling
+        self, assistant: Assistant, backbone: Backbone, max_tokens: int, sampling: Sampling
     ) -> None:
+        """Check that the assistant fits the target, and start on an empty text.
+
+        InputError where it does not fit.
+        """
         assistant.require_fits(backbone)
-        self.largest = DraftShape(assistant.drafter, 1 + num_tokens, num_tokens)
+        self.largest = DraftShape(assistant.drafter, 1 + max_tokens, max_tokens)
         self._last_layer = len(backbone.layers)
         self.needs = Needs(taps=(self._last_layer,), host_tokens=True)
         self.num_parameters = assistant.num_parameters
@@ -139,7 +144,7 @@ class AssistantDrafter:
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text; neither `position` nor `taps` is looked at."""
-        self._unaccepted.note_accepted(len(tokens) - 1)
+        self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._text.extend(tokens)
 
     def offer(self) -> LevelsOffer | None:
@@ -151,7 +156,7 @@ class AssistantDrafter:
         backbone = self._backbone
         row = verified.taps[self._last_layer][:, verified.acceptance.last]
         hidden = backbone.final_norm(row)
-        read = self._assistant.read(verified.cache)
+        seen = self._assistant.visible_keys_and_values(verified.cache)
         position = verified.root_position
         sampling = self._sampling
         recent = last_tokens(self._text, sampling.context_size)[None]
@@ -159,10 +164,10 @@ class AssistantDrafter:
         chain = [token]
         for level in range(min(shape.levels, self.largest.levels)):
             embedded = scaled_embedding(backbone, token)
-            logits, hidden = self._assistant.model(embedded, hidden, position, read)
+            logits, hidden = self._assistant.model(embedded, hidden, position, seen)
             self.draft_calls += 1
             places = RowPositions(position + level, indices(1), 1, recent)
-            token = sampling.rank_tokens(logits, places, 1)[0][0].astype(mx.int32)
+            token = sampling.rank_tokens(logits, places, 1).tokens[0].astype(mx.int32)
             chain.append(token)
             if sampling.context_size:
                 recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
@@ -184,7 +189,8 @@ def load_assistant(
 ) -> Assistant:
     """Read an assistant from its folder and check that it is for a target.
 
-    Where the target's weights are packed and the assistant's are not, these are packed alike.
+    Where the target's weights are packed and the assistant's are not, these are packed alike. All
+    are computed, in the target's dtype.
 
     Args:
         folder: with config.json and all files of weights.
@@ -195,12 +201,12 @@ def load_assistant(
     Raises:
         InputError: the assistant is of another target, or its settings or weights are broken.
     """
-    config = AssistantConfig.read(folder / "config.json", values)
+    config = AssistantConfig.from_config_json(folder / "config.json", values)
     layers = _layers_to_read(config, backbone, folder)
     model = load_assistant_model(folder, config, dtype)
     model.set_dtype(backbone.dtype)
     if not is_quantised(model):
-        quantise_as(backbone.model, model)
+        quantise_in_place_like(backbone.model, model)
     mx.eval(module_arrays(model))
     return Assistant(config, model, layers, folder)
 

@@ -6,8 +6,8 @@ The equations are those of transformers' `Gemma4AssistantForCausalLM`. The layer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 
 from ..errors import InputError, first_line, quoted, require
+from ..json_files import build_settings_ignoring_unknown
 from ..loading.files import check_tensors
 from ..loading.load import cast_model, resolve_dtype
 from ..model.lm_head import row_weights
@@ -34,6 +35,7 @@ _ROPES = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_TOKEN_ORDERING = "masked_embedding.token_ordering"
 _DO = "download it again, or choose an assistant of Gemma 4"
 
 KeysAndValues = Mapping[str, tuple[mx.array, mx.array]]
@@ -42,7 +44,7 @@ KeysAndValues = Mapping[str, tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig:
-    """An assistant's settings, as its folder's config.json has them; checked when made.
+    """An assistant's settings, as its config.json has them; checked by `from_config_json`.
 
     Attributes:
         backbone_hidden_size: D, the target's width.
@@ -80,12 +82,12 @@ class AssistantConfig:
     vocab_size: int = setting(262_144, least=2, most=2**24)
     sliding_window: int = setting(512, least=1, most=2**31)
     rms_norm_eps: float = setting(1e-6, above=0, most=1)
-    rope_parameters: Mapping[str, Mapping[str, Any]] = None  # type: ignore[assignment]
+    rope_parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ROPES)
     quantization: Mapping[str, Any] | None = None
 
     @classmethod
-    def read(cls, path: Path, values: Mapping[str, Any]) -> AssistantConfig:
-        """Make settings of an assistant's config.json.
+    def from_config_json(cls, path: Path, values: Mapping[str, Any]) -> AssistantConfig:
+        """Make and check settings of an assistant's config.json, which is not read here.
 
         What the file leaves out has transformers' defaults. Settings of a model that this class
         does not describe, such as experts, are refused.
@@ -106,21 +108,12 @@ class AssistantConfig:
         )
         given: dict[str, Any] = {**text, **values}
         _refuse_other_layers(path, given)
-        known: dict[str, Any] = {
-            one.name: tuple(value) if isinstance(value, list) else value
-            for one in fields(cls)
-            if (value := given.get(one.name)) is not None
-        }
-        needed = [one.name for one in fields(cls) if one.default is MISSING]
-        missing = ", ".join(name for name in needed if name not in known)
-        require(not missing, f"{path} lacks {missing}", expected=", ".join(needed), do=_DO)
-        known.setdefault("rope_parameters", _ROPES)
-        config = cls(**known)
+        config = build_settings_ignoring_unknown(cls, given, path, do=_DO)
         check_settings(config, found=f"{path} has {{value!r}} for {{name}}", do=_DO)
-        config._check_together(path)
+        config._require_consistent(path)
         return config
 
-    def layer_args(self) -> gemma4_text.ModelArgs:
+    def mlx_lm_layer_args(self) -> gemma4_text.ModelArgs:
         """The settings of mlx-lm's layers: every layer is given its keys and values."""
         names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
         more = ("head_dim", "global_head_dim", "vocab_size", "sliding_window", "rms_norm_eps")
@@ -137,7 +130,7 @@ class AssistantConfig:
         """Dh of the queries in layers of a type."""
         return self.global_head_dim if layer_type == "full_attention" else self.head_dim
 
-    def _check_together(self, path: Path) -> None:
+    def _require_consistent(self, path: Path) -> None:
         """Raise InputError where settings of the file `path` do not go with each other."""
         require(
             len(self.layer_types) == self.num_hidden_layers,
@@ -234,7 +227,7 @@ class AssistantModel(nn.Module):
         super().__init__()
         width = config.hidden_size
         target_width = config.backbone_hidden_size
-        self.model = _Body(config.layer_args())
+        self.model = _Body(config.mlx_lm_layer_args())
         self.pre_projection = nn.Linear(2 * target_width, width, bias=False)
         self.post_projection = nn.Linear(width, target_width, bias=False)
         if not config.tie_word_embeddings:
@@ -248,7 +241,7 @@ class AssistantModel(nn.Module):
         embedded: mx.array,
         hidden: mx.array,
         position: mx.array,
-        read: KeysAndValues,
+        keys_and_values: KeysAndValues,
     ) -> tuple[mx.array, mx.array]:
         """Run a step.
 
@@ -256,19 +249,20 @@ class AssistantModel(nn.Module):
             embedded: [1, 1, D] the last token's row of the target's embedding, scaled.
             hidden: [1, 1, D] the target's normed hidden state; then what the step before returned.
             position: [1] where the root stands in the text, in every step.
-            read: the target's keys and values; all of them are seen.
+            keys_and_values: the target's; all of them are seen, and none is added.
 
         Returns:
             [1, V] logits of the next token, and [1, 1, D] the next step's `hidden`.
         """
         x = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
         for layer in self.model.layers:
-            x, _, _ = layer(x, shared_kv=read[layer.layer_type], offset=position)
+            x, _, _ = layer(x, shared_kv=keys_and_values[layer.layer_type], offset=position)
         normed = self.model.norm(x)
-        return self._logits(normed[:, 0]), self.post_projection(normed)
+        return self._logits_of_head_or_clusters(normed[:, 0]), self.post_projection(normed)
 
-    def _logits(self, normed: mx.array) -> mx.array:
-        """[1, V] logits of `normed` [1, Da]; -inf for tokens of clusters that are not looked at."""
+    def _logits_of_head_or_clusters(self, normed: mx.array) -> mx.array:
+        """[1, V] logits of `normed` [1, Da]: of all tokens; or where the assistant has clusters, of
+        the likeliest clusters' tokens, and -inf for the others."""
         logits: mx.array
         if "masked_embedding" in self:
             return self._cluster_logits(normed)
@@ -277,7 +271,7 @@ class AssistantModel(nn.Module):
         return logits
 
     def _cluster_logits(self, normed: mx.array) -> mx.array:
-        """As `_logits`, computed for the tokens of the likeliest clusters.
+        """[1, V] logits of `normed` [1, Da], -inf but for tokens of the likeliest clusters.
 
         transformers gives all others a logit just below the least of these. They are so many that a
         sampled guess would mostly be one of them, so they are ruled out here.
@@ -308,16 +302,23 @@ def load_assistant_model(folder: Path, config: AssistantConfig, dtype: str) -> A
     Raises:
         InputError: the weights are broken, or do not fit the settings.
     """
-    tensors = _read_weights(folder, config)
-    model = _build_model(config, tensors, folder / "config.json")
-    _check_weights(tensors, dict(tree_flatten(model.parameters())), folder, config)
+    tensors = _load_tensors_but_tied_head(folder, config)
+    model = _build_unloaded_model(config, tensors.keys(), folder / "config.json")
+    _require_tensors_fit(tensors, dict(tree_flatten(model.parameters())), folder)
+    if config.use_ordered_embeddings:
+        order = tensors[_TOKEN_ORDERING].astype(mx.int32)
+        _require_every_token_once(order, config.vocab_size, folder)
+        tensors[_TOKEN_ORDERING] = order
     model.load_weights(list(tensors.items()))
     cast: Any = cast_model(model, resolve_dtype(dtype))
     return cast  # type: ignore[no-any-return]
 
 
-def _read_weights(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
-    """The tensors of a folder, by name; not read yet. A tied head is left out.
+def _load_tensors_but_tied_head(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
+    """The tensors of a folder's model*.safetensors by their names there, not computed.
+
+    Of a config whose embedding is the head, a stored head is left out. Empty where there are no
+    files.
 
     Raises:
         InputError: a file cannot be read.
@@ -327,15 +328,15 @@ def _read_weights(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
         try:
             loaded: Any = mx.load(str(path), format="safetensors")
         except (RuntimeError, ValueError, OSError) as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable_error(path, error) from error
         tensors |= loaded
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     return tensors
 
 
-def _unreadable(path: Path, error: Exception) -> InputError:
-    """The error that says that weights cannot be read."""
+def _unreadable_error(path: Path, error: Exception) -> InputError:
+    """An InputError that says that weights cannot be read, to be raised by the caller."""
     return InputError(
         f"{path} cannot be read ({first_line(error)})",
         expected="the whole weights of an assistant",
@@ -343,13 +344,18 @@ def _unreadable(path: Path, error: Exception) -> InputError:
     )
 
 
-def _build_model(
-    config: AssistantConfig, tensors: Mapping[str, mx.array], path: Path
+def _build_unloaded_model(
+    config: AssistantConfig, stored_names: Collection[str], config_file: Path
 ) -> AssistantModel:
-    """Build the modules of an assistant, packed where `tensors` are; no weight is computed.
+    """Build the modules of an assistant with random weights, none computed.
+
+    Args:
+        config: its settings.
+        stored_names: of the folder's tensors: a layer with scales among them is packed.
+        config_file: that the settings were read from, for messages.
 
     Raises:
-        InputError: packed weights are announced by the file `path` in a way that MLX has not.
+        InputError: the settings ask for a packing that MLX has not.
     """
     model = AssistantModel(config)
     if config.quantization is not None:
@@ -363,53 +369,49 @@ def _build_model(
                 model,
                 **packing,
                 class_predicate=lambda name, module: (
-                    hasattr(module, "to_quantized") and f"{name}.scales" in tensors
+                    hasattr(module, "to_quantized") and f"{name}.scales" in stored_names
                 ),
             )
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"{path} has {quoted(packing)} for quantization ({first_line(error)})",
+                f"{config_file} has {quoted(packing)} for quantization ({first_line(error)})",
                 expected="group_size and bits as MLX has them",
                 do=_DO,
             ) from error
     return model
 
 
-def _check_weights(
-    tensors: dict[str, mx.array],
-    expected: Mapping[str, mx.array],
-    folder: Path,
-    config: AssistantConfig,
+def _require_tensors_fit(
+    tensors: Mapping[str, mx.array], expected: Mapping[str, mx.array], folder: Path
 ) -> None:
-    """Check an assistant's tensors against those of its modules.
+    """Check an assistant's tensors against those of its modules; they are read whole.
 
     Args:
-        tensors: as read; the order of tokens becomes int32, in place.
+        tensors: as read.
         expected: by name, of the shapes and kinds that are wanted.
         folder: named in messages.
-        config: the settings.
 
     Raises:
-        InputError: some are missing, superfluous, of another shape or kind, or not finite; or the
-            order of tokens is none.
+        InputError: some are missing, superfluous, of another shape or kind, not finite, or cannot
+            be read.
     """
     shapes = {name: tuple(array.shape) for name, array in expected.items()}
     whole = [name for name, array in expected.items() if not _is_float(array)]
     try:
         check_tensors(tensors, shapes, folder, whole_numbers=whole)
     except RuntimeError as error:
-        raise _unreadable(folder, error) from error
-    name = "masked_embedding.token_ordering"
-    if config.use_ordered_embeddings:
-        order = tensors[name].astype(mx.int32)
-        in_order = mx.arange(config.vocab_size, dtype=mx.int32)
-        require(
-            bool(mx.array_equal(mx.sort(order), in_order)),
-            f"{folder} has a {name} that does not name every token once",
-            expected=f"the {config.vocab_size} tokens in some order",
-            do=_DO,
-        )
-        tensors[name] = order
+        raise _unreadable_error(folder, error) from error
+
+
+def _require_every_token_once(order: mx.array, vocab_size: int, folder: Path) -> None:
+    """Raise InputError unless `order` has each of the ids below `vocab_size` once."""
+    all_tokens = mx.arange(vocab_size, dtype=mx.int32)
+    require(
+        bool(mx.array_equal(mx.sort(order), all_tokens)),
+        f"{folder} has a {_TOKEN_ORDERING} that does not name every token once",
+        expected=f"the {vocab_size} tokens in some order",
+        do=_DO,
+    )
 
 
 def _is_float(array: mx.array) -> bool:

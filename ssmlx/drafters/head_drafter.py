@@ -5,22 +5,19 @@ Heads guess the next tokens from the target's newest hidden state, behind its fi
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 
 from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified
 from ..decoding.sampling import GREEDY, Sampling
-from ..errors import require
 from ..model.backbone import Backbone
 from ..model.tree import Tree
 from ..settings import check_settings, setting
 
 HeadKind = Literal["medusa", "mlp_speculator"]
-_Config = TypeVar("_Config", bound="HeadConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +32,6 @@ class HeadConfig:
     def __post_init__(self) -> None:
         found = "{name} is {value!r} in the settings of drafting heads"
         check_settings(self, found=found, do="check the heads, or convert them again")
-
-    @classmethod
-    def from_json_values(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
-        """Make settings of JSON `values`. No file is read: `path` is where they come from, for
-        messages.
-
-        Values of unknown names are passed over. A null is as if it were missing. Lists become
-        tuples.
-
-        Raises:
-            InputError: a value without a default is missing, or one is not allowed.
-        """
-        known: dict[str, Any] = {
-            field.name: tuple(value) if isinstance(value, list) else value
-            for field in fields(cls)
-            if (value := values.get(field.name)) is not None
-        }
-        needed = [field.name for field in fields(cls) if field.default is MISSING]
-        missing = ", ".join(name for name in needed if name not in known)
-        do = "copy or convert it again"
-        require(not missing, f"{path} lacks {missing}", expected=", ".join(needed), do=do)
-        return cls(**known)
 
     @property
     def base_width(self) -> int:
@@ -78,19 +53,19 @@ class HeadConfig:
         """The tensors with a row for each token that may be guessed."""
         raise NotImplementedError
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the trained weights by name; a weight that heads share stands once."""
         raise NotImplementedError
 
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+    def shapes_of_all_tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name of all tensors of the folder: the weights, and `draft_vocab` if any."""
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
-        return {**self.weight_shapes(), **vocab}
+        return {**self.trained_weight_shapes(), **vocab}
 
     @property
     def num_parameters(self) -> int:
         """Trained numbers, those that heads share counted once."""
-        return sum(math.prod(shape) for shape in self.weight_shapes().values())
+        return sum(math.prod(shape) for shape in self.trained_weight_shapes().values())
 
 
 class DraftingHeads:
@@ -98,7 +73,7 @@ class DraftingHeads:
 
     Args:
         config: their settings.
-        tensors: those of `config.expected_tensors()`, in the base model's dtype.
+        tensors: those of `config.shapes_of_all_tensors()`, in the base model's dtype.
         backbone: the base model.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..errors import require
-from ..json_files import read_json
+from ..json_files import build_settings_ignoring_unknown, read_json
 from ..loading.adapter import cast_tensors, check_draft_vocab
 from ..loading.files import check_tensors, read_tensors, save_tensors
 from ..model.backbone import Backbone
@@ -41,7 +41,7 @@ class Heads:
 
     Attributes:
         config: their settings, whose class is their kind.
-        tensors: those of `config.expected_tensors()`.
+        tensors: those of `config.shapes_of_all_tensors()`.
         base: identifies the model that they belong to.
         base_model: what a message calls that model.
     """
@@ -52,11 +52,11 @@ class Heads:
     base_model: str = ""
 
 
-def write_head_files(folder: Path, heads: Heads) -> None:
-    """Write `CONFIG_FILE` and `WEIGHTS_FILE` into `folder`, in place over older ones.
+def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
+    """Write `CONFIG_FILE` and `WEIGHTS_FILE` into a folder, in place over older ones.
 
     Args:
-        folder: which is there.
+        existing_folder: which is not made here.
         heads: they are written as they are; whether they fit their settings is not checked.
 
     Raises:
@@ -70,8 +70,9 @@ def write_head_files(folder: Path, heads: Heads) -> None:
         "base_model": heads.base_model,
         "base": heads.base.__dict__,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    save_tensors(folder / WEIGHTS_FILE, heads.tensors)
+    text = json.dumps(values, indent=1) + "\n"
+    (existing_folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    save_tensors(existing_folder / WEIGHTS_FILE, heads.tensors)
 
 
 def read_heads(folder: Path) -> Heads:
@@ -95,11 +96,11 @@ def read_heads(folder: Path) -> Heads:
         expected=f"{FORMAT}, {' or '.join(_KINDS)}",
         do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
-    config = _KINDS[kind][0].from_json_values(folder / CONFIG_FILE, values)
+    config = build_settings_ignoring_unknown(_KINDS[kind][0], values, folder / CONFIG_FILE)
     base = BaseIdentity.from_settings(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
-    check_heads(config, tensors, path)
+    require_head_tensors_fit(config, tensors, path)
     return Heads(config, tensors, base, str(values.get("base_model", "")))
 
 
@@ -138,10 +139,12 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     return _KINDS[heads.config.kind][1](heads.config, tensors, backbone)
 
 
-def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
+def require_head_tensors_fit(
+    config: HeadConfig, tensors: Mapping[str, mx.array], source: Path
+) -> None:
     """Raise InputError unless `tensors` of the file `source` have the names and shapes of the
     settings, and the draft vocabulary's ids are in the vocabulary."""
-    check_tensors(tensors, config.expected_tensors(), source)
+    check_tensors(tensors, config.shapes_of_all_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
 
@@ -157,7 +160,8 @@ _LOADER = DrafterLoader("heads", "heads=FOLDER", _load)
 @register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER, keeps_to_chains=True)
 def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     """The drafter of an answer, on the Medusa heads that were loaded."""
-    return _build(inputs, inputs.config.tree)
+    assert inputs.config.tree
+    return _build_head_drafter(inputs, inputs.config.tree)
 
 
 @register_drafter(
@@ -169,12 +173,14 @@ def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
 )
 def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
     """The drafter of an answer, on the MLP speculator that was loaded."""
-    return _build(inputs, inputs.settings)
+    return _build_head_drafter(inputs, inputs.settings)
 
 
-def _build(inputs: DrafterInputs, tree: TreeConfig | SpeculatorTreeConfig | None) -> HeadDrafter:
-    """The drafter of an answer whose tree has the settings `tree`; a chain's where the target takes
-    no trees."""
+def _build_head_drafter(
+    inputs: DrafterInputs, tree: TreeConfig | SpeculatorTreeConfig
+) -> HeadDrafter:
+    """The drafter of an answer, on the heads that were loaded, whose trees have the settings
+    `tree`; chains where the target takes no trees."""
     return HeadDrafter(
         inputs.model.backbone,
         inputs.loaded,

@@ -51,7 +51,7 @@ class NgramPool:
         """N-grams that are kept."""
         return sum(len(kept) for kept in self._ngrams.values())
 
-    def add(self, ngram: Sequence[int]) -> None:
+    def add_and_forget_oldest(self, ngram: Sequence[int]) -> None:
         """Keep an n-gram of one token or more as the newest of its first token; it is kept once.
 
         Of more than `per_key` n-grams of that token the oldest is dropped; of more than `max_keys`
@@ -104,7 +104,7 @@ class LookaheadDrafter:
         self._pool = NgramPool(config.guesses)
         if config.pool_from_prompt:
             for first in range(len(tokens) - config.ngram + 1):
-                self._pool.add(tokens[first : first + config.ngram])
+                self._pool.add_and_forget_oldest(tokens[first : first + config.ngram])
         self._root = tokens[-1]
         self._window = [rng.choices(tokens, k=config.window) for _ in range(self._num_rows)]
         self._tree: Tree | None = None
@@ -137,7 +137,7 @@ class LookaheadDrafter:
             last = [max(token, UNRESOLVED - token) for token in to_list(verified.target_tokens)]
             rows = [*self._window, [last[node] for node in self._last_level]]
             for ngram in zip(*rows, strict=True):
-                self._pool.add(ngram)
+                self._pool.add_and_forget_oldest(ngram)
             self._window = rows[1:]
         self._tree = self._build_tree(self._root, shape.levels)
         self._calls = 0
@@ -159,9 +159,8 @@ class LookaheadDrafter:
             node = nodes[0][column]
         for rest in self._pool.continuations_of(root):
             trie.add(rest)
-        tree, index = trie.to_tree(num_levels)
-        self._last_level = [index[node] for node in nodes[-1]]
-        return tree
+        self._last_level = trie.indices_in_tree()[nodes[-1]].tolist()
+        return trie.to_padded_tree(num_levels)
 
 
 @register_drafter(

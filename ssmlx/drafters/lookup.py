@@ -7,6 +7,7 @@ earlier answers.
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import cycle, islice
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -75,30 +76,34 @@ class OtherText:
 
     Args:
         index: what is looked up in; only read, but for the expected text.
-        expected: a text that is appended to `index` at the first `start`, behind the end of the
+        expected_tokens: a text that the first `start` appends to `index`, behind the end of the
             prompt, so that a match can reach from the prompt into it.
-        overlap: tokens of the prompt's end that are put before `expected`.
+        num_prompt_tokens_before: how many of the prompt's last tokens are put before that text.
     """
 
     nbytes = 0  # of the answer's own: earlier answers are shared
 
     def __init__(
-        self, index: TextIndex, expected: Sequence[int] = (), overlap: int = CONTEXT_TOKENS
+        self,
+        index: TextIndex,
+        expected_tokens: Sequence[int] = (),
+        num_prompt_tokens_before: int = CONTEXT_TOKENS,
     ) -> None:
         """Keep `index`, which is not copied, and begin with an empty text."""
         self.index = index
-        self._expected = expected
-        self._overlap = overlap
+        self._expected_tokens = expected_tokens
+        self._num_prompt_tokens_before = num_prompt_tokens_before
         self.end: list[int] = []  # the text's newest tokens, as many as a match may have
 
     def start(self, tokens: Sequence[int]) -> None:
         """Begin with the text `tokens`, whose end will be looked up.
 
         The expected text, if there is one, is put into the index where that is empty, behind the
-        last `overlap` of `tokens`.
+        last `num_prompt_tokens_before` of `tokens`.
         """
-        if self._expected and not self.index.tokens:
-            self.index.extend([*tokens[-self._overlap :], *self._expected])
+        if self._expected_tokens and not self.index.tokens:
+            end = tokens[-self._num_prompt_tokens_before :]
+            self.index.extend([*end, *self._expected_tokens])
         self.end = list(tokens[-MAX_MATCH:])
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -108,6 +113,14 @@ class OtherText:
     def tokens_after(self, match: Match, count: int) -> list[int]:
         """Up to `count` tokens that follow a match in the other text, up to a boundary."""
         return self.index.tokens_after(match, count)
+
+
+class Continuation(NamedTuple):
+    """Tokens that followed a match, and how long the match is; as many as the largest draft has
+    levels."""
+
+    match_length: int
+    tokens: Sequence[int]
 
 
 class PromptLookupDrafter:
@@ -152,13 +165,12 @@ class PromptLookupDrafter:
             self.source = OtherText(earlier.index)
         elif config.reference:
             self.name = EXPECTED
-            overlap = min(CONTEXT_TOKENS, config.ngram)
-            self.source = OtherText(TextIndex(), config.reference, overlap)
+            num_before = min(CONTEXT_TOKENS, config.ngram)
+            self.source = OtherText(TextIndex(), config.reference, num_before)
         self.largest = DraftShape(self.name, padded_size(config.size), config.num_draft_tokens)
         self._config = config
         self._end_tokens = frozenset(end_tokens)
-        self._offer: ChainOffer | None = None
-        self._is_offer_known = False  # until the text goes on
+        self._best: Continuation | None = None  # None until it is looked up behind the newest token
 
     @property
     def cache_bytes(self) -> int:
@@ -168,23 +180,22 @@ class PromptLookupDrafter:
     def start(self, tokens: Sequence[int]) -> None:
         """Begin an answer behind `tokens`; of a text that goes on, only the new part is indexed."""
         self.source.start(tokens)
-        self._is_offer_known = False
+        self._best = None
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text; the offer is found anew when it is asked for."""
         self.source.extend(tokens)
-        self._is_offer_known = False
+        self._best = None
 
     def offer(self) -> ChainOffer | None:
         """What the best match's continuation offers: its length, and how many tokens follow it.
 
-        None where nothing matches, or nothing follows what does. Found once, until the text goes
-        on.
+        None where nothing matches, or nothing follows what does, and before `start`.
         """
-        if not self._is_offer_known:
-            self._is_offer_known = True
-            self._offer = self._find_offer()
-        return self._offer
+        best = self._look_up_best_once()
+        return (
+            ChainOffer(self.largest, best.match_length, len(best.tokens)) if best.tokens else None
+        )
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """The tree of all matches' continuations, the best match's first, as far as there is room.
@@ -195,34 +206,30 @@ class PromptLookupDrafter:
         matches. Of `verified` nothing is read: the root is the text's newest token.
         """
         if self._is_chain:
-            _, following = self._first_continuation(min(shape.levels, self._config.size - 1))
+            most = min(shape.levels, self._config.size - 1)
+            following = self._look_up_best_once().tokens[:most]
             return chain_tree(mx.array([self.source.end[-1], *following], mx.int32))
         trie = Trie(self.source.end[-1], min(shape.nodes, self._config.size))
         for match in self._find_matches():
             trie.add(self._continuation_of(match, shape.levels))
             if trie.is_full:
                 break
-        tree, _ = trie.to_tree(shape.levels if len(trie.tokens) > 1 else 0)
-        return tree
+        return trie.to_padded_tree(shape.levels if len(trie.tokens) > 1 else 0)
 
-    def _find_offer(self) -> ChainOffer | None:
-        """The offer of the best match that any token follows; None without one, or before `start`.
+    def _look_up_best_once(self) -> Continuation:
+        """The continuation of the best match that any token follows, looked up at the first
+        question and kept until the text goes on.
 
-        Nothing is kept.
+        Without tokens, and of a match of length 0, before `start` and where there is no such match.
         """
-        length, following = self._first_continuation(self.largest.levels)
-        return ChainOffer(self.largest, length, len(following)) if following else None
-
-    def _first_continuation(self, max_tokens: int) -> tuple[int, list[int]]:
-        """Of the best match that any token follows: its length, and up to `max_tokens` behind it.
-
-        A length of 0 and no tokens before `start`, and where there is no such match.
-        """
-        for match in self._find_matches() if self.source.end else ():
-            following = self._continuation_of(match, max_tokens)
-            if following:
-                return match.length, following
-        return 0, []
+        if self._best is None:
+            self._best = Continuation(0, ())
+            for match in self._find_matches() if self.source.end else ():
+                following = self._continuation_of(match, self.largest.levels)
+                if following:
+                    self._best = Continuation(match.length, following)
+                    break
+        return self._best
 
     def _find_matches(self) -> Iterator[Match]:
         return self.source.index.find_matches(self.source.end, self._config.ngram)

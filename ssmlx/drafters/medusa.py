@@ -44,7 +44,7 @@ class MedusaConfig(HeadConfig):
         own = (head for head in range(self.num_heads) if head not in self.shared_heads)
         return [f"{head}.{self.num_layers}.weight" for head in own]
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by published name: of each head's residual blocks, a weight [D, D] and a bias [D];
         and of the heads that have a matrix of their own, [Vd, D]."""
         width = self.hidden_size

@@ -108,7 +108,7 @@ class MlpSpeculatorConfig(HeadConfig):
         stages = range(self.n_predict)
         return list(dict.fromkeys(self.tensor_name("head.weight", stage) for stage in stages))
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by published name, of each stage's embedding, projection, norm and head.
 
         With `tie_weights`, a shared tensor stands once.
@@ -153,28 +153,30 @@ class MlpSpeculator(DraftingHeads):
             return hidden
         return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
 
-    def run_stage(self, index: int, state: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    def next_states_and_logits(
+        self, stage: int, states: mx.array, last_tokens: mx.array
+    ) -> tuple[mx.array, mx.array]:
         """Run one stage on B paths.
 
         Args:
-            index: the stage, from 0.
-            state: [B, D] of `first_state` for stage 0; [B, inner], the stage before's, for others.
-            tokens: [B] the last token of each path.
+            stage: its number, from 0.
+            states: [B, D] of `first_state` for stage 0; [B, inner], the stage before's, for others.
+            last_tokens: [B] the last token of each path.
 
         Returns:
             [B, inner] the paths' next states, and [B, Vd] the logits of their next tokens.
         """
-        projected = state @ self._tensor("proj.weight", index).T
-        embedded = self._tensor("emb.weight", index)[tokens]
+        projected = states @ self._tensor("proj.weight", stage).T
+        embedded = self._tensor("emb.weight", stage)[last_tokens]
         mixed = projected + self.config.emb_weight * embedded
-        normed = mx.fast.rms_norm(mixed, self._tensor("ln.weight", index), EPSILON)
-        state = nn.gelu(normed + self._tensor("ln.bias", index))
-        return state, state @ self._tensor("head.weight", index).T
+        normed = mx.fast.rms_norm(mixed, self._tensor("ln.weight", stage), EPSILON)
+        states = nn.gelu(normed + self._tensor("ln.bias", stage))
+        return states, states @ self._tensor("head.weight", stage).T
 
     def _tensor(self, part: str, stage: int) -> mx.array:
         return self._tensors[self.config.tensor_name(part, stage)]
 
-    def rank_paths(
+    def rank_nodes_of_full_tree(
         self, root: mx.array, hidden: mx.array, widths: Sequence[int], noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
         """Guess the full tree of `widths`, all paths of a level in one batch.
@@ -194,7 +196,7 @@ class MlpSpeculator(DraftingHeads):
         node_tokens = [root]
         edges = [mx.zeros(1)]
         for index, width in enumerate(widths):
-            state, logits = self.run_stage(index, state, tokens)
+            state, logits = self.next_states_and_logits(index, state, tokens)
             logits = with_noise(logits, None if noise is None else noise[index])
             ranked, logprobs = rank_candidates(logits, width, self.draft_vocab)  # [beams, width]
             tokens = ranked.flatten()
@@ -256,7 +258,7 @@ class MlpSpeculator(DraftingHeads):
         widths = tuple(tree.widths or ())
         size = self.max_levels_and_nodes(tree)[1]
         topology = full_tree_topology(widths)
-        tokens, edges = self.rank_paths(root, hidden, widths, noise)
+        tokens, edges = self.rank_nodes_of_full_tree(root, hidden, widths, noise)
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
         if size == topology.num_nodes:
             return full

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -29,13 +29,17 @@ from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, check_settings, setting
 from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
-from .mtp_head import MtpModule, Norms, load_mtp_module, with_norms
+from .mtp_head import (
+    MtpModule,
+    StoredNorms,
+    copy_with_one_added_to_raw_norms,
+    load_mtp_module,
+)
 from .registry import DrafterInputs, DrafterLoader, register_drafter
-from .text_caches import TextCaches
+from .text_caches import TextCacheOwner
 from .unaccepted import UnacceptedDrafts
 
 Hidden = Literal["after", "before"]
-_NORM_KINDS = ("auto", "raw", "shifted")
 _MOST_TOKENS = 16
 _MOST_PENDING = 32  # pairs that wait for the next draft, before they are processed without one
 
@@ -54,31 +58,29 @@ class MtpConfig:
 
     num_draft_tokens: int = setting(3, least=1, most=_MOST_TOKENS, option="tokens={}")
     hidden: Hidden = setting("after", choices=("after", "before"), option="hidden={}")
-    norms: Literal["auto", "raw", "shifted"] = setting(
-        "auto", choices=_NORM_KINDS, option="norms={}"
-    )
+    norms: StoredNorms = setting("auto", choices=get_args(StoredNorms), option="norms={}")
 
     def __post_init__(self) -> None:
         check_settings(self, found='--drafter "mtp {option}"')
 
 
-class MtpHead:
+class MtpHead(TextCacheOwner["PairCache"]):
     """An MTP head that was loaded for a model: weights, which are only read, and caches of texts.
 
     Caches outlive answers: a chat's next turn takes over what the last one left.
 
     Args:
         module: the head, its norms' weights as they are stored.
-        backbone: the target's.
+        backbone: the target's, of which only width and vocabulary size are kept.
     """
 
     drafter = "mtp"
 
     def __init__(self, module: MtpModule, backbone: Backbone) -> None:
+        super().__init__(PairCache)
         self._module = module
         self._by_norms: dict[str, MtpModule] = {}
         self._sizes = backbone.hidden_size, backbone.vocab_size
-        self._caches = TextCaches(PairCache)
         self.num_parameters: int = get_total_parameters(module)
 
     @property
@@ -86,30 +88,15 @@ class MtpHead:
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of its caches, those that wait for a next answer included."""
-        return self._caches.nbytes
+    def cached_module_for(self, stored_norms: StoredNorms) -> MtpModule:
+        """The head with the weights that its norms multiply with, if they are stored so.
 
-    def drop_idle(self) -> None:
-        """Drop the caches that no living drafter has."""
-        self._caches.drop_idle()
-
-    def claim_cache(self, tokens: Sequence[int], drafter: object) -> "PairCache":
-        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`.
-
-        Args:
-            tokens: the text that will be drafted behind.
-            drafter: who gets the cache; only a weak reference is kept.
+        It is made once for each value, and kept.
         """
-        return self._caches.claim(tokens, drafter)
-
-    def module_for(self, norms: str) -> MtpModule:
-        """The head with the norms of `MtpConfig.norms`; made once for each."""
-        if norms not in self._by_norms:
-            known: Norms | None = None if norms == "auto" else norms  # type: ignore[assignment]
-            self._by_norms[norms] = with_norms(self._module, known)
-        return self._by_norms[norms]
+        if stored_norms not in self._by_norms:
+            made = copy_with_one_added_to_raw_norms(self._module, stored_norms)
+            self._by_norms[stored_norms] = made
+        return self._by_norms[stored_norms]
 
     def require_fits(self, backbone: Backbone) -> None:
         """Raise InputError unless `backbone` has the sizes of the model that this is for."""
@@ -148,22 +135,23 @@ class PairCache:
         """Its arrays."""
         return [one for one in (self._rows.keys, self._rows.values) if one is not None]
 
-    def go_back(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text; rows stay of the pairs whose tokens are those of the text
-        before."""
+    def set_text_keeping_shared_pairs(self, tokens: Sequence[int]) -> None:
+        """Make `tokens` the text; of the pairs only those stay that lie in what it shares with the
+        text before, up to the first unknown token."""
         shared = common_prefix_length(self.text, tokens)
         unknown = next((n for n, one in enumerate(tokens[:shared]) if one == PAD_TOKEN), shared)
         self.places = self.places[: bisect_left(self.places, min(shared, unknown) - 1)]
-        self.keep_first(len(self.places))
+        self.keep_first_rows(len(self.places))
         self.text = list(tokens)
 
-    def keep_first(self, num_rows: int) -> None:
+    def keep_first_rows(self, num_rows: int) -> None:
         """Drop all rows but the first ones."""
         self._rows.trim(self._rows.offset - num_rows)
 
-    def view(self, place: int) -> "_RowsAt":
-        """What the head's layer is given to write the rows of the pairs from number `place` on."""
-        return _RowsAt(self._rows, place)
+    def writer_from_pair(self, number: int) -> "_RowsAt":
+        """What the head's layer is given as its cache to append rows of the pairs from `number` on;
+        `places` is left to the caller."""
+        return _RowsAt(self._rows, number)
 
 
 class _RowsAt:
@@ -214,10 +202,14 @@ class MtpDrafter:
     def __init__(
         self, backbone: Backbone, head: MtpHead, config: MtpConfig, sampling: Sampling
     ) -> None:
+        """Start on an empty text, with no cache claimed.
+
+        InputError where the head is for a model of other sizes.
+        """
         head.require_fits(backbone)
         self._backbone = backbone
         self._head = head
-        self._module = head.module_for(config.norms)
+        self._module = head.cached_module_for(config.norms)
         self._config = config
         self._sampling = sampling
         self._tap = len(backbone.layers)
@@ -228,14 +220,14 @@ class MtpDrafter:
         self.draft_calls = 0
         self._cache = PairCache()
         self._pending: list[_Pairs] = []
-        self._unaccepted = self._make_notice()
+        self._unaccepted = self._new_unaccepted_drafts()
 
     def start(self, tokens: Sequence[int]) -> None:
         """Claim a cache, whose rows stay as far as their tokens are those of the text."""
-        self._cache = self._head.claim_cache(tokens, self)
-        self._cache.go_back(tokens)
+        self._cache = self._head.claim_idle_or_new_cache(tokens, self)
+        self._cache.set_text_keeping_shared_pairs(tokens)
         self._pending = []
-        self._unaccepted = self._make_notice()
+        self._unaccepted = self._new_unaccepted_drafts()
         self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
@@ -243,14 +235,14 @@ class MtpDrafter:
 
         Many pairs, such as a prompt's, are processed at once, but for the last one.
         """
-        self._unaccepted.note_accepted(len(tokens) - 1)
+        self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._cache.text.extend(tokens)
         if taps is None:
             return
         self._pending.append(_Pairs(position - 1, taps[self._tap]))
         waiting = self._pending[-1].end - self._pending[0].first
         if waiting > _MOST_PENDING:
-            self._process_all_but_last()
+            self._process_pending_but_last_pair()
 
     def offer(self) -> LevelsOffer | None:
         """A chain of up to K tokens, at every call; None once it was told that none is accepted."""
@@ -265,33 +257,33 @@ class MtpDrafter:
         newest = len(cache.text) - 2
         if not self._pending or self._pending[-1].end != newest + 1:
             return root_tree(verified.root)
-        out = self._process(self._take_pending())
+        out = self._process_and_get_last_output(self._take_pending_as_joined_runs())
         num_rows = len(cache.places)
         chain = [verified.root]
         size = self._sampling.context_size
         recent = last_tokens(cache.text, size)[None]
         for level in range(shape.levels):
             if level:
-                hidden = self._behind_own_norm(out)
-                out = self._call(chain[-1], hidden, newest + level)
+                hidden = self._hidden_for_next_pair(out)
+                out = self._run_head(chain[-1], hidden, newest + level)
             logits = self._backbone.lm_head(self._module.norm(out[:, -1:])).squeeze(0)
             first = mx.array([len(cache.text) - 1 + level])
             places = RowPositions(first, indices(1), 1, recent)
-            token = self._sampling.rank_tokens(logits, places, 1)[0][0].astype(mx.int32)
+            token = self._sampling.rank_tokens(logits, places, 1).tokens[0].astype(mx.int32)
             chain.append(token)
             if size:
                 recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
-        cache.keep_first(num_rows)
+        cache.keep_first_rows(num_rows)
         self._unaccepted.note_chain(shape.levels)
         return chain_tree(mx.concatenate(chain))
 
-    def _make_notice(self) -> UnacceptedDrafts:
+    def _new_unaccepted_drafts(self) -> UnacceptedDrafts:
         """What says that none of an answer's drafted tokens is accepted."""
         other = "before" if self._config.hidden == "after" else "after"
         do = f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head"
         return UnacceptedDrafts("the MTP head", do)
 
-    def _take_pending(self) -> list[_Pairs]:
+    def _take_pending_as_joined_runs(self) -> list[_Pairs]:
         """The pairs that wait, which wait no longer; those that follow each other joined."""
         joined: list[list[_Pairs]] = []
         for pairs in self._pending:
@@ -305,23 +297,23 @@ class MtpDrafter:
             for run in joined
         ]
 
-    def _process_all_but_last(self) -> None:
+    def _process_pending_but_last_pair(self) -> None:
         """Process the pairs that wait, in pieces; the last one waits on, for the next draft.
 
         Waits for the device behind each piece.
         """
-        *runs, last = self._take_pending()
+        *runs, last = self._take_pending_as_joined_runs()
         self._pending = [_Pairs(last.end - 1, evaluated(last.hidden[:, -1:]))]
         if last.hidden.shape[1] > 1:
             runs.append(_Pairs(last.first, last.hidden[:, :-1]))
         for run in runs:
             for first in range(0, run.hidden.shape[1], PREFILL_STEP_SIZE):
                 piece = run.hidden[:, first : first + PREFILL_STEP_SIZE]
-                self._process([_Pairs(run.first + first, piece)])
+                self._process_and_get_last_output([_Pairs(run.first + first, piece)])
                 # Of all but keys and values nothing is needed, and nothing is computed.
                 mx.eval(self._cache.state)
 
-    def _process(self, runs: list[_Pairs]) -> mx.array:
+    def _process_and_get_last_output(self, runs: list[_Pairs]) -> mx.array:
         """Run pairs of the text through the head, and keep their rows.
 
         Returns:
@@ -334,26 +326,28 @@ class MtpDrafter:
             if self._config.hidden == "after":
                 hidden = self._backbone.final_norm(hidden)
             tokens = mx.array(cache.text[run.first + 1 : run.end + 1], mx.int32)
-            out = self._call(tokens, hidden, run.first)
+            out = self._run_head(tokens, hidden, run.first)
             cache.places += range(run.first, run.end)
         return out
 
-    def _call(self, tokens: mx.array, hidden: mx.array, place: int) -> mx.array:
+    def _run_head(self, tokens: mx.array, hidden: mx.array, first_pair: int) -> mx.array:
         """Run pairs through the head, which appends their rows to the cache.
 
         Args:
             tokens: [R] behind the hidden states.
             hidden: [1, R, D] as the head reads them.
-            place: number of the first pair.
+            first_pair: its number.
 
         Returns:
             [1, R, D] the layer's output.
         """
         self.draft_calls += 1
         embedded = self._backbone.token_embeddings(tokens[None])
-        return self._module(embedded, hidden, self._cache.view(place))
+        return self._module.run_pairs_before_norm(
+            embedded, hidden, self._cache.writer_from_pair(first_pair)
+        )
 
-    def _behind_own_norm(self, out: mx.array) -> mx.array:
+    def _hidden_for_next_pair(self, out: mx.array) -> mx.array:
         """[1, 1, D] what stands for the target's hidden state behind the last row of `out`."""
         newest = out[:, -1:]
         return self._module.norm(newest) if self._config.hidden == "after" else newest
@@ -420,7 +414,10 @@ def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> 
     joins_text_drafts=True,
 )
 def build(inputs: DrafterInputs) -> MtpDrafter | AssistantDrafter:
-    """The drafter of an answer, on the head or the assistant that was loaded."""
+    """The drafter of an answer, on the head or the assistant that was loaded.
+
+    InputError where it does not fit the target, or settings of a head are given with an assistant.
+    """
     backbone = inputs.model.backbone
     config: MtpConfig = inputs.settings
     if not isinstance(inputs.loaded, Assistant):

@@ -28,7 +28,7 @@ from ..errors import join_first, quoted, require
 from ..json_files import read_json
 from ..loading.files import check_tensors
 from ..loading.load import MTP_PREFIX, explain_load_errors, is_mtp_name
-from ..loading.names import Fetch, resolve_model
+from ..loading.names import Fetch, files_in_weight_index, resolve_model
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
 from ..model.modules import clone_sharing_arrays, module_arrays
@@ -37,9 +37,9 @@ from ..model.streams import StreamFusedModel
 
 _log = logging.getLogger("ssmlx")
 
-Norms = Literal["raw", "shifted"]
+StoredNorms = Literal["auto", "raw", "shifted"]
 """How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
-multiplied with, "shifted" by one, as mlx-lm's converter writes them."""
+multiplied with, "shifted" by one, as mlx-lm's converter writes them; "auto" has to be found out."""
 
 _LAYER_KINDS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
 _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -61,31 +61,34 @@ class MtpModule(nn.Module):
 
     Args:
         args: the settings of its layer, as mlx-lm's class of the target takes them.
-        layer_kind: that class's decoder layer.
+        layer_class: that model's class of decoder layers.
     """
 
-    def __init__(self, args: Any, layer_kind: type[nn.Module]) -> None:
+    def __init__(self, args: Any, layer_class: type[nn.Module]) -> None:
+        """Make `fc`, three norms and one layer with full attention, of random weights."""
         super().__init__()
         size = args.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
         for name in _NORMS:
             self[name] = nn.RMSNorm(size, eps=args.rms_norm_eps)
-        made: Any = layer_kind
+        make_layer: Any = layer_class
         # Of every so many layers the last has full attention.
-        self.layers = [made(args, layer_idx=args.full_attention_interval - 1)]
+        self.layers = [make_layer(args, layer_idx=args.full_attention_interval - 1)]
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+    def run_pairs_before_norm(
+        self, token_embeddings: mx.array, hidden: mx.array, cache: Any
+    ) -> mx.array:
         """Run pairs of a hidden state and the token behind it, one behind the other.
 
         Args:
-            embedded: [1, R, D] embeddings of the tokens.
+            token_embeddings: [1, R, D] of the tokens.
             hidden: [1, R, D] the hidden states before them.
             cache: of the layer; has an `offset`, the first row's position, and gets R rows.
 
         Returns:
             [1, R, D] the layer's output, before `norm`.
         """
-        both = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        both = [self.pre_fc_norm_embedding(token_embeddings), self.pre_fc_norm_hidden(hidden)]
         rows = self.fc(mx.concatenate(both, axis=-1))
         mask = "causal" if rows.shape[1] > 1 else None
         out: mx.array = self.layers[0](rows, mask=mask, cache=cache)
@@ -123,7 +126,7 @@ def load_mtp_module(
             fit the target.
     """
     backbone = model.backbone
-    layer_kind = _layer_kind(backbone)
+    layer_class = _require_known_layer_class(backbone)
     if name:
         fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
         folder = resolve_model(name, fetch)
@@ -143,36 +146,37 @@ def load_mtp_module(
         do="download them again",
     ):
         if name:
-            _check_settings(folder, backbone)
-        tensors = _join_experts(_find_tensors(folder, is_beside=bool(name)))
-        module = _build(tensors, backbone.args, layer_kind, folder)
-        _check_tensors(tensors, module, folder)
+            _require_settings_of_target(folder, backbone)
+        tensors = _stack_experts(_find_head_tensors(folder, may_be_head_alone=bool(name)))
+        module = _build_unloaded_module(tensors, backbone.args, layer_class, folder)
+        _require_tensors_fit(tensors, module, folder)
         module.load_weights(list(tensors.items()))
         module.set_dtype(backbone.dtype)
         if not any(isinstance(one, PACKED_KINDS) for one in module.modules()):
-            quantise_as(backbone.model, module)
+            quantise_in_place_like(backbone.model, module)
         mx.eval(module_arrays(module))
     return module
 
 
-def with_norms(module: MtpModule, norms: Norms | None) -> MtpModule:
-    """A copy of a head whose norms multiply with the weights that they should.
+def copy_with_one_added_to_raw_norms(module: MtpModule, stored_norms: StoredNorms) -> MtpModule:
+    """A copy of a head whose norms have the weights that they multiply with.
 
     Args:
         module: its norms' weights as they are stored; it stays as it is.
-        norms: how they are stored; None to tell by the norms of its layer, whose weights are about
-            1 on average, and about 0 where they are stored less one.
+        stored_norms: how they are stored. "auto" tells by the norms of its layer: "raw" where their
+            weights are below 0.5 on average.
 
     Returns:
-        The copy, which shares all other arrays, computed.
+        The copy, computed, with 1 added to the weights of all its norms where these are raw; else
+        with the same weights. All other arrays are shared.
     """
     modules = dict(module.named_modules())
     own = [modules[path] for path in module.norm_paths() if path.startswith("layers.")]
     mean = to_float(mx.mean(mx.concatenate([one.weight.astype(mx.float32) for one in own])))
-    found: Norms = "raw" if mean < 0.5 else "shifted"
+    found: StoredNorms = "raw" if mean < 0.5 else "shifted"
     _log.debug("the norms of the MTP head's layer are %.2f on average: %s", mean, found)
     copied: Any = clone_sharing_arrays(module)
-    if (norms or found) == "raw":
+    if (found if stored_norms == "auto" else stored_norms) == "raw":
         modules = dict(copied.named_modules())
         for path in module.norm_paths():
             modules[path].weight = modules[path].weight + 1
@@ -180,7 +184,7 @@ def with_norms(module: MtpModule, norms: Norms | None) -> MtpModule:
     return copied  # type: ignore[no-any-return]
 
 
-def _layer_kind(backbone: Backbone) -> type[nn.Module]:
+def _require_known_layer_class(backbone: Backbone) -> type[nn.Module]:
     """The class of the target's decoder layers.
 
     Raises:
@@ -197,15 +201,15 @@ def _layer_kind(backbone: Backbone) -> type[nn.Module]:
     return found
 
 
-def _check_settings(folder: Path, backbone: Backbone) -> None:
+def _require_settings_of_target(folder: Path, backbone: Backbone) -> None:
     """Raise InputError where a head's config.json names other sizes, or another kind of model, than
     the target's settings."""
     settings = read_json(folder / "config.json", "settings")
     inner = settings.get("text_config")
     values = {**settings, **(inner if isinstance(inner, dict) else {})}
-    expected = _kind_name(getattr(backbone.args, "model_type", ""))
+    expected = _model_type_without_parts(getattr(backbone.args, "model_type", ""))
     # Beside a model with experts, only the inner settings say so.
-    kind = _kind_name(str(values.get("model_type", expected)))
+    kind = _model_type_without_parts(str(values.get("model_type", expected)))
     require(
         kind == expected,
         f"the MTP head in {folder} belongs to another base model: it is of the type {kind}",
@@ -223,28 +227,30 @@ def _check_settings(folder: Path, backbone: Backbone) -> None:
         )
 
 
-def _kind_name(model_type: str) -> str:
+def _model_type_without_parts(model_type: str) -> str:
     """A model type without what it says of parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
     return re.sub(r"(_(text|mtp|moe))+$", "", model_type)
 
 
-def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
+def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx.array]:
     """The tensors of a folder's MTP head by their names without `mtp.`, not read yet.
+
+    Copies of the target's embedding and LM head among them are left out.
 
     Args:
         folder: the head's, or a whole model's.
-        is_beside: whether it may be the head's alone, whose names have no `mtp.`.
+        may_be_head_alone: whether all tensors of a folder without names in `mtp.` are the head's.
 
     Raises:
-        InputError: it holds none, or its index names a file that is not there.
+        InputError: it holds none, or its index cannot be read.
+        RuntimeError, OSError: a file is missing or broken.
     """
-    paths = _weight_files(folder)
     found: dict[str, mx.array] = {}
-    for path in paths:
+    for path in _files_that_may_hold_head(folder):
         tensors: Any = mx.load(str(path), format="safetensors")
         found.update(tensors)
     own = {name.partition(MTP_PREFIX)[2]: one for name, one in found.items() if is_mtp_name(name)}
-    if not own and is_beside:
+    if not own and may_be_head_alone:
         own = {name: one for name, one in found.items() if not name.startswith(_OTHERS)}
         require(
             any(name.startswith("fc.") for name in own),
@@ -261,37 +267,28 @@ def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
     return {name: one for name, one in own.items() if not name.startswith(_OTHERS)}
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files of weights of a folder: those that its index names, or all that are there.
+def _files_that_may_hold_head(folder: Path) -> list[Path]:
+    """The files of weights that a folder's index names, and files with "mtp" in their names; all
+    files of weights where it has no index.
 
     Raises:
-        InputError: the index is none, or names a file that is not there.
+        InputError: the index cannot be read.
     """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    names = read_json(index, "an index of weights").get("weight_map")
-    found: set[Any] = set(names.values()) if isinstance(names, dict) else {None}
-    require(
-        all(isinstance(name, str) and Path(name).name == name for name in found),
-        f"{index} names {quoted(names)}",
-        expected="a weight_map of file names",
-        do="download the model again",
-    )
-    paths = sorted(folder / name for name in found)
-    missing = [path.name for path in paths if not path.is_file()]
-    require(
-        not missing,
-        f"{folder} lacks {join_first(missing)}",
-        expected=f"the {len(paths)} files that its index names",
-        do="download the rest of it",
-    )
-    # What a file beside them adds, its index may not know.
-    return sorted({*paths, *folder.glob("*mtp*.safetensors")})
+    indexed = files_in_weight_index(folder)
+    # What a file beside them adds, the index may not know.
+    beside = folder.glob("*.safetensors" if indexed is None else "*mtp*.safetensors")
+    return sorted({*(indexed or ()), *beside})
 
 
-def _join_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Stack the tensors of single experts as mlx-lm's layers have them; others stay as they are."""
+def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Give tensors of experts the names and shapes that mlx-lm's layers have.
+
+    Those of single experts are stacked, and a joint tensor of gates and ups is split in two. Others
+    stay as they are.
+
+    Raises:
+        InputError: an expert is missing, or has another shape than the others.
+    """
     joined: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = {}
     for name, tensor in tensors.items():
@@ -320,15 +317,16 @@ def _join_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return joined
 
 
-def _build(
-    tensors: Mapping[str, mx.array], args: Any, layer_kind: type[nn.Module], folder: Path
+def _build_unloaded_module(
+    tensors: Mapping[str, mx.array], args: Any, layer_class: type[nn.Module], folder: Path
 ) -> MtpModule:
-    """Make the module that these tensors are for, with layers quantised as they are.
+    """Make the module that these tensors are for, with layers quantised as they are, and random
+    weights.
 
     Args:
         tensors: by name; only names and shapes are looked at.
-        args: the target's settings.
-        layer_kind: the class of its layers.
+        args: the target's settings, which are not changed.
+        layer_class: the class of its layers.
         folder: for messages.
 
     Raises:
@@ -350,7 +348,7 @@ def _build(
         args.num_experts = 0
         gate = tensors.get(f"{mlp}gate_proj.weight")
         args.intermediate_size = args.intermediate_size if gate is None else gate.shape[0]
-    module = MtpModule(args, layer_kind)
+    module = MtpModule(args, layer_class)
 
     def packing(path: str, layer: nn.Module) -> bool | dict[str, int]:
         scales = tensors.get(f"{path}.scales")
@@ -373,7 +371,7 @@ def _build(
     return module
 
 
-def _check_tensors(tensors: Mapping[str, mx.array], module: MtpModule, folder: Path) -> None:
+def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, folder: Path) -> None:
     """Raise InputError unless `tensors` have the names and shapes of the module's, and are finite;
     packed weights are integers, and all others floats."""
     expected: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
@@ -401,11 +399,12 @@ def _check_tensors(tensors: Mapping[str, mx.array], module: MtpModule, folder: P
     require(not missing, found, expected=_ONE, do="download it again")
 
 
-def quantise_as(target: nn.Module, module: nn.Module) -> None:
-    """Quantise layers as those of the target with the same names are, in place.
+def quantise_in_place_like(target: nn.Module, module: nn.Module) -> None:
+    """Quantise the layers of `module` as those of the target with the same names are, in place.
 
-    `fc`, and others that the target has none of by their names, as most of the target's are. A
-    target that is not quantised leaves them as they are.
+    A layer whose name no layer of the target has, such as `fc`, is quantised as most of the
+    target's are. A layer stays as it is where its width is no multiple of the group size, and all
+    do where the target is not quantised.
     """
     found: dict[str, dict[str, Any]] = {}
     counts: dict[tuple[Any, ...], int] = {}

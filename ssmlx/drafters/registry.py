@@ -83,8 +83,9 @@ class DrafterLoader:
     load: Callable[..., Loaded]
     default: str | None = None
 
-    def name_in(self, values: Mapping[str, Any]) -> str | None:
-        """What the keys of `--drafter` name it by: the key's value, or its default."""
+    def name_or_default_in(self, values: Mapping[str, Any]) -> str | None:
+        """What it is to be loaded by: the value of its key among those of `--drafter`, else its
+        default; None where it has none."""
         name: str | None = values.get(self.key.partition("=")[0], self.default)
         return name
 
@@ -125,7 +126,7 @@ class RegisteredDrafter:
         """What a target must be capable of for it to draft."""
         return "chains" if self.keeps_to_chains else "trees"
 
-    def settings_from(self, config: GenerateConfig) -> Any:
+    def own_settings_or_default(self, config: GenerateConfig) -> Any:
         """The drafter's own settings in `config`, or their defaults where it has none.
 
         None for a drafter without settings (`settings` is None), whatever `config` holds.
@@ -146,16 +147,19 @@ class RegisteredDrafter:
         )
         return given
 
-    def require_key(self, given: Collection[str] = ()) -> None:
+    def require_key_of_loader(self, given_keys: Collection[str] = ()) -> None:
         """Refuse a drafter that needs something loaded where nothing says what.
 
         Args:
-            given: the keys of `--drafter` that have a value.
+            given_keys: the keys of `--drafter` that have a value.
 
         Raises:
             InputError: the key of `loader` is not among them.
         """
-        if self.loader is not None and self.loader.name_in(dict.fromkeys(given, "")) is None:
+        if (
+            self.loader is not None
+            and self.loader.name_or_default_in(dict.fromkeys(given_keys, "")) is None
+        ):
             self.refuse_without_loaded()
 
     def refuse_without_loaded(self) -> NoReturn:
@@ -172,14 +176,14 @@ DrafterArgument = str | Loaded | Sequence[str | Loaded]
 """A name in `ssmlx.settings.DRAFTERS`, what was loaded to draft with, or several of these."""
 
 
-def resolve_drafter(
-    config: GenerateConfig, *given: DrafterArgument | None
+def split_drafter_arguments(
+    config: GenerateConfig, *arguments: DrafterArgument | None
 ) -> tuple[GenerateConfig, list[Loaded]]:
     """Split what a user gave as drafters into a name and what was loaded.
 
     Args:
         config: the settings.
-        given: `drafter=` and the like: names, loaded weights, sequences of these, or None.
+        arguments: `drafter=` and the like: names, loaded weights, sequences of these, or None.
 
     Returns:
         `config`, with its `drafter` set to the name that was given, if one was; and what was
@@ -191,7 +195,7 @@ def resolve_drafter(
     """
     names: list[str] = []
     loaded: list[Loaded] = []
-    for argument in given:
+    for argument in arguments:
         several = isinstance(argument, Sequence) and not isinstance(argument, str)
         for one in cast("Sequence[str | Loaded | None]", argument if several else [argument]):
             if isinstance(one, str):
@@ -264,7 +268,7 @@ def build_drafter(
             ask for pruning where the drafter or the adapter has none.
     """
     registered = registered_drafter(name)
-    own = _find_loaded(registered, loaded)
+    own = _find_or_require_loaded(registered, loaded)
     assert config.prune
     prune = config.prune.kind
     require(
@@ -279,11 +283,13 @@ def build_drafter(
         expected="prune_adapter.* among its stream weights",
         do="use --prune off, or train one",
     )
-    settings = registered.settings_from(config)
+    settings = registered.own_settings_or_default(config)
     return registered.build(DrafterInputs(model, config, sampling, settings, own, end_tokens))
 
 
-def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
+def _find_or_require_loaded(
+    registered: RegisteredDrafter, loaded: Sequence[Loaded]
+) -> Loaded | None:
     """The first of what was loaded that is for this drafter; None where it needs nothing, and
     nothing is for it.
 

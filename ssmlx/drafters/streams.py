@@ -98,17 +98,17 @@ class DraftVocab:
 
 
 @mx.compile
-def renormalise_topk(logprobs: mx.array, more: mx.array) -> mx.array:
-    """Add `more` logits to log probabilities, and scale each row to the mass that these had.
+def renormalise_topk(logprobs: mx.array, added_logits: mx.array) -> mx.array:
+    """Add logits to log probabilities, and scale each row to the mass that these had.
 
     Args:
         logprobs: [..., K] of the likeliest tokens; their probabilities sum to 1 or less.
-        more: [..., C, K] for each of C conditions.
+        added_logits: [..., C, K] for each of C conditions.
 
     Returns:
         [..., C, K] log probabilities.
     """
-    scores = logprobs[..., None, :] + more
+    scores = logprobs[..., None, :] + added_logits
     mass = mx.logsumexp(logprobs, axis=-1)[..., None, None]
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
 

@@ -1,7 +1,7 @@
 """Caches of texts that outlive the answers that filled them: a next answer takes one over."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ..prompts import common_prefix_length
@@ -26,37 +26,33 @@ class TextCache(Protocol):
 _Cache = TypeVar("_Cache", bound=TextCache)
 
 
-class TextCaches(Generic[_Cache]):
-    """Caches, each of which one drafter has for as long as it lives.
+class TextCacheOwner(Generic[_Cache]):
+    """What was loaded to draft with and keeps caches of texts, each of which one drafter has for as
+    long as it lives.
 
     So answers may be open at once, and a chat's next turn finds what the last one left.
 
     Args:
-        make: makes an empty cache.
+        make_cache: makes an empty cache.
     """
 
-    def __init__(self, make: Callable[[], _Cache]) -> None:
-        self._make = make
-        # who has it is None for nobody; the one that was taken last stands first
+    def __init__(self, make_cache: Callable[[], _Cache]) -> None:
+        """Begin without any cache."""
+        self._make_cache = make_cache
+        # the weak reference to who has it gives None for nobody; the one taken last stands first
         self._caches: list[tuple[_Cache, Callable[[], object]]] = []
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all of them, those that wait for a next answer included."""
+    def cache_bytes(self) -> int:
+        """Bytes of its caches, those that wait for a next answer included."""
         return sum(cache.nbytes for cache, _ in self._caches)
-
-    def __len__(self) -> int:
-        return len(self._caches)
-
-    def __iter__(self) -> Iterator[_Cache]:
-        return iter([cache for cache, _ in self._caches])
 
     def drop_idle(self) -> None:
         """Drop the caches that no living drafter has."""
         self._caches = [pair for pair in self._caches if pair[1]() is not None]
 
-    def claim(self, tokens: Sequence[int], drafter: object) -> _Cache:
-        """Give `drafter` a cache of its own for as long as it lives.
+    def claim_idle_or_new_cache(self, tokens: Sequence[int], drafter: object) -> _Cache:
+        """Give `drafter` a cache of its own for as long as it lives; none that another has.
 
         Args:
             tokens: the text that will be drafted behind.
@@ -71,7 +67,7 @@ class TextCaches(Generic[_Cache]):
         idle = [cache for cache, owner in self._caches if owner() is None]
         shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
         found = max(idle, key=lambda one: shared[id(one)], default=None)
-        cache = self._make() if found is None else found
+        cache = self._make_cache() if found is None else found
         spare = [one for one in idle if one is not cache][_MOST_IDLE:]
         dropped = {id(one) for one in (cache, *spare)}
         others = [pair for pair in self._caches if id(pair[0]) not in dropped]

@@ -106,7 +106,7 @@ class TextIndex:
             max_length: tokens of a match that are compared, and so its greatest length; never more
                 than `MAX_MATCH`.
         """
-        longest = min(max_length, self._tokens_since_boundary(text))
+        longest = self._count_tokens_since_boundary(text, min(max_length, MAX_MATCH))
         found: set[int] = set()
         for chain in reversed(self._chains):
             if chain.length > longest:
@@ -131,11 +131,11 @@ class TextIndex:
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
 
     @staticmethod
-    def _tokens_since_boundary(text: Sequence[int]) -> int:
-        """How many tokens stand at the end of `text` behind its last negative one, `MAX_MATCH` at
-        most."""
+    def _count_tokens_since_boundary(text: Sequence[int], at_most: int) -> int:
+        """How many tokens stand at the end of `text` behind its last negative one; `at_most` where
+        there are more, or no negative one."""
         count = 0
-        for token in reversed(text[-MAX_MATCH:]):
+        for token in reversed(text[-at_most:] if at_most else ()):
             if token < 0:
                 break
             count += 1

@@ -51,8 +51,8 @@ class Trie:
             node = child
         return node
 
-    def to_tree(self, num_levels: int) -> tuple[Tree, list[int]]:
-        """Make a `Tree` in breadth-first order.
+    def to_padded_tree(self, num_levels: int) -> Tree:
+        """Make a `Tree` in breadth-first order, see `indices_in_tree`.
 
         So that kernels meet few shapes, paths have `num_levels` levels below the root whatever was
         added, and nodes are filled up to a `padded_size` with children of the root of the token
@@ -60,34 +60,36 @@ class Trie:
 
         Args:
             num_levels: no fewer than the deepest node's.
-
-        Returns:
-            The tree, and by node of the trie its index in the tree.
         """
         count = len(self.tokens)
-        order = sorted(range(count), key=self.depths.__getitem__)
-        index = np.empty(count, np.int32)
-        index[order] = np.arange(count)
+        index = self.indices_in_tree()
         size = padded_size(count)
         tokens = np.full(size, PAD_TOKEN, np.int32)
         depths = np.ones(size, np.int32)
         paths = np.repeat(np.arange(size, dtype=np.int32)[:, None], num_levels + 1, axis=1)
         paths[:, 0] = 0
-        for new, old in enumerate(order):
+        for new, old in enumerate(np.argsort(index).tolist()):
             above = index[self.parents[old]]
             depth = self.depths[old]
             tokens[new] = self.tokens[old]
             depths[new] = depth
             paths[new, :depth] = paths[above, :depth]
         internal = 1 + int(index[self.parents].max())
-        tree = Tree(
+        return Tree(
             mx.array(tokens),
             mx.array(depths),
             mx.array(paths),
             internal,
             num_padding=size - count,
         )
-        return tree, index.tolist()
+
+    def indices_in_tree(self) -> np.ndarray:
+        """By node of the trie, its number in the tree of `to_padded_tree`: breadth first, and in
+        the order of adding at one depth."""
+        count = len(self.tokens)
+        index = np.empty(count, np.int32)
+        index[np.argsort(self.depths, kind="stable")] = np.arange(count)
+        return index
 
 
 def padded_size(count: int) -> int:

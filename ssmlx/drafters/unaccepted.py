@@ -29,7 +29,7 @@ class UnacceptedDrafts:
         """Note that a chain of so many tokens was drafted."""
         self._in_chain = num_tokens
 
-    def note_accepted(self, num_tokens: int) -> None:
+    def note_accepted_and_warn_once(self, num_tokens: int) -> None:
         """Note how many tokens of that chain were accepted; nothing without a chain before.
 
         Logs a warning where it is the last of `_TRIED` or more tokens of which none was.

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..commands.options import (
     add_int_options,
     add_options,
-    add_prompt_options,
+    add_prompt_or_prompts_options,
     make_main,
     make_parser,
     print_json,
@@ -32,7 +32,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
     shown = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
     parser.add_argument("--package", type=Path, required=True, **shown)
-    add_prompt_options(parser.add_argument_group("prompts"))
+    add_prompt_or_prompts_options(parser.add_argument_group("prompts"))
     add_int_options(parser, ("max-tokens", 256, "longest answer"))
     add_options(
         parser,

@@ -109,7 +109,7 @@ def stream_generate(
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     manifest = model.manifest
-    _check_prompt_fits(manifest, num_cached, len(tokens))
+    _require_prompt_fits(manifest, num_cached, len(tokens))
     require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
@@ -123,7 +123,7 @@ def stream_generate(
     )
 
 
-def _check_prompt_fits(manifest: Manifest, num_cached: int, num_tokens: int) -> None:
+def _require_prompt_fits(manifest: Manifest, num_cached: int, num_tokens: int) -> None:
     """Raise InputError where a prompt is empty or does not fit the cache.
 
     Args:

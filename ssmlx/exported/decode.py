@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..decoding.accept import accept
+from ..decoding.step import DraftResult, Step
 from ..drafters.copies import Copies
 from ..errors import require
 from ..model.tree import Tree, grow_tree, root_tree
@@ -167,7 +168,7 @@ def _clip_positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
 
 def decode_step(
     backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache, copies: Copies
-) -> tuple[list[int], Tree]:
+) -> tuple[Step, Tree]:
     """Make one target call: verify a draft tree, commit the accepted path, and draft the next tree.
 
     Args:
@@ -179,13 +180,14 @@ def decode_step(
             guesses and told of the new tokens, else they are not used.
 
     Returns:
-        The accepted tokens with the bonus or correction token behind them, one or more; and the
-        next draft tree, whose root is the last of them.
+        The step: the accepted tokens with the bonus or correction token behind them, and what came
+        of `tree`; and the next draft tree, whose root is the last of its tokens.
 
     Raises:
         InputError: the cache has not as many free slots as a step has rows.
         RuntimeError: the graph has drafted for another node than the host has accepted.
     """
+    verified = tree
     slots = cache.find_free_slots(manifest.num_nodes)
     found = backend.predict(DECODE, build_decode_inputs(tree, slots, cache, manifest), cache.state)
     kept = np.arange(tree.num_nodes)
@@ -211,13 +213,17 @@ def decode_step(
         guesses = copies.learn_and_mix_into_guesses(
             guesses, mx.array(tokens), count, cache.offset - count
         )
-    return tokens, grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
+    following = grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
+    if verified.num_nodes == 1:
+        return Step(tuple(tokens)), following
+    draft = DraftResult("streams", verified.num_nodes, verified.num_drafted, len(tokens) - 1)
+    return Step(tuple(tokens), draft=draft), following
 
 
 def speculative_decode(
     backend: Backend, manifest: Manifest, prompt: list[int], cache: SlotCache
-) -> Iterator[list[int]]:
-    """Process a prompt, then yield the tokens of each target call, until the cache has no room for
+) -> Iterator[Step]:
+    """Process a prompt, then yield a step for each target call, until the cache has no room for
     another; nothing but this ends it.
 
     Args:
@@ -235,5 +241,5 @@ def speculative_decode(
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
         # The tree is small: what is done with it stays on the CPU, away from the exported model.
         with mx.stream(mx.cpu):
-            tokens, tree = decode_step(backend, manifest, tree, cache, copies)
-        yield tokens
+            step, tree = decode_step(backend, manifest, tree, cache, copies)
+        yield step

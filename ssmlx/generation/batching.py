@@ -25,8 +25,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.batch import Batch, Mask, Row
-from ..decoding.loop import CallCounts, Stops, never_stops, prefill
-from ..decoding.sampling import TokenLogprobs
+from ..decoding.loop import Stops, never_stops, prefill
+from ..decoding.step import Step, Steps
 from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
@@ -70,7 +70,7 @@ class _Group:
     Attributes:
         batch: rows of answers that share calls.
         open: answers that decode, whose prompts are processed.
-        is_batched: whether answers share calls; `choose_mode` sets it.
+        is_batched: whether answers share calls; `update_is_batched` sets it.
     """
 
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
@@ -89,7 +89,7 @@ class _Group:
         self._seconds: list[float] = []  # of calls in a row for as many texts as the last
         self._num_texts = 0
 
-    def choose_mode(self) -> None:
+    def update_is_batched(self) -> None:
         """Set `is_batched`: whether the answers that are read share calls from now on.
 
         In turns, each with its drafts, they bring the sum of their expected tokens in the sum of
@@ -101,9 +101,9 @@ class _Group:
         if len(rows) < 2 or not self.batch.shares_calls:
             self.is_batched = False
             return
-        expected_calls = [row.plan.expected_call for row in rows]
-        in_turns = sum(tokens for tokens, _ in expected_calls) / sum(
-            cost for _, cost in expected_calls
+        expected_calls = [row.plan.expected_fastest_call for row in rows]
+        in_turns = sum(call.tokens for call in expected_calls) / sum(
+            call.plain_calls for call in expected_calls
         )
         costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
@@ -129,14 +129,14 @@ class _Group:
         """
         members = self.batch.members
         started = time.perf_counter()
-        self.batch.step()
+        self.batch.step_or_note_error()
         seconds = time.perf_counter() - started
-        self._learn_cost(members, seconds)
+        self._learn_cost_every_few_calls(members, seconds)
         if any(row.is_paused for row in members):
-            self.choose_mode()
+            self.update_is_batched()
         return seconds
 
-    def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
+    def _learn_cost_every_few_calls(self, members: Sequence[Row], seconds: float) -> None:
         """Add a call's seconds to those of calls for as many texts in a row.
 
         The first call for another number of texts is not counted, and forgets the others. When
@@ -159,7 +159,7 @@ class _Group:
         plain = self._learned.costs.plain_seconds(context)
         if plain is not None:
             cost = median(self._seconds) / plain
-            self._learned.costs.learn((BATCH, len(members)), context, cost)
+            self._learned.costs.learn_cost_and_return_change((BATCH, len(members)), context, cost)
             self._learned.keep()
         self._seconds = []
 
@@ -205,26 +205,23 @@ class Batches:
         *,
         context: Sequence[int] = (),
         stops: Stops = never_stops,
-        logprobs: list[TokenLogprobs] | None = None,
-        counts: CallCounts | None = None,
         mask: Mask | None = None,
         on_prompt: Callable[[], None] | None = None,
-    ) -> Iterator[list[int]]:
+    ) -> Steps:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
         Nothing is done before the first tokens are asked for. Then it goes on without end, until
         the iterator is closed, which takes the answer out of the batch.
 
         Args:
-            plan, model, prompt, cache, context, stops, logprobs, counts: see `decode_plan`.
-                `counts` gets nothing of calls that are shared.
+            plan, model, prompt, cache, context, stops: see `decode_plan`.
             mask: changes the logits of each token; such an answer is always batched, and never
                 drafts.
             on_prompt: called when the cache holds the prompt but for its last token, before
                 anything is decoded behind it; not where the prompt is one token.
 
         Yields:
-            The tokens of each call; empty lists between pieces of the prompt.
+            A step for each call; None between pieces of the prompt.
 
         Raises:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
@@ -251,17 +248,17 @@ class Batches:
             yield from self._process_prompt_in_turns(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
-                yield from self._decode_batched(row, logprobs)
-                yield from self._decode_alone(row, logprobs, counts)
+                yield from self._decode_batched(row)
+                yield from self._decode_alone(row)
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
-            group.batch.leave(row)
+            group.batch.remove_and_restore_cache(row)
             if row in group.open:
                 group.open.remove(row)
-                group.choose_mode()
+                group.update_is_batched()
 
-    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[list[int]]:
+    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[None]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
 
         Its first piece goes before those of others. A turn processes the next piece in line, this
@@ -269,7 +266,7 @@ class Batches:
         a prompt of one token, whose answer begins to decode at once.
 
         Yields:
-            An empty list before each turn, and one behind the last.
+            None before each turn and behind the last.
 
         Raises:
             Exception: what processing a piece of it has raised, in whichever answer's turn.
@@ -281,7 +278,7 @@ class Batches:
         tries = READER_TRIES
         calls = self._schedule.num_calls
         while row.todo:
-            yield []
+            yield
             if row.error is not None:
                 raise row.error
             if not row.todo:  # somebody else's turn has done the rest
@@ -289,12 +286,12 @@ class Batches:
             if calls != self._schedule.num_calls:
                 tries = READER_TRIES
                 calls = self._schedule.num_calls
-            if self._must_decode_first and self._run_or_await_calls(tries):
+            if self._must_decode_first and self._make_batch_calls_or_wait(tries):
                 tries -= 1
             else:
-                self._process_piece()
+                self._process_next_piece_or_note_error()
                 tries = READER_TRIES
-        yield []
+        yield
 
     @property
     def _must_decode_first(self) -> bool:
@@ -311,12 +308,12 @@ class Batches:
         """Whether any answer has its prompt behind it."""
         return any(group.open for group in self._groups.values())
 
-    def _run_or_await_calls(self, tries: int) -> bool:
+    def _make_batch_calls_or_wait(self, tries_left: int) -> bool:
         """Make a call for every batch that has rows; without one, let readers of other answers make
         theirs.
 
         Args:
-            tries: how often readers are still waited for; below `READER_TRIES` it sleeps
+            tries_left: how often readers are still waited for; below `READER_TRIES` it sleeps
                 `READER_SECONDS` first, where there is no batch.
 
         Returns:
@@ -326,9 +323,9 @@ class Batches:
         running = [group for group in self._groups.values() if group.batch.members]
         for group in running:
             self._schedule.record_call(group.make_and_time_call())
-        if not running and tries < READER_TRIES:  # none came while others had the thread
+        if not running and tries_left < READER_TRIES:  # none came while others had the thread
             time.sleep(READER_SECONDS)
-        return bool(running) or tries > 0
+        return bool(running) or tries_left > 0
 
     def _next_piece_length(self, row: _OpenAnswer) -> int:
         """Tokens of a row's prompt that its next turn is to process."""
@@ -336,7 +333,7 @@ class Batches:
         step_size = row.plan.config.prefill_step_size
         return self._schedule.next_piece_length(len(row.todo), step_size, is_alone=is_alone)
 
-    def _process_piece(self) -> None:
+    def _process_next_piece_or_note_error(self) -> None:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
 
         When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
@@ -370,14 +367,12 @@ class Batches:
         decoded.
         """
         row.group.open.append(row)
-        row.group.choose_mode()
+        row.group.update_is_batched()
         if row.group.is_batched or row.mask is not None:
-            row.group.batch.join(row)
+            row.group.batch.queue_to_join(row)
 
-    def _decode_batched(
-        self, row: _OpenAnswer, recorded: list[TokenLogprobs] | None
-    ) -> Iterator[list[int]]:
-        """Yield the tokens of `row`, one at a time, by calls of its batch, as long as answers share
+    def _decode_batched(self, row: _OpenAnswer) -> Iterator[Step]:
+        """Yield steps of a token each of `row`, by calls of its batch, as long as answers share
         calls.
 
         An answer with a mask never stops sharing. Where the row's next token is not there yet, it
@@ -387,7 +382,6 @@ class Batches:
 
         Args:
             row: joins the batch where it is not in it.
-            recorded: is extended by the log probabilities of the tokens; None for none.
 
         Raises:
             RuntimeError: a call that it shared has failed.
@@ -399,31 +393,22 @@ class Batches:
                 if row.error is not None:
                     raise RuntimeError("a call for several answers failed") from row.error
                 if row not in batch.members:
-                    batch.join(row)
-                    group.choose_mode()
+                    batch.queue_to_join(row)
+                    group.update_is_batched()
                 while self._prompts and not self._must_decode_first:
-                    self._process_piece()
+                    self._process_next_piece_or_note_error()
                 self._schedule.record_call(group.make_and_time_call())
-            token, logprobs = row.unread.popleft()
-            if recorded is not None:
-                recorded += logprobs
-            yield [token]
-        batch.leave(row)
+            yield row.unread.popleft()
+        batch.remove_and_restore_cache(row)
 
-    def _decode_alone(
-        self,
-        row: _OpenAnswer,
-        logprobs: list[TokenLogprobs] | None,
-        counts: CallCounts | None,
-    ) -> Iterator[list[int]]:
-        """Yield the tokens of each call of `row` alone, with drafts, until answers share calls.
+    def _decode_alone(self, row: _OpenAnswer) -> Steps:
+        """Yield a step for each call of `row` alone, with drafts, until answers share calls.
 
         Then its cache holds all of its text but the last token, computed. The mode is chosen anew
         behind each call. The tokens are appended to `row.text`.
 
         Args:
             row: has no row in the batch.
-            logprobs, counts: see `decode_plan`.
         """
         steps: Any = decode_plan(
             row.plan,
@@ -432,16 +417,14 @@ class Batches:
             row.cache,
             context=row.text[:-1],
             stops=row.stops,
-            logprobs=logprobs,
-            counts=counts,
         )
         with closing(steps):
             started = time.perf_counter()
             for step in steps:
-                row.text += step
+                row.text += step.tokens if step is not None else ()
                 self._schedule.record_call(time.perf_counter() - started)
                 yield step
-                row.group.choose_mode()
+                row.group.update_is_batched()
                 if row.group.is_batched:
                     break
                 started = time.perf_counter()

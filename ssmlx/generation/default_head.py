@@ -52,7 +52,7 @@ def default_head(model: StreamFusedModel) -> DefaultHead:
     return found
 
 
-def named_head(model: StreamFusedModel) -> Loaded | None:
+def loaded_default_head_or_raise(model: StreamFusedModel) -> Loaded | None:
     """The head of `default_head`, for settings that name its drafter.
 
     Returns:

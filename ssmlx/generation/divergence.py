@@ -117,7 +117,7 @@ def find_divergence(
     places = row_positions(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
     logits = sampling.apply_bias_and_penalties(model.backbone.logits(hidden), places)[0]
 
-    def token_of(answer: Sequence[int]) -> int:
+    def token_or_likeliest_end(answer: Sequence[int]) -> int:
         """The answer's token at `place`; its likeliest end token where it is over there."""
         return (
             answer[place]
@@ -127,4 +127,6 @@ def find_divergence(
 
     noise = sampling.noise(first, 1)
     dtype = model.backbone.dtype
-    return compare_logits(place, token_of(plain), token_of(other), logits, noise, dtype)
+    return compare_logits(
+        place, token_or_likeliest_end(plain), token_or_likeliest_end(other), logits, noise, dtype
+    )

@@ -27,7 +27,7 @@ from ..loading.files import json_digest, write_whole
 from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
-from ..policy.costs import ROWS, CostTable
+from ..policy.costs import CostTable
 from ..policy.offers import MATCH_LENGTHS, match_ratio
 
 FORMAT = "ssmlx-costs/1"
@@ -58,7 +58,7 @@ class Learned:
         self._written_at = time.monotonic()
         self._is_new = False
         self._read_file()
-        atexit.register(self.write)
+        atexit.register(self.write_if_new)
 
     def prior(self, adapter: str) -> AcceptancePrior:
         """The acceptance ratios of an adapter, by its digest; new ones where there are none.
@@ -76,9 +76,9 @@ class Learned:
         """
         self._is_new = True
         if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
-            self.write()
+            self.write_if_new()
 
-    def write(self) -> None:
+    def write_if_new(self) -> None:
         """Write the file, whole or not at all, if anything is new since the last time.
 
         The folder is made. An error of the file system is logged, and is not tried again until
@@ -114,8 +114,10 @@ class Learned:
             priors = dict(values["acceptance"])
             if len(priors) > _MOST_ADAPTERS:
                 raise ValueError("it has too many adapters")
-            costs = CostTable.from_dict(values["costs"])
-            self._priors = {name: AcceptancePrior.from_dict(one) for name, one in priors.items()}
+            costs = CostTable.from_dict_or_raise(values["costs"])
+            self._priors = {
+                name: AcceptancePrior.from_dict_or_raise(one) for name, one in priors.items()
+            }
             self.costs = costs
         except (TypeError, ValueError, AttributeError, KeyError, OSError) as error:
             _log.debug("%s is ignored: %s", self.path, error)
@@ -140,9 +142,7 @@ def cost_table_rows(costs: CostTable) -> list[list[str]]:
     return [["plain calls a call, by nodes", *map(str, counts)], *rows] if rows else []
 
 
-def costs_line(
-    costs: CostTable, drafter: str, context: int, *, is_kept_as_rows: bool = False
-) -> str:
+def costs_line(costs: CostTable, drafter: str, cost_name: str, context: int) -> str:
     """A line for `--verbose`: measured costs of a drafter's calls, in plain calls by nodes.
 
     They are those of the bucket of `context` tokens, else of the next shorter one that is known,
@@ -151,14 +151,11 @@ def costs_line(
     Args:
         costs: what was measured.
         drafter: its registered name.
+        cost_name: the name under which costs of its calls are kept, see `Offer`.
         context: tokens that are committed.
-        is_kept_as_rows: whether costs under `ROWS` are the drafter's where none has its name: those
-            of all drafters that look up on the host, at no cost.
     """
     known = costs.frozen(context).known
-    has_own = any(name == drafter for name, _ in known)
-    kept_as = ROWS if is_kept_as_rows and not has_own else drafter
-    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == kept_as}
+    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == cost_name}
     if not calls:
         return f"costs: no call of {drafter} was timed here yet"
     shown = ", ".join(f"{count}: {one:.2f}" for count, one in calls.items())
@@ -200,7 +197,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     """
     if model not in _BY_MODEL:
         folder = Path(model.backbone.cache_dir or cache_dir()).expanduser() / _FOLDER
-        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", adapter_digest(model)
+        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", streams_or_lora_digest(model)
     path, adapter = _BY_MODEL[model]
     if path not in _BY_PATH:
         _BY_PATH[path] = Learned(path)
@@ -225,7 +222,7 @@ def geometry_digest(model: StreamFusedModel) -> str:
     return json_digest([this_machine(), shapes, layers, heads])
 
 
-def adapter_digest(model: StreamFusedModel) -> str:
+def streams_or_lora_digest(model: StreamFusedModel) -> str:
     """16 hexadecimal digits of an adapter's streams (in float32) and their settings, and draft
     head.
 

@@ -1,22 +1,23 @@
 """One answer's plan: what the settings come to on a loaded model and on this machine."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ..decoding.controller import Always, DraftController, Never
+from ..decoding.controller import Always, DraftController, ExpectedCall, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
-from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
-from ..decoding.sampling import Sampling, TokenLogprobs
+from ..decoding.loop import Stops, never_stops, plain_decode, speculative_decode
+from ..decoding.sampling import Sampling
+from ..decoding.step import Steps
 from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
     Loaded,
     build_drafter,
     registered_drafter,
-    resolve_drafter,
+    split_drafter_arguments,
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import InputError, require
@@ -25,7 +26,7 @@ from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
-from .default_head import HEAD_DRAFTER, default_head, named_head
+from .default_head import HEAD_DRAFTER, default_head, loaded_default_head_or_raise
 from .learned import Learned, learned_of
 
 TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
@@ -73,7 +74,7 @@ class Plan:
         return sum(drafter.draft_calls for drafter in self.drafters)
 
     @property
-    def needs_whole_context(self) -> bool:
+    def needs_context_tokens(self) -> bool:
         """Whether the tokens that the cache holds before the prompt must be given.
 
         So for penalties, and for a drafter that reads them; but not where lookup in the text is
@@ -91,13 +92,13 @@ class Plan:
         return bool(self.drafters) and self.config.acceptance.kind != "exact"
 
     @property
-    def expected_call(self) -> tuple[float, float]:
-        """Tokens that the fastest call should bring now, and plain calls that it takes.
+    def expected_fastest_call(self) -> ExpectedCall:
+        """What the fastest call should bring now, and what it should take.
 
         Both are 1 where plain decoding is expected to be as fast, and where the same shape is
         drafted at every call.
         """
-        return self.controller.expected_call()
+        return self.controller.expected_fastest_call()
 
     def finish(self) -> None:
         """Keep what an answer that ended, or was given up, has taught. To be called once; does
@@ -122,11 +123,11 @@ class Plan:
             return f"{self.kind} draft at every call, as asked for: {size}"
         if self.kind == NAME:
             return "what stood in the text before is drafted where it comes again"
-        tokens, cost = self.expected_call
-        if tokens <= cost:
+        call = self.expected_fastest_call
+        if call.speed <= 1:
             return f"{self.kind} may draft; plain decoding is expected to be as fast here"
         return (
-            f"{self.kind} draft up to {largest.nodes} nodes a call; {tokens / cost:.2f} times "
+            f"{self.kind} draft up to {largest.nodes} nodes a call; {call.speed:.2f} times "
             "plain decoding expected by what calls cost here"
         )
 
@@ -165,7 +166,7 @@ def make_plan(
         InputError: the settings do not fit the model or what is loaded.
     """
     config = replace(config or GenerateConfig(), **settings)
-    config, loaded = resolve_drafter(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
     loaded = loaded or default_drafters(model, config)
     kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
@@ -179,7 +180,7 @@ def make_plan(
         if _is_controlled(model, config):
             if config.drafter is None or registered_drafter(kind).joins_text_drafts:
                 is_chain = not model.backbone.capabilities.has("trees")
-                drafters = _add_text_drafters(
+                drafters = _with_text_drafters(
                     drafters, config, earlier, end_tokens, is_chain=is_chain
                 )
             sources = [offer_source_of(model, drafter) for drafter in drafters]
@@ -208,7 +209,7 @@ def default_drafters(model: StreamFusedModel, config: GenerateConfig) -> list[Lo
         InputError: the settings name it, and it cannot draft.
     """
     if config.drafter == HEAD_DRAFTER and config.decoding != "plain":
-        head = named_head(model)
+        head = loaded_default_head_or_raise(model)
     elif config.drafter is None and _is_controlled(model, config):
         head = default_head(model).loaded
     else:
@@ -222,7 +223,7 @@ def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
     return config.is_controlled and model.backbone.group is None
 
 
-def _add_text_drafters(
+def _with_text_drafters(
     drafters: Sequence[Drafter],
     config: GenerateConfig,
     earlier: EarlierAnswers | None,
@@ -291,7 +292,7 @@ def drafter_name(
     elif name is None and _is_controlled(model, config):
         return NAME if model.backbone.capabilities.has("chains") else None
     if name is not None:
-        _require_support(model, name)
+        _require_model_can_verify(model, name)
     cause = "--drafter streams" if config.drafter else "speculative decoding"
     require(
         name != "streams" or model.num_streams > 0,
@@ -302,17 +303,17 @@ def drafter_name(
     return name
 
 
-def _require_support(model: StreamFusedModel, name: str) -> None:
-    """Raise InputError where `model` cannot verify what the drafter `name` proposes, chains or
+def _require_model_can_verify(model: StreamFusedModel, drafter: str) -> None:
+    """Raise InputError where `model` cannot verify what `drafter` proposes, chains or
     trees."""
     capabilities = model.backbone.capabilities
-    needed = registered_drafter(name).needed
+    needed = registered_drafter(drafter).needed
     reason = capabilities.reason(needed)
     if reason is None:
         return
     if needed == "trees" and capabilities.has("chains"):
         raise InputError(
-            f"{name} proposes trees, and {reason}",
+            f"{drafter} proposes trees, and {reason}",
             expected="a drafter that proposes chains",
             do="use --drafter prompt-lookup or a draft model, or leave it out",
         )
@@ -331,10 +332,8 @@ class Decode(Protocol):
         *,
         context: Sequence[int] = (),
         stops: Stops = never_stops,
-        logprobs: list[TokenLogprobs] | None = None,
-        counts: CallCounts | None = None,
-    ) -> Iterator[list[int]]:
-        """The tokens of each call; see `decode_plan` for the arguments."""
+    ) -> Steps:
+        """The steps of an answer; see `decode_plan` for the arguments."""
         ...
 
 
@@ -346,9 +345,7 @@ def decode_plan(
     *,
     context: Sequence[int] = (),
     stops: Stops = never_stops,
-    logprobs: list[TokenLogprobs] | None = None,
-    counts: CallCounts | None = None,
-) -> Iterator[list[int]]:
+) -> Steps:
     """Decode under a plan: without end, until the iterator is closed.
 
     The check, and the room for trees, are made when this is called; tokens are computed as they are
@@ -362,17 +359,16 @@ def decode_plan(
         context: the tokens in the cache; may be left out where nothing reads them.
         stops: asked with the tokens of a call whether the answer ends with them: then no call is
             begun ahead. Not asked where nothing drafts.
-        logprobs: a list that is extended by each token's log probabilities, where it is given.
-        counts: gets what was drafted and accepted, where it is given.
 
     Returns:
-        An iterator over the tokens of each call; empty lists between pieces of the prompt.
+        An iterator over a step for each call; None between pieces of the prompt, and where a
+        drafter starts.
 
     Raises:
         InputError: `context` is needed and left out, or has another length than the cache.
     """
     require(
-        len(context) == cache.offset or not (context or plan.needs_whole_context),
+        len(context) == cache.offset or not (context or plan.needs_context_tokens),
         f"{len(context)} tokens of context for a cache of {cache.offset}",
         expected="the whole text, which drafters and penalties read",
         do="give context=, the tokens in the cache",
@@ -381,7 +377,6 @@ def decode_plan(
         "context": context,
         "sampler": plan.sampling,
         "prefill_step_size": plan.config.prefill_step_size,
-        "logprobs": logprobs,
     }
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)
@@ -396,6 +391,5 @@ def decode_plan(
         acceptance=plan.config.acceptance,
         stops=stops,
         controller=plan.controller,
-        counts=counts,
         **shared,
     )

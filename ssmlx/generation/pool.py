@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
+from ..decoding.step import Step, Steps
 from ..errors import NoRoomError, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
@@ -133,7 +134,7 @@ class Holding:
         self._provided = self._size.rounded(num_tokens + _MARGIN)
         self._claimed = self._size.of(self._provided, self._scratch)
         try:
-            self._pool.drop_kept_for(self)
+            self._pool.drop_kept_to_fit_or_raise(self)
         except NoRoomError:
             self._provided, self._claimed = before
             raise
@@ -184,7 +185,7 @@ class MemoryPool:
 
     # --- what is kept ---
 
-    def keep(self, one: Kept, num_bytes: int) -> None:
+    def keep_or_free(self, one: Kept, num_bytes: int) -> None:
         """Count `one` as the newest of what is kept; the longest unused are dropped until it fits.
 
         Where it does not fit beside running answers at all, it is dropped itself (`free_memory`),
@@ -236,7 +237,7 @@ class MemoryPool:
             raise
         return holding
 
-    def drop_kept_for(self, holding: Holding) -> None:
+    def drop_kept_to_fit_or_raise(self, holding: Holding) -> None:
         """Drop what is kept until there is room for what `holding`, counted here, has claimed.
 
         Raises:
@@ -262,7 +263,7 @@ class MemoryPool:
         """
         left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
-            self._drop_idle()
+            self._make_shared_drop_idle()
             left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
             return False
@@ -285,7 +286,7 @@ class MemoryPool:
             until its iterator ends or is closed.
         """
 
-        def decode_counted(
+        def decode_claiming_memory(
             plan: Plan,
             model: StreamFusedModel,
             prompt: list[int],
@@ -293,7 +294,7 @@ class MemoryPool:
             *,
             context: Sequence[int] = (),
             **more: Any,
-        ) -> Iterator[list[int]]:
+        ) -> Steps:
             """Count the answer, then begin it; its iterator claims memory as the text grows."""
             for one in plan.loaded:
                 if isinstance(one, Shared):
@@ -305,7 +306,7 @@ class MemoryPool:
             steps = decode(plan, model, prompt, cache, context=context, **more)
             return _claim_memory_while_decoding(steps, holding, num_tokens)
 
-        return decode_counted
+        return decode_claiming_memory
 
     def _count_running_bytes(self) -> int:
         """Bytes of running answers and of what they share, counted anew; what is kept is left out.
@@ -317,7 +318,7 @@ class MemoryPool:
             shared: list[Shared] = list(self._shared)
         return sum(one.count_bytes() for one in running) + sum(one.cache_bytes for one in shared)
 
-    def _drop_idle(self) -> None:
+    def _make_shared_drop_idle(self) -> None:
         """Have all that answers share drop what no running answer uses."""
         with self._lock:
             shared = list(self._shared)
@@ -352,15 +353,13 @@ class MemoryPool:
             return oldest()
 
 
-def _claim_memory_while_decoding(
-    steps: Iterator[list[int]], holding: Holding, num_tokens: int
-) -> Iterator[list[int]]:
+def _claim_memory_while_decoding(steps: Steps, holding: Holding, num_tokens: int) -> Steps:
     """Yield `steps`, and claim memory for the text behind each, before the next is computed.
 
     In the end, whatever it is, `steps` are closed and `holding` is released.
 
     Args:
-        steps: the tokens of each call.
+        steps: of a decoding loop.
         holding: the answer's.
         num_tokens: of the text before the first step.
 
@@ -368,10 +367,10 @@ def _claim_memory_while_decoding(
         NoRoomError: there is no memory for more.
     """
     try:
-        with closing(cast("Generator[list[int]]", steps)):
+        with closing(cast("Generator[Step | None]", steps)):
             for step in steps:
                 yield step
-                num_tokens += len(step)
+                num_tokens += 0 if step is None else len(step.tokens)
                 holding.claim_memory(num_tokens)
     finally:
         holding.release()

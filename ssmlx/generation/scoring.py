@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..decoding.sampling import TokenLogprobs, own_and_top_logprobs, record_logprobs
+from ..decoding.sampling import TokenLogprobs, own_and_top_logprobs, read_logprobs
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 
@@ -26,10 +26,10 @@ class ScoredPrompt:
 
 def score_in_pieces(
     model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache, top: int
-) -> Iterator[list[TokenLogprobs]]:
+) -> Iterator[tuple[TokenLogprobs, ...]]:
     """Yield log probabilities of each token of a prompt but the first, `PIECE` tokens at a time.
 
-    An empty list comes before each piece, for others to take their turn, and then the piece's
+    An empty tuple comes before each piece, for others to take their turn, and then the piece's
     entries, in order. Nothing comes for a prompt of one token. On the thread that runs MLX.
 
     Args:
@@ -39,13 +39,12 @@ def score_in_pieces(
         top: how many of the likeliest tokens are wanted in each place.
     """
     for first in range(0, len(tokens) - 1, PIECE):
-        yield []
+        yield ()
         piece = list(tokens[first : first + PIECE + 1])
         hidden = model.backbone.append(mx.array(piece[:-1]), cache)
         logits = model.backbone.logits(hidden)
         rows = own_and_top_logprobs(logits, mx.array(piece[1:]), top)
         mx.eval(rows, cache.state)
-        found: list[TokenLogprobs] = []
-        record_logprobs(found, piece[1:], rows)
+        found = read_logprobs(piece[1:], rows)
         mx.clear_cache()
         yield found

@@ -13,6 +13,7 @@ from ..decoding.controller import Always, DraftShape
 from ..decoding.drafter import Drafter, Needs, Taps, Verified
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import plain_decode, speculative_decode
+from ..decoding.step import Step
 from ..drafters.streams import StreamDrafter
 from ..drafters.trie import Trie
 from ..model.cache import TreeCache
@@ -39,7 +40,7 @@ class CallTimings:
     plain_seconds: Sequence[float]
 
 
-class AnyChain:
+class NewestTokenRepeater:
     """A drafter of chains that repeat the newest token: to time calls that verify so many rows.
 
     Args:
@@ -70,8 +71,7 @@ class AnyChain:
         """
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
-        tree, _ = trie.to_tree(shape.levels)
-        return tree
+        return trie.to_padded_tree(shape.levels)
 
 
 def measure_call_costs(
@@ -122,7 +122,7 @@ def measure_call_costs(
         """
         deadline = started + first_round_seconds if is_first_round else inf
         calls = _decode_calls(model, list(tokens), cache, drafter, size)
-        took = _seconds_of_calls(calls, deadline)
+        took = _time_few_calls(calls, deadline)
         if not took:
             return False
         if size == PLAIN:
@@ -154,10 +154,10 @@ def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
     """A drafter of trees of up to `nodes`: of streams, or of chains where the model has none."""
     if model.num_streams:
         return StreamDrafter(model, TreeConfig(size=nodes), model.num_streams)
-    return AnyChain(nodes)
+    return NewestTokenRepeater(nodes)
 
 
-def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float]:
+def _time_few_calls(calls: Iterator[Step], deadline: float) -> list[float]:
     """Make `_DROPPED_CALLS` calls that are not timed and then `_TIMED_CALLS`, and return the
     seconds of each of the latter.
 
@@ -179,7 +179,7 @@ def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float
 
 def _decode_calls(
     model: StreamFusedModel, text: list[int], cache: TreeCache, drafter: Drafter, size: int
-) -> Iterator[list[int]]:
+) -> Iterator[Step]:
     """Decode behind `text` with a tree of `size` nodes in every call; plainly where it is `PLAIN`.
 
     Args:
@@ -190,7 +190,7 @@ def _decode_calls(
         size: nodes, the root included.
 
     Returns:
-        An iterator over the tokens of each call, without end.
+        An iterator over the steps of an answer, without end.
     """
     held = cache.longest_trim(min(cache.offset, len(text) - 1))
     cache.trim(held)

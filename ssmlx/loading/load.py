@@ -71,7 +71,7 @@ def resolve_draft_bits(name: str) -> int | None:
     Raises:
         InputError: it is none of these.
     """
-    check_choice("--draft-head", name, DRAFT_HEADS)
+    check_choice("draft_head", name, DRAFT_HEADS)
     is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
     return 8 if is_packed else None
 

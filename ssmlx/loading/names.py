@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bars import Progress
-from ..errors import InputError, first_line, require, unwritable_error
+from ..errors import InputError, first_line, quoted, require, unwritable_error
 from ..json_files import read_json
 from .wheel import Wheel, fetch_gguf
 
@@ -441,19 +441,32 @@ def _missing_model_file(path: Path) -> str | None:
     """
     if not (path / "config.json").is_file():
         return "config.json"
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
+    indexed = files_in_weight_index(path)
+    if indexed is None:
         is_there = any(file.is_file() for file in path.glob("model*.safetensors"))
         return None if is_there else "model*.safetensors"
-    try:
-        shards = sorted(set(read_json(index, "an index of weights")["weight_map"].values()))
-        return next((name for name in shards if not (path / name).is_file()), None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{index} cannot be read",
-            expected="a JSON object with a weight_map",
-            do="download the model again",
-        ) from error
+    return next((file.name for file in indexed if not file.is_file()), None)
+
+
+def files_in_weight_index(folder: Path) -> list[Path] | None:
+    """Return the files of weights that a model folder's index names, there or not, by name; None
+    without an index.
+
+    Raises:
+        InputError: the index cannot be read, or names something else than files of its folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    names = read_json(index, "an index of weights").get("weight_map")
+    found = [*names.values()] if isinstance(names, dict) else []
+    require(
+        bool(found) and all(isinstance(one, str) and Path(one).name == one != "" for one in found),
+        f"{index} has {quoted(names)} for weight_map",
+        expected="names of files beside it",
+        do="download the model again",
+    )
+    return sorted({folder / name for name in found})
 
 
 def _missing_hub_model_file(path: Path) -> str | None:

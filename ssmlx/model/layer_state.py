@@ -251,12 +251,14 @@ class AttentionState:
             """
             if map_values is not None:
                 values = map_values(values)
-            rows = join_key_values(keys, values)
-            if paths:
-                each = zip(rows, *paths, strict=True)
-                rows = tuple([mx.concatenate(list(parts), axis=2) for parts in each])
-            self._step_first = self._scratch - count_rows(rows)
-            self._write(self._step_first, rows)
+            num_rows = keys.shape[2]
+            first = self._scratch - num_rows - sum(count_rows(path) for path in paths)
+            self._write_keys_values(first, keys, values)
+            self._step_first = first
+            first += num_rows
+            for path in paths:
+                self._write(first, path)
+                first += count_rows(path)
             return self._read(self._step_first, self._scratch + offset)
 
         return LayerView(positions, write)
@@ -271,7 +273,7 @@ class AttentionState:
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             first = self._scratch + offset
-            self._write(first, join_key_values(keys, values))
+            self._write_keys_values(first, keys, values)
             return self._read(self._scratch, first + keys.shape[2])
 
         return LayerView(offset, write)
@@ -326,21 +328,46 @@ class AttentionState:
         """Nothing is done: rows behind the committed ones are free room."""
 
     def _write(self, first: int, rows: Rows) -> None:
-        """Write `rows` into the buffers from row number `first` on.
-
-        The first call makes the buffers, of zeros, in the shapes and dtypes of its rows.
+        """Write `rows`, in the form of the buffers, into them from row number `first` on.
 
         Raises:
             ValueError: the rows do not fit, or `first` is negative; nothing is written.
         """
-        last = first + count_rows(rows)
+        last = self._require_room(first, count_rows(rows))
+        for buffer, array in zip(self._buffers, rows, strict=True):
+            buffer[:, :, first:last] = array
+
+    def _write_keys_values(self, first: int, keys: mx.array, values: mx.array) -> None:
+        """Write keys [1, H, R, Dh] and values [1, H', R, Dh'] of R rows from row `first` on.
+
+        The first call makes the buffers, of zeros, in the shapes and dtypes of its rows. Each of
+        both is written by itself: joining them first would take another kernel in every layer.
+
+        Raises:
+            ValueError: the rows do not fit, or `first` is negative; nothing is written.
+        """
+        last = self._require_room(first, keys.shape[2])
+        if not self._buffers:
+            size = self._scratch + self._capacity
+            self._buffers = tuple([_empty(one, size) for one in join_key_values(keys, values)])
+        if len(self._buffers) == 1:
+            (both,) = self._buffers
+            both[:1, :, first:last] = keys
+            both[1:, :, first:last] = values
+        else:
+            self._write(first, (keys, values))
+
+    def _require_room(self, first: int, num_rows: int) -> int:
+        """The number after the last of `num_rows` rows from number `first` on.
+
+        Raises:
+            ValueError: they do not fit, or `first` is negative.
+        """
+        last = first + num_rows
         size = self._scratch + self._capacity
         if first < 0 or last > size:
             raise ValueError(f"rows {first} to {last} of {size}: reserve more")
-        if not self._buffers:
-            self._buffers = tuple([_empty(array, size) for array in rows])
-        for buffer, array in zip(self._buffers, rows, strict=True):
-            buffer[:, :, first:last] = array
+        return last
 
     def _read(self, first: int, last: int) -> tuple[mx.array, mx.array]:
         """Keys and values from row `first` up to, not including, `last`: slices of the buffers."""

@@ -108,7 +108,7 @@ class AcceptancePrior:
         }
 
     @classmethod
-    def from_dict(cls, values: Any) -> Self:
+    def from_dict_or_raise(cls, values: Any) -> Self:
         """A new prior from what `to_dict` gave.
 
         Raises:
@@ -156,7 +156,7 @@ class AnswerAcceptance:
         accepted = PRIOR_WEIGHT_IN_ANSWER * self._prior_ratio + self._accepted
         return accepted / (PRIOR_WEIGHT_IN_ANSWER + self._offered)
 
-    def add_counts(self, accepted: float, offered: float) -> None:
+    def decay_and_add_counts(self, accepted: float, offered: float) -> None:
         """Add what a call that verified a draft accepted, of those `offered` at a ratio of 1.
 
         The counts behind `ratio` first decay to `KEEP_PER_CALL`; the totals do not.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..decoding.controller import Call, DraftShape
+from ..decoding.controller import Call, DraftShape, ExpectedCall
 from .acceptance import AcceptancePrior, AnswerAcceptance
 from .costs import BANK_MOST, ENTRY, MAX_PLAIN_CALLS, CostTable, Kind, context_bucket
 from .offers import Offer, OfferSource
@@ -229,20 +229,20 @@ class Controller:
         Args:
             is_read: whether drafters know that call's tokens already.
         """
-        self._decisions.append(self._decide(is_read))
+        self._decisions.append(self._decide_what_to_draft(is_read))
         return self._decisions[-1].shape
 
-    def expected_call(self) -> tuple[float, float]:
+    def expected_fastest_call(self) -> ExpectedCall:
         """What the fastest call should bring and take, were all tokens so far known to drafters.
 
         Returns:
-            Tokens, and plain calls, of the candidate with the greatest expected speed; 1 and 1
-            where there is none, or none that is faster than plain decoding.
+            Of the candidate with the greatest expected speed; 1 and 1 where there is none, or none
+            that is faster than plain decoding.
         """
-        best = max(self._candidates(is_read=True), key=lambda one: one.speed, default=None)
+        best = max(self._draft_candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
-            return 1.0, 1.0
-        return best.tokens, best.cost
+            return ExpectedCall(1.0, 1.0)
+        return ExpectedCall(best.tokens, best.cost)
 
     def record(self, call: Call) -> None:
         """Note a call that was done, in order and each once: tokens, acceptance, seconds, probe.
@@ -251,12 +251,12 @@ class Controller:
         call drafted is what the next call is taken to verify.
         """
         if context_bucket(call.context) > context_bucket(self._context):
-            self._switch_context_bucket(call.context)
+            self._enter_next_context_bucket(call.context)
         decision = self._find_decision(call.drafted)
-        self._record_tokens(call)
-        self._advance_probe(call, decision)
+        self._count_tokens_and_acceptance(call)
+        self._continue_end_or_begin_probe(call, decision)
         if self._reads_seconds:
-            self._record_seconds(call)
+            self._collect_seconds_in_runs(call)
         self._pending = call.drafted
         self._pending_candidate = decision.candidate
 
@@ -291,7 +291,7 @@ class Controller:
         if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain_seconds(self._context, self._plain)
             self._plain.clear()
-        plain = self._table.plain_seconds(self._context, is_recent=True)
+        plain = self._table.plain_seconds(self._context, only_of_this_process=True)
         if plain is None:
             return
         seconds: dict[DraftShape, list[float]] = {}
@@ -299,7 +299,7 @@ class Controller:
             if len(run.seconds) >= MIN_RUN_CALLS:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
-            moved = self._table.learn(
+            moved = self._table.learn_cost_and_return_change(
                 self._cost_kind(shape), self._context, median(taken) / plain, self._follows_seconds
             )
             if abs(moved - 1) > INFORMATIVE_CHANGE:
@@ -311,7 +311,7 @@ class Controller:
         ]
         self._is_run_open = False
 
-    def _switch_context_bucket(self, context: int) -> None:
+    def _enter_next_context_bucket(self, context: int) -> None:
         """Go on with the costs of the bucket of a context of `context` tokens, which is another
         one.
 
@@ -331,7 +331,7 @@ class Controller:
         ):
             self._plain_calls_due = MAX_PLAIN_CALLS
 
-    def _decide(self, is_read: bool) -> Decision:
+    def _decide_what_to_draft(self, is_read: bool) -> Decision:
         """Decide what to draft now.
 
         That is nothing while plain calls are timed, or where nothing can be drafted; the probe
@@ -341,7 +341,7 @@ class Controller:
         """
         if self._plain_calls_due:
             return Decision(None)
-        candidates = list(self._candidates(is_read))
+        candidates = list(self._draft_candidates(is_read))
         if not candidates:
             return Decision(None)
         if self._probe_calls:
@@ -364,7 +364,7 @@ class Controller:
         """The kind under which the table has calls that verify, and draft, this shape."""
         return self._cost_names.get(shape.drafter, shape.drafter), shape.nodes
 
-    def _candidates(self, is_read: bool) -> Iterator[Candidate]:
+    def _draft_candidates(self, is_read: bool) -> Iterator[Candidate]:
         """Yield every shape that can be drafted now, with what is expected of it.
 
         Of a drafter's shapes these are the ones up to the largest number of nodes that was timed
@@ -406,7 +406,7 @@ class Controller:
                     yield Candidate(
                         shape,
                         offer,
-                        1 + likely * then.expected(shape, self._acceptance_ratio),
+                        1 + likely * then.expected_accepted(shape, self._acceptance_ratio),
                         1 + likely * (self._costs.calls(kind) - 1) + wait,
                         1 + likely * (self._costs.optimistic_calls(kind) - 1) + wait,
                     )
@@ -458,7 +458,7 @@ class Controller:
         is_parked = speed == 1.0
         probes = [
             (self._probe_risk(one, speed), one)
-            for one in self._candidates(is_read=True)
+            for one in self._draft_candidates(is_read=True)
             if is_parked or one.hoped_speed > speed * MIN_PROBE_GAIN
         ]
         affordable = [pair for pair in probes if pair[0] <= self._table.bank]
@@ -506,7 +506,7 @@ class Controller:
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, Decision(None))
 
-    def _plain_calls_charged(self, call: Call) -> float:
+    def _plain_calls_charged_by_frozen_costs(self, call: Call) -> float:
         """Plain calls that a call is charged with: by frozen costs, pessimistic, not by its
         seconds.
 
@@ -518,7 +518,7 @@ class Controller:
         steady = self._costs.pessimistic_calls(self._cost_kind(call.shape))
         return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
-    def _record_tokens(self, call: Call) -> None:
+    def _count_tokens_and_acceptance(self, call: Call) -> None:
         """Add a call's tokens to the answer, to the table (bank, ages) and to the acceptance
         counts.
 
@@ -527,17 +527,17 @@ class Controller:
         is known.
         """
         self._tokens += call.tokens
-        self._behind += self._plain_calls_charged(call) - call.tokens
-        self._table.record_tokens(call.tokens, self._context)
+        self._behind += self._plain_calls_charged_by_frozen_costs(call) - call.tokens
+        self._table.refill_bank_and_age_timings(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
                 counted.decay_by_plain_tokens(call.tokens)
         elif self._pending_candidate is not None:
             for one in self._pending_candidate.offer.acceptance_counts(call.shape, call.tokens - 1):
                 counted = self._acceptance_for(one.name, one.first_ratio)
-                counted.add_counts(one.accepted, one.offered)
+                counted.decay_and_add_counts(one.accepted, one.offered)
 
-    def _advance_probe(self, call: Call, decision: Decision) -> None:
+    def _continue_end_or_begin_probe(self, call: Call, decision: Decision) -> None:
         """Count a probe's calls down, end it where another shape was drafted, or begin one.
 
         One begins where `decision`, which the call followed, has a risk and the call drafted
@@ -560,7 +560,7 @@ class Controller:
         self._write_costs_to_table()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
-    def _record_seconds(self, call: Call) -> None:
+    def _collect_seconds_in_runs(self, call: Call) -> None:
         """Collect a call's seconds: with plain calls, or in the run of the shape that it verified.
 
         A call that drafted and verified nothing is a plain call; one that drafted without verifying
@@ -574,7 +574,7 @@ class Controller:
         if call.shape is None:
             self._is_run_open = False
             if call.drafted is None:
-                self._record_plain_seconds(call)
+                self._collect_plain_seconds_and_end_timing(call)
             return
         seconds = call.seconds
         if call.drafted is None and seconds is not None:
@@ -589,7 +589,7 @@ class Controller:
         if len(run.seconds) == MIN_RUN_CALLS and is_untimed:
             self._learn_first_timings()
         else:
-            self._check_for_surprise(call.shape, seconds)
+            self._rescale_costs_at_third_surprise(call.shape, seconds)
 
     def _find_or_begin_run(self, shape: DraftShape) -> Run:
         """The run that a call of `shape` joins, begun where there is none; surprises then count
@@ -612,7 +612,7 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _record_plain_seconds(self, call: Call) -> None:
+    def _collect_plain_seconds_and_end_timing(self, call: Call) -> None:
         """Collect the seconds of a plain call, if it has any, and count down a timing of plain
         calls.
 
@@ -629,7 +629,7 @@ class Controller:
                 self._plain_calls_due = 0
                 self._table.learn_plain_seconds(self._context, self._plain)
                 self._plain.clear()
-                self._rescale_costs()
+                self._rescale_costs_after_surprises()
 
     def _is_plain_call_timed(self) -> bool:
         """Whether enough plain calls were timed for the error that is tolerable."""
@@ -640,10 +640,9 @@ class Controller:
     def _tolerable_plain_error(self) -> float:
         """Relative standard error of the seconds of a plain call that changes no decision: the more
         drafting gains, the greater."""
-        tokens, cost = self.expected_call()
-        return max(PLAIN_ERROR, PLAIN_ERROR_OF_GAIN * (tokens / cost - 1))
+        return max(PLAIN_ERROR, PLAIN_ERROR_OF_GAIN * (self.expected_fastest_call().speed - 1))
 
-    def _check_for_surprise(self, shape: DraftShape, seconds: float) -> None:
+    def _rescale_costs_at_third_surprise(self, shape: DraftShape, seconds: float) -> None:
         """Count calls in a row whose seconds are far off their cost, all to one side.
 
         Far off is by more than a factor of 1 + `SURPRISING_ERROR`, either way; a call that is not
@@ -655,7 +654,7 @@ class Controller:
         kind = self._cost_kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
-            self._rescale_costs()
+            self._rescale_costs_after_surprises()
             return
         plain = self._table.plain_seconds(self._context)
         if plain is None:
@@ -670,19 +669,19 @@ class Controller:
         if abs(self._surprises) >= SURPRISING_CALLS:
             self._follows_seconds = True
             if self._since_plain <= PLAIN_FRESH_TOKENS:
-                self._rescale_costs()
+                self._rescale_costs_after_surprises()
             else:
                 # The whole machine may be slower, plain calls too.
                 self._plain_calls_due = MAX_PLAIN_CALLS
 
-    def _rescale_costs(self) -> None:
+    def _rescale_costs_after_surprises(self) -> None:
         """After surprises: scale the answer's costs to the median of what its latest calls took.
 
         What calls take beyond a plain one is multiplied by 1 / `MAX_SCALE` to `MAX_SCALE`. Nothing
         happens before surprises, or where no plain call was timed in this process. The first time,
         the answer is also charged with what the surprising calls took beyond their old cost.
         """
-        plain = self._table.plain_seconds(self._context, is_recent=True)
+        plain = self._table.plain_seconds(self._context, only_of_this_process=True)
         if plain is None or not self._follows_seconds or not self._latest:
             return
         before = self._costs

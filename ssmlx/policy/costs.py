@@ -96,14 +96,14 @@ class Mean:
     value: float
     weight: float
 
-    def average_in(self, value: float, most_change: float) -> None:
-        """Average in a run's `value`, first cut to the mean times 1 - `most_change` to 1 +
-        `most_change`.
+    def average_in(self, value: float, most_relative_change: float) -> None:
+        """Average in a run's `value`, first cut to the mean times 1 - `most_relative_change` to 1 +
+        `most_relative_change`.
 
         `weight` grows by 1, but the past counts as `MAX_WEIGHT` - 1 runs at most.
         """
-        low = self.value * (1 - most_change)
-        high = self.value * (1 + most_change)
+        low = self.value * (1 - most_relative_change)
+        high = self.value * (1 + most_relative_change)
         self.weight = min(self.weight, MAX_WEIGHT - 1) + 1
         self.value += (min(max(value, low), high) - self.value) / self.weight
 
@@ -139,7 +139,9 @@ def assumed_extra_calls(kind: Kind) -> float:
     return ROW_COST * (rows - 1) + (0.0 if name in (BATCH, ROWS) else DRAFT_COST)
 
 
-def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
+def interpolate_flat_beyond_ends(
+    known: Sequence[float], values: Sequence[float], at: float
+) -> float:
     """The value at `at` on straight lines through the points (known, values); beyond, the end's.
 
     `known` is ascending, and has one number or more.
@@ -238,8 +240,10 @@ class FrozenCosts:
         over = [(self.known[name, n][0] - 1) / assumed_extra_calls((name, n)) for n in counts]
         weights = [self.known[name, n][1] for n in counts]
         is_between = counts[0] <= count <= counts[-1]
-        weight = interpolate(counts, weights, count) if is_between else UNKNOWN_WEIGHT
-        return prior * interpolate(counts, over, count) * self.scale, weight
+        weight = (
+            interpolate_flat_beyond_ends(counts, weights, count) if is_between else UNKNOWN_WEIGHT
+        )
+        return prior * interpolate_flat_beyond_ends(counts, over, count) * self.scale, weight
 
 
 class CostTable:
@@ -271,7 +275,7 @@ class CostTable:
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
 
-    def set_head_start(
+    def set_head_start_where_unlearned(
         self,
         costs: Mapping[Kind, float],
         context: int = 0,
@@ -295,7 +299,9 @@ class CostTable:
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
-    def learn(self, kind: Kind, context: int, calls: float, is_surprise: bool = False) -> float:
+    def learn_cost_and_return_change(
+        self, kind: Kind, context: int, calls: float, is_surprise: bool = False
+    ) -> float:
         """Average in what calls of a kind took in an answer, as one run.
 
         A cost is learned when it rests on one run or more. A kind that is new starts from the cost
@@ -324,12 +330,12 @@ class CostTable:
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
         is_learned = mean.weight >= 1
-        most_change = CLAMP if is_learned else FIRST_CLAMP
+        most_relative_change = CLAMP if is_learned else FIRST_CLAMP
         if off > DISTRUST_ERROR or is_surprise:
             mean.weight = 1.0 if is_learned else 0.0
-        mean.average_in(calls, most_change)
+        mean.average_in(calls, most_relative_change)
         mean.value = max(mean.value, LEAST_COST)
-        if not is_learned and off > most_change:
+        if not is_learned and off > most_relative_change:
             mean.weight = SEED_WEIGHT  # still too far off to count as learned
         moved = (mean.value - 1) / (before - 1)
         has_changed = is_learned and off > CLAMP
@@ -339,27 +345,28 @@ class CostTable:
                 other.weight = min(other.weight, SEED_WEIGHT)
         return moved
 
-    def plain_seconds(self, context: int, is_recent: bool = False) -> float | None:
+    def plain_seconds(self, context: int, only_of_this_process: bool = False) -> float | None:
         """Seconds of a plain call in the bucket of `context` tokens; None where it was never timed.
 
-        With `is_recent`, None as well where it was not timed in this process.
+        With `only_of_this_process`, None as well where it was not timed in this process.
         """
         timing = self._plain.get(context_bucket(context))
-        if timing is None or (is_recent and not timing.calls):
+        if timing is None or (only_of_this_process and not timing.calls):
             return None
         return timing.seconds
 
-    def is_timing_due(self, context: int, error: float) -> bool:
+    def is_timing_due(self, context: int, tolerable_error: float) -> bool:
         """Whether an answer should time plain calls behind `context` tokens.
 
         True where they were never timed in the context's bucket, where `wait` tokens have passed
-        since, or where, timed in this process, their relative standard error is above `error` and
-        the last timing had fewer than `MAX_PLAIN_CALLS` or is `TIMING_PAUSE` tokens ago.
+        since, or where, timed in this process, their relative standard error is above
+        `tolerable_error` and the last timing had fewer than `MAX_PLAIN_CALLS` or is `TIMING_PAUSE`
+        tokens ago.
         """
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
             return True
-        is_poor = timing.calls > 0 and self.plain_error(context) > error
+        is_poor = timing.calls > 0 and self.plain_error(context) > tolerable_error
         has_more = timing.last_calls < MAX_PLAIN_CALLS or timing.tokens_since >= TIMING_PAUSE
         return is_poor and has_more
 
@@ -395,7 +402,7 @@ class CostTable:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
 
-    def record_tokens(self, tokens: int, context: int) -> None:
+    def refill_bank_and_age_timings(self, tokens: int, context: int) -> None:
         """Note that an answer behind `context` tokens advanced by `tokens`.
 
         The bank gains `BANK_REFILL` a token, up to `BANK_MOST`; the last probe, and the timing of
@@ -466,7 +473,7 @@ class CostTable:
         return {"costs": costs, "plain": plain, "bank": self.bank, "noise": self.noise}
 
     @classmethod
-    def from_dict(cls, values: Any) -> Self:
+    def from_dict_or_raise(cls, values: Any) -> Self:
         """A new table from what `to_dict` gave; waits, and counts of timed calls, are as in an
         empty one.
 
@@ -485,24 +492,29 @@ class CostTable:
         Values of another form may raise TypeError, KeyError and the like.
         """
         table = cls()
-        table.bank = _checked_number(values["bank"], 0.0, BANK_MOST)
-        table.noise = _checked_number(values["noise"], 0.0, MAX_NOISE)
+        table.bank = _require_number_between(values["bank"], 0.0, BANK_MOST)
+        table.noise = _require_number_between(values["noise"], 0.0, MAX_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
             if bucket not in BUCKETS or not isinstance(name, str) or type(count) is not int:
                 raise ValueError(f"no kind of call: {name!r}, {count!r} behind {bucket!r} tokens")
-            mean = Mean(_checked_number(calls, 1.0, 1e3), _checked_number(weight, 0.0, MAX_WEIGHT))
-            table._means.setdefault(bucket, {})[name, int(_checked_number(count, 2, 4096))] = mean
+            mean = Mean(
+                _require_number_between(calls, 1.0, 1e3),
+                _require_number_between(weight, 0.0, MAX_WEIGHT),
+            )
+            table._means.setdefault(bucket, {})[
+                name, int(_require_number_between(count, 2, 4096))
+            ] = mean
         for bucket, seconds, tokens_since in values["plain"]:
             if bucket not in BUCKETS:
                 raise ValueError(f"no bucket of contexts: {bucket!r}")
-            age = int(_checked_number(tokens_since, 0, 1e12))
-            table._plain[bucket] = PlainTiming(_checked_number(seconds, 1e-9, 1e4), age)
+            age = int(_require_number_between(tokens_since, 0, 1e12))
+            table._plain[bucket] = PlainTiming(_require_number_between(seconds, 1e-9, 1e4), age)
         return table
 
 
-def _checked_number(value: Any, low: float, high: float) -> float:
+def _require_number_between(value: Any, low: float, high: float) -> float:
     """`value` as it is, if it is a number from `low` to `high`.
 
     Raises:

@@ -4,11 +4,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from ..decoding.controller import DraftShape
 from .acceptance import FIRST_RATIO
-from .costs import ROWS, interpolate
+from .costs import ROWS, interpolate_flat_beyond_ends
 
 RatioOf = Callable[[str, float], float]
 """Called with the name of a ratio and what it is at first: the acceptance ratio to expect."""
@@ -53,7 +53,7 @@ class Offer(Protocol):
     @property
     def needs_host_tokens(self) -> bool: ...
 
-    def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
+    def expected_accepted(self, shape: DraftShape, ratio_of: RatioOf) -> float:
         """Drafted tokens of `shape` that should be accepted, the root not counted."""
         ...
 
@@ -61,10 +61,21 @@ class Offer(Protocol):
         """What the ratios learn from `accepted` drafted tokens of a tree of `shape`."""
         ...
 
-    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, "Offer"]:
-        """The probability that it still holds when the text has `tokens` more, and the offer
-        then."""
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> "LaterOffer":
+        """What is left of it when the text has `tokens` more, and how likely it still holds."""
         ...
+
+
+class LaterOffer(NamedTuple):
+    """An offer as it will be behind tokens that are not known yet.
+
+    Attributes:
+        likelihood: the probability that it holds then.
+        offer: what is offered if it does.
+    """
+
+    likelihood: float
+    offer: Offer
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ class CurveOffer:
         tokens = [known[count] for count in counts]
         accepted = {
             DraftShape(largest.drafter, nodes, min(largest.levels, nodes - 1)): (
-                interpolate(counts, tokens, nodes) - 1
+                interpolate_flat_beyond_ends(counts, tokens, nodes) - 1
             )
             for nodes in range(2, min(counts[-1], largest.nodes) + 1)
         }
@@ -115,7 +126,7 @@ class CurveOffer:
         """Trees of one shape alone, with which a call should advance by so many tokens."""
         return cls(shape.drafter, {shape: tokens - 1}, needs_host_tokens)
 
-    def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
+    def expected_accepted(self, shape: DraftShape, ratio_of: RatioOf) -> float:
         """Drafted tokens of `shape` that are accepted at a ratio of 1, times the ratio."""
         return ratio_of(self.drafter, FIRST_RATIO) * self.accepted[shape]
 
@@ -123,9 +134,9 @@ class CurveOffer:
         """One count, under the drafter's name."""
         yield AcceptanceCount(self.drafter, FIRST_RATIO, accepted, self.accepted[shape])
 
-    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> LaterOffer:
         """Certain to hold, and the same: it does not depend on the text."""
-        return 1.0, self
+        return LaterOffer(1.0, self)
 
 
 FIRST_LEVEL_RATIO = 0.7
@@ -161,7 +172,7 @@ class LevelsOffer:
             for levels in range(1, self.largest.levels + 1)
         ]
 
-    def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
+    def expected_accepted(self, shape: DraftShape, ratio_of: RatioOf) -> float:
         """Drafted tokens of `shape` that should be accepted: the sum, over its levels, of the
         probability that all tokens down to there are."""
         likely = 1.0
@@ -177,9 +188,9 @@ class LevelsOffer:
             is_accepted = float(level < accepted)
             yield AcceptanceCount(self._ratio_name(level), FIRST_LEVEL_RATIO, is_accepted, 1.0)
 
-    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> LaterOffer:
         """Certain to hold, and the same: it does not depend on the text."""
-        return 1.0, self
+        return LaterOffer(1.0, self)
 
     def _ratio_name(self, level: int) -> str:
         """The name of a level's ratio; 0 is the first drafted token."""
@@ -251,7 +262,7 @@ class ChainOffer:
             if nodes < 2 * (1 + most)
         ]
 
-    def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
+    def expected_accepted(self, shape: DraftShape, ratio_of: RatioOf) -> float:
         """Drafted tokens of `shape` that should be accepted.
 
         The sum, over the levels that have a token, of the probability that all tokens down to there
@@ -269,7 +280,7 @@ class ChainOffer:
         for level in range(min(accepted + 1, self._depth(shape))):
             yield AcceptanceCount(*self._ratio(level), float(level < accepted), 1.0)
 
-    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> LaterOffer:
         """The probability that the next `tokens` are the chain's first, and the offer then.
 
         Its match is longer by `tokens`, and so many fewer follow, 0 at least. The probability goes
@@ -279,7 +290,7 @@ class ChainOffer:
         for level in range(tokens):
             likely *= ratio_of(*self._ratio(level))
         left = max(0, self.following - tokens)
-        return likely, ChainOffer(self.largest, self.match_length + tokens, left)
+        return LaterOffer(likely, ChainOffer(self.largest, self.match_length + tokens, left))
 
     def _depth(self, shape: DraftShape) -> int:
         """Levels of a chain of `shape` that have a token."""

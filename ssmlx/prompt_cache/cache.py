@@ -199,7 +199,7 @@ class PromptCache:
     def _count_all(self, pool: MemoryPool) -> None:
         """Count all that is kept in `pool`, which drops what does not fit. On the MLX thread."""
         for one in self._all_kept():
-            pool.keep(one, one.nbytes)
+            pool.keep_or_free(one, one.nbytes)
 
     def _all_kept(self) -> list[_Entry | EarlierAnswers]:
         """The prompts, the longest unused first, and the answers that are in memory."""
@@ -266,14 +266,14 @@ class PromptCache:
         if self._folder is not None and model.backbone.group is None:
             path, in_file = self._folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
-                entry, count = self._read_file(path, model, key, tokens) or (entry, count)
+                entry, count = self._read_file_or_delete(path, model, key, tokens) or (entry, count)
         if entry is None:
             return model.make_cache(scratch), 0
         cache = entry.cache.fork(count)
         mx.eval(cache.state)
         return cache, count
 
-    def _read_file(
+    def _read_file_or_delete(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
         """Read a file of the folder into the memory, as its newest prompt, and mark the file as
@@ -314,7 +314,7 @@ class PromptCache:
         with self._lock:
             answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
-            self._pool.keep(answers, answers.nbytes)
+            self._pool.keep_or_free(answers, answers.nbytes)
         tokens = tokens[: cache.longest_trim(min(len(tokens), cache.offset))]
         _, count = self._use_longest_match(key, tokens)
         if tokens and count < len(tokens):
@@ -359,7 +359,7 @@ class PromptCache:
         if self._pool is not None:
             for one in (*covered, *evicted):
                 self._pool.forget(one)
-            self._pool.keep(entry, entry.nbytes)
+            self._pool.keep_or_free(entry, entry.nbytes)
         for one in evicted:
             self._write_to_folder_once(one)
 

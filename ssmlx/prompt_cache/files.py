@@ -110,7 +110,7 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
         tokens = PromptHeader.from_metadata(metadata, path).tokens
-        _require_fits_model(PromptHeader.from_metadata(metadata, path), path, model)
+        _require_key_vocab_and_length(PromptHeader.from_metadata(metadata, path), path, model)
         like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
@@ -128,7 +128,9 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     return tokens, TreeCache.of_rows(rows)
 
 
-def _require_fits_model(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
+def _require_key_vocab_and_length(
+    header: PromptHeader, path: Path, model: StreamFusedModel
+) -> None:
     """Raise InputError where a prompt was made with another model than `model`.
 
     Or where it has a token outside the model's vocabulary, or more tokens than its context. `path`
@@ -312,7 +314,7 @@ class PromptFolder:
             path.unlink(missing_ok=True)
             total -= stat.st_size
 
-    def purge(self) -> list[Path]:
+    def delete_own_files(self) -> list[Path]:
         """Delete the files that the package wrote here, unfinished ones too; others stay.
 
         Returns:

@@ -1,15 +1,17 @@
 """A server for editors, agents and chat pages; needs the extra `server`.
 
-A POST goes `app` -> `fields` -> `openai` or `messages_responses` (read) -> `handler` -> `prompts`,
-and back as parts from `choices` through the writer of that API.
+A POST goes `app` -> `fields` -> the API's file (read) -> `handler` -> `prompts`, and back as parts
+from `choices` through the writer of that API.
 
 | file | what it has |
 |---|---|
 | `__main__.py` | the command: options, the engine, the socket |
 | `app.py` | routes, hosts and keys, responses and errors as HTTP |
 | `fields.py` | which fields of a request are followed, ignored or refused |
-| `openai.py` | reads and writes OpenAI's chat and text completions |
-| `messages_responses.py` | reads and writes Anthropic's messages and OpenAI's responses |
+| `completions.py` | reads and writes OpenAI's chat and text completions |
+| `messages.py` | reads and writes Anthropic's messages |
+| `responses.py` | reads and writes OpenAI's responses |
+| `typed_blocks.py` | what these two share: lists of typed blocks, translated into a chat |
 | `requests.py` | `AnswerRequest`, a request of any API; the parts of its answer |
 | `prompts.py` | a request's turns or texts as tokens, and the settings of its answer |
 | `handler.py` | `RequestHandler`: answers requests with an engine, a bounded number at once |

@@ -1,5 +1,7 @@
 """`python -m ssmlx.server`: one model for editors, agents and chat pages."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import hashlib
@@ -7,14 +9,17 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..commands import options
-from ..commands.check import time_costs_before_answers
+from ..commands.check import time_unknown_costs_before_answers
 from ..commands.drafting import drafting_lines
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
+
+if TYPE_CHECKING:
+    from ..prompt_cache import PromptCache
 
 PROG = "ssmlx.server"
 EPILOG = """examples:
@@ -85,25 +90,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--timeout", "S", "most seconds for a request (default: %(default)s)", 600.0),
     )
-    options.add_model_options(parser, list)
-    options.add_decoding_options(parser, max_tokens=16384)
+    options.add_model_adapter_dtype_options(parser, list)
+    options.add_decoding_and_drafting_options(parser, max_tokens=16384)
     return parser.parse_args(argv)
 
 
-def read_api_keys(path: Path | None) -> list[bytes]:
+def read_private_api_keys(key_file: Path | None) -> list[bytes]:
     """Return the keys of a file, which white space separates, each once, in their order; no keys
     without a file.
 
     Raises:
-        InputError: the file is empty, cannot be read, or others than its owner may read it.
+        InputError: the file is empty, cannot be read, or others than its owner may read it (not
+            looked at on Windows).
     """
-    if path is None:
+    if key_file is None:
         return []
     expected = "keys, one a line, in a file that only you can read"
-    keys = read_text(path, expected=expected, do="check --api-keys").split()
-    require(bool(keys), f"{path} holds no keys", expected=expected, do="write some")
-    is_own = os.name != "posix" or path.stat().st_mode & 0o077 == 0
-    require(is_own, f"others can read {path}", expected=expected, do=f"chmod 600 {path}")
+    keys = read_text(key_file, expected=expected, do="check --api-keys").split()
+    require(bool(keys), f"{key_file} holds no keys", expected=expected, do="write some")
+    is_own = os.name != "posix" or key_file.stat().st_mode & 0o077 == 0
+    require(is_own, f"others can read {key_file}", expected=expected, do=f"chmod 600 {key_file}")
     return [key.encode() for key in dict.fromkeys(keys)]
 
 
@@ -123,23 +129,25 @@ def listen_at(host: str, port: int) -> socket.socket:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
+def make_prompt_cache_for_each_key(
+    disk_folder: Path | None, api_keys: Sequence[bytes]
+) -> list[PromptCache]:
     """Make a prompt cache for each key, or one for all where there are no keys.
 
     They share 4 GiB of disk evenly.
 
     Args:
-        folder: where prompts are kept on disk, in folders named by the keys' hashes, or in itself
-            without keys; None for memory alone.
-        keys: API keys.
+        disk_folder: where prompts are kept on disk too, in folders named by the keys' hashes, or in
+            itself without keys; None for memory alone.
+        api_keys: the keys.
 
     Returns:
-        `PromptCache` objects, in the order of the keys.
+        The caches, in the order of the keys.
     """
     from ..prompt_cache import PromptCache
 
-    names = [hashlib.sha256(key).hexdigest()[:16] for key in keys] or [""]
-    folders = [None if folder is None else folder / name for name in names]
+    names = [hashlib.sha256(key).hexdigest()[:16] for key in api_keys] or [""]
+    folders = [None if disk_folder is None else disk_folder / name for name in names]
     # In memory the engine's pool alone bounds them.
     return [
         PromptCache(max_bytes=None, folder=one, max_disk_bytes=2**32 // len(names))
@@ -147,16 +155,17 @@ def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     ]
 
 
-def adapters_by_model_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
+def adapter_of_each_served_name(model_name: str, adapters: Sequence[str]) -> dict[str, str | None]:
     """Return the adapter of each name by which a request may call the model.
 
     Args:
-        name: of the model.
-        adapters: those of --adapter. Each gets the name `name:adapter`; "auto" or "none" says what
-            `name` itself has.
+        model_name: what a request calls the model.
+        adapters: those of --adapter. Each gets the name `MODEL:ADAPTER`, of a folder its last part;
+            "auto" or "none" says what `model_name` itself has.
 
     Returns:
-        Adapters by name, `name` first; None stands for the one that a chat takes.
+        Adapters by name, `model_name` first; None stands for the one that a chat takes, and "none"
+        for the model without an adapter.
 
     Raises:
         InputError: two adapters have the same name, or both "auto" and "none" are given.
@@ -164,9 +173,9 @@ def adapters_by_model_name(name: str, adapters: Sequence[str]) -> dict[str, str 
     own = [one for one in adapters if one in (AUTO_ADAPTER, NO_ADAPTER)]
     found = f"--adapter {' and --adapter '.join(own)}"
     require(len(own) < 2, found, expected="one of them", do="drop the other")
-    models: dict[str, str | None] = {name: NO_ADAPTER if own == [NO_ADAPTER] else None}
+    models: dict[str, str | None] = {model_name: NO_ADAPTER if own == [NO_ADAPTER] else None}
     for one in (one for one in adapters if one not in own):
-        key = f"{name}:{Path(one).resolve().name if Path(one).exists() else one}"
+        key = f"{model_name}:{Path(one).resolve().name if Path(one).exists() else one}"
         found = f"two adapters are called {key}"
         do = "rename one, or give its run's folder"
         require(key not in models, found, expected="a name for each", do=do)
@@ -174,7 +183,7 @@ def adapters_by_model_name(name: str, adapters: Sequence[str]) -> dict[str, str 
     return models
 
 
-def _load_and_serve(args: argparse.Namespace) -> None:
+def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
     """Load the model, time what drafting costs, print the address and what drafts, then serve until
     the process is stopped.
 
@@ -183,7 +192,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
             the model cannot be loaded.
     """
     config = options.generate_config(args)
-    keys = read_api_keys(args.api_keys)
+    keys = read_private_api_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
     options.require_drafter_key(drafter)
     try:
@@ -201,7 +210,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listen_at(args.host, args.port)
     metal.choose_attention(drafter.attention)
-    caches = make_prompt_caches(args.prompt_cache, keys)
+    caches = make_prompt_cache_for_each_key(args.prompt_cache, keys)
     engine = Engine(
         args.model,
         prompt_cache=caches[0],
@@ -211,10 +220,10 @@ def _load_and_serve(args: argparse.Namespace) -> None:
         progress=options.DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    models = adapters_by_model_name(name, args.adapter or ())
-    loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
+    models = adapter_of_each_served_name(name, args.adapter or ())
+    loaded = options.load_what_drafter_needs(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
-        time_costs_before_answers(
+        time_unknown_costs_before_answers(
             engine.model(one), engine.tokenizer, config, loaded
         )  # refuses what does not fit
     handler = RequestHandler(
@@ -224,7 +233,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
     app = make_app(handler, config, hosts, keys)
     model = engine.model(models[name])
     plan = run(lambda: make_plan(model, config, drafter=loaded))
-    _print_address_and_example(sock, [*models], bool(keys))
+    _print_warning_address_and_example(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     print(*lines, sep="\n", flush=True)
 
@@ -243,7 +252,9 @@ def _load_and_serve(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _print_address_and_example(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+def _print_warning_address_and_example(
+    sock: socket.socket, models: Sequence[str], needs_key: bool
+) -> None:
     """Print where the server listens, its models, and an example request.
 
     Without a key, an address that other machines reach is followed by a warning.
@@ -264,7 +275,7 @@ def _print_address_and_example(sock: socket.socket, models: Sequence[str], needs
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = options.make_main(PROG, parse_args, _load_and_serve)
+main = options.make_main(PROG, parse_args, _load_time_calls_and_serve)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -27,27 +27,22 @@ from starlette.types import Receive, Scope, Send
 from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import messages_responses, openai
-from .fields import check_and_list_ignored_fields
+from . import completions, messages, responses
+from .fields import check_fields_and_list_unknown
 from .handler import RequestHandler
 from .prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
 
 ResponseWriter = (
-    openai.TextCompletionWriter
-    | messages_responses.MessagesWriter
-    | messages_responses.ResponsesWriter
+    completions.TextCompletionWriter | messages.MessagesWriter | responses.ResponsesWriter
 )
 """Writes an answer's parts as events, at least one a part; `reply` is then the whole answer."""
 APIS: dict[str, tuple[Callable[[Body, GenerateConfig], AnswerRequest], type[ResponseWriter]]] = {
-    "/v1/chat/completions": (openai.read_chat, openai.ChatCompletionWriter),
-    "/v1/completions": (openai.read_completion, openai.TextCompletionWriter),
-    "/v1/messages": (messages_responses.read_message, messages_responses.MessagesWriter),
-    "/v1/messages/count_tokens": (
-        messages_responses.read_message,
-        messages_responses.MessagesWriter,
-    ),
-    "/v1/responses": (messages_responses.read_response, messages_responses.ResponsesWriter),
+    "/v1/chat/completions": (completions.read_chat, completions.ChatCompletionWriter),
+    "/v1/completions": (completions.read_completion, completions.TextCompletionWriter),
+    "/v1/messages": (messages.read_message, messages.MessagesWriter),
+    "/v1/messages/count_tokens": (messages.read_message, messages.MessagesWriter),
+    "/v1/responses": (responses.read_response, responses.ResponsesWriter),
 }
 """For each route of POST, the function that reads a request and the class that writes answers."""
 OPEN = ("/", "/health")  # to those without a key, too
@@ -88,21 +83,21 @@ class Routes:
     hosts: Sequence[str]
     keys: Sequence[bytes]
 
-    async def get(self, request: Request) -> Response:
+    async def get_page_health_metrics_or_models(self, request: Request) -> Response:
         """Answer GET of the page, /health, /metrics and the list of models.
 
         Raises:
             HTTPException: the host, origin or key is refused.
         """
-        self._check_access_and_find_user(request)
+        self._check_access_and_find_key_index(request)
         match request.url.path:
             case "/":
                 return _chat_page()
             case "/health":
                 return JSONResponse({"status": "ok"})
             case "/metrics":
-                told = generate_latest(self.handler.metrics.registry)
-                return Response(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+                counts = generate_latest(self.handler.metrics.registry)
+                return Response(counts, media_type=CONTENT_TYPE_PLAIN_0_0_4)
         names = [*self.handler.models]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
@@ -113,7 +108,7 @@ class Routes:
         Raises:
             HTTPException: the model is unknown (404), or the host, origin or key is refused.
         """
-        self._check_access_and_find_user(request)
+        self._check_access_and_find_key_index(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
             raise self.handler.unknown_model_error(name)
@@ -145,38 +140,40 @@ class Routes:
             "max_tokens": self.config.max_tokens,
         }
 
-    async def post(self, request: Request) -> Response:
+    async def answer_or_count_tokens(self, request: Request) -> Response:
         """Answer a POST: a whole answer, a stream of it, or a count of tokens.
 
-        An answer begins when the response is sent, so what it raises is not raised here. Names of
-        fields that are ignored go into the header `X-Ignored-Fields`.
+        An answer begins when the response is sent, so what it raises is not raised here. Tokens are
+        counted before the return. Names of fields that are ignored go into the header
+        `X-Ignored-Fields`.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), the body
                 is too large (413) or too slow (408), or the host, origin or key is refused.
             InputError: the body is no JSON object, or the request cannot be followed.
         """
-        user = self._check_access_and_find_user(request)
+        key_index = self._check_access_and_find_key_index(request)
         path = request.url.path
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
         read, writer = APIS[path]
-        body = await self._read_json_body(request)
-        ignored = check_and_list_ignored_fields(path, body)
-        ask = self.handler.with_known_model(read(body, self.config))
+        body = await self._read_json_object_in_time(request)
+        ignored = check_fields_and_list_unknown(path, body)
+        ask = self.handler.with_served_model_or_404(read(body, self.config))
         reply: Response
         if path.endswith("/count_tokens"):
-            prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_config, ask)
+            prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_seeded_config, ask)
             reply = JSONResponse({"input_tokens": len(prompt)})
         else:
-            reply = AnswerResponse(self.handler, ask, writer(ask), user)
+            reply = AnswerResponse(self.handler, ask, writer(ask), key_index)
         if ignored:
             reply.headers[IGNORED] = _header_text(ignored)
         return reply
 
-    def _check_access_and_find_user(self, request: Request) -> int:
-        """Return the index of the request's API key in `keys`; 0 where none is needed.
+    def _check_access_and_find_key_index(self, request: Request) -> int:
+        """Return the index of the request's API key in `keys`; 0 where none is needed: if there are
+        no keys, and for the page and /health.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
         name may resolve to this machine, cannot use it. A request without `Origin` passes.
@@ -193,7 +190,7 @@ class Routes:
             return 0
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
-        # All are compared, so that the time that it takes tells nothing.
+        # All are compared, so that the time that it takes says nothing.
         same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
             raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
@@ -207,7 +204,7 @@ class Routes:
             return urlsplit(address).hostname in self.hosts
         return False
 
-    async def _read_json_body(self, request: Request) -> dict[str, Any]:
+    async def _read_json_object_in_time(self, request: Request) -> dict[str, Any]:
         """Return the body of a request, a JSON object.
 
         Raises:
@@ -217,7 +214,7 @@ class Routes:
         """
         try:
             async with asyncio.timeout(self.handler.limits.wait):
-                body: Any = parse_json(await self._read_body(request))
+                body: Any = parse_json(await self._read_body_or_refuse_large(request))
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
         except (ValueError, ClientDisconnect):
@@ -227,7 +224,7 @@ class Routes:
         require(is_object, "the body", expected="a JSON object", do="correct it")
         return found
 
-    async def _read_body(self, request: Request) -> bytes:
+    async def _read_body_or_refuse_large(self, request: Request) -> bytes:
         """Return the bytes of a body.
 
         One that is too large is read on, up to `_READ_ON` times the limit, and dropped: a client
@@ -252,9 +249,10 @@ class Routes:
 
     async def error_response(self, request: Request, failure: Exception) -> Response:
         """Turn an exception into an error response with its status, and count it by that."""
-        told = _as_http_error(failure)
-        self.handler.metrics.refused.labels(told.status_code).inc()
-        return JSONResponse(_error_object(told), status_code=told.status_code, headers=told.headers)
+        error = _as_http_error(failure)
+        status = error.status_code
+        self.handler.metrics.refused.labels(status).inc()
+        return JSONResponse(_error_object(error), status_code=status, headers=error.headers)
 
 
 def _header_text(names: Sequence[str]) -> str:
@@ -269,7 +267,8 @@ def _header_text(names: Sequence[str]) -> str:
 def _as_http_error(failure: Exception) -> HTTPException:
     """Return the HTTP error for an exception; one that is an HTTP error stays.
 
-    Input errors become 400, no memory 503, a timeout 504, and all else 500 without its message.
+    Input errors become 400, no memory 503, a timeout 504, and all else 500 without its message,
+    which is for the log. Nothing is logged here.
     """
     match failure:
         case HTTPException():
@@ -313,7 +312,7 @@ class AnswerResponse(StreamingResponse):
     """
 
     def __init__(
-        self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, user: int
+        self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, key_index: int
     ) -> None:
         """Prepare the response; the answer begins when it is sent.
 
@@ -321,10 +320,10 @@ class AnswerResponse(StreamingResponse):
             handler: answers the request.
             ask: the request; its `stream` decides the form.
             writer: writes the answer's parts in the API's form.
-            user: index of the API key.
+            key_index: index of the API key, 0 without keys.
         """
         self._limits = handler.limits
-        self._parts = handler.parts(ask, user)
+        self._parts = handler.merged_parts_of_choices(ask, key_index)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
@@ -349,34 +348,37 @@ class AnswerResponse(StreamingResponse):
         """
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):
-                async for event in self._writer.events(self._items_with_keep_alive(send)):
+                async for event in self._writer.events(
+                    self._yield_items_and_send_keep_alives(send)
+                ):
                     if self._stream:
-                        await self._send(send, _event(*event))
+                        await self._send_headers_then_text(send, _event(*event))
             if not self._stream:
-                await self._send(send, json.dumps(self._writer.reply))
+                await self._send_headers_then_text(send, json.dumps(self._writer.reply))
         except Exception as failure:
             if not self._is_begun or isinstance(failure, ClientDisconnect):
                 raise
-            told = _as_http_error(failure)
-            if told.status_code == 500:
+            error = _as_http_error(failure)
+            if error.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            await self._send(send, _event("error", _error_object(told)))
+            await self._send_headers_then_text(send, _event("error", _error_object(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _items_with_keep_alive(self, send: Send) -> AsyncIterator[StreamItem]:
-        """Yield all items of the answer.
+    async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
+        """Yield all items of the answer, `Waiting` included.
 
-        At each `Waiting` of a stream, send the headers where nothing was sent yet, else a
-        keep-alive.
+        Before each `Waiting` of a stream is yielded, the headers are sent where nothing was sent
+        yet, else a keep-alive.
         """
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):
                 text = self._writer.keep_alive(part) if self._is_begun else ""
-                await self._send(send, text)
+                await self._send_headers_then_text(send, text)
             yield part
 
-    async def _send(self, send: Send, text: str) -> None:
-        """Send text, with the headers before the first one; empty text sends headers alone.
+    async def _send_headers_then_text(self, send: Send, text: str) -> None:
+        """Send text, with status 200 and the headers before the first one; empty text sends at
+        most these.
 
         Raises:
             ClientDisconnect: the client did not take it within `limits.wait` seconds.
@@ -433,9 +435,12 @@ def make_app(
     failures = (Exception, HTTPException, InputError, TimeoutError)
     app = Starlette(
         routes=[
-            *(Route(path, routes.get) for path in (*OPEN, "/metrics", "/v1/models")),
+            *(
+                Route(path, routes.get_page_health_metrics_or_models)
+                for path in (*OPEN, "/metrics", "/v1/models")
+            ),
             Route("/v1/models/{name:path}", routes.get_model),
-            *(Route(path, routes.post, methods=["POST"]) for path in APIS),
+            *(Route(path, routes.answer_or_count_tokens, methods=["POST"]) for path in APIS),
         ],
         exception_handlers={kind: routes.error_response for kind in failures},
     )

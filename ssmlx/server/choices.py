@@ -31,7 +31,7 @@ class Choice:
         prompt: Prompt,
         config: GenerateConfig,
         tokenizer: TokenizerWrapper,
-        user: int,
+        key_index: int,
     ) -> None:
         """Begin a choice; nothing is decoded yet.
 
@@ -42,33 +42,33 @@ class Choice:
             config: the request's settings. The choice's seed is theirs plus its number among those
                 of its prompt.
             tokenizer: of the model.
-            user: index of the prompt cache that is used.
+            key_index: of the API key, whose prompt cache is used.
         """
         own = number % ask.choices
         self.ask = ask
         self.number = number
         self.prompt = prompt
         self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
-        self.user = user
+        self.key_index = key_index
         self.is_first = own == 0  # of its prompt
         self._tokenizer = tokenizer
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
-    def parts_of_response(self, said: GenerationResponse) -> list[Part]:
+    def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
 
         The first one has the response's token count and log probabilities.
 
         Args:
-            said: the next response of the answer.
+            response: the next one of the answer.
         """
-        # A text completion tells its end token, too, as OpenAI's and vLLM's do.
-        told = segment_logprobs(self._tokenizer, said, with_end=not self.ask.is_chat)
-        return self._with_number(
-            self._parser.split_into_parts(TextPart(said.text, len(said.tokens), told))
-        )
+        # A text completion reports its end token, too, as OpenAI's and vLLM's do.
+        reports_end = not self.ask.is_chat
+        logprobs = segment_logprobs(self._tokenizer, response, with_end_token=reports_end)
+        piece = TextPart(response.text, len(response.tokens), logprobs)
+        return self._with_number(self._parser.split_into_parts(piece))
 
-    def last_parts(self, last: GenerationResponse) -> list[Part]:
+    def held_back_parts_and_end(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`.
 
         Its reason is "length" for a full context too; the parser makes "tool_calls" of "stop" where
@@ -83,7 +83,7 @@ class Choice:
             self._parser.split_into_parts(ChoiceEnd(reason, last, num_predicted))
         )
 
-    def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
+    def with_scoring_counted_as_prefill(self, last: GenerationResponse) -> GenerationResponse:
         """Return `last` with the time that scoring its prompt took added to its `prefill_seconds`.
 
         Only for the first choice of a scored prompt; its `cached_tokens` become 0, as the score
@@ -107,7 +107,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt: Sequence[int] = ()
+        self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt_tokens: Sequence[int] = ()
     ) -> None:
         """Begin a text, inside of reasoning where the prompt's end opens it.
 
@@ -117,7 +117,7 @@ class AnswerParser:
         Args:
             tokenizer: of the model; knows its markers and its parser of calls.
             ask: the request.
-            prompt: token ids of the prompt.
+            prompt_tokens: ids of the prompt.
         """
         self._tokenizer = tokenizer
         self._tools = ask.tools
@@ -130,7 +130,7 @@ class AnswerParser:
         if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
             # A template may open reasoning at the prompt's end.
             machine = make_text_state_machine(tokenizer)
-            prompt_end = tokenizer.decode([*prompt[-16:]])
+            prompt_end = tokenizer.decode([*prompt_tokens[-16:]])
             opens = tokenizer.has_thinking and prompt_end.rstrip().endswith(tokenizer.think_start)
             begun = "reasoning" if opens else "normal"
             is_new = not ask.continues and not ask.forced_tools
@@ -148,7 +148,7 @@ class AnswerParser:
         if isinstance(part, TextPart):
             self._state, segments = TextStateMachine.split(self._state, part.text)
             first, *more = self._parts_of_segments(segments) or [TextPart("")]
-            if isinstance(first, TextPart):  # tells of the whole part
+            if isinstance(first, TextPart):  # these are of the whole part
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
             return [first, *more]
         self._state, text, _ = TextStateMachine.flush(self._state)
@@ -156,7 +156,7 @@ class AnswerParser:
         if self._name == "tool":
             # Where the text was cut, only a call without an end marker can be whole.
             is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
-            found += self._parse_calls(is_cut=is_cut)
+            found += self._parse_collected_calls_or_text(is_cut=is_cut)
         is_call = self._has_called and part.reason == "stop"
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
@@ -170,19 +170,19 @@ class AnswerParser:
         found: list[Part] = []
         for name, text in segments:
             if name != self._name:
-                found += self._parse_calls() if self._name == "tool" else []
+                found += self._parse_collected_calls_or_text() if self._name == "tool" else []
                 self._name = name
                 self._is_behind_marker = True
             if name == "tool":
                 self._call += text
             elif name == "reasoning":
                 found += [ReasoningPart(text)] if text else []
-            elif said := text.lstrip() if self._is_behind_marker else text:
+            elif rest := text.lstrip() if self._is_behind_marker else text:
                 self._is_behind_marker = False
-                found.append(TextPart(said))
+                found.append(TextPart(rest))
         return found
 
-    def _parse_calls(self, *, is_cut: bool = False) -> list[Part]:
+    def _parse_collected_calls_or_text(self, *, is_cut: bool = False) -> list[Part]:
         """Return the calls in the text that was collected between markers, and forget that text.
 
         Args:
@@ -200,7 +200,7 @@ class AnswerParser:
                 raise ValueError("it is no call")
             found = self._tokenizer.tool_parser(text, tools_for_parser(self._tools))
             found = found if isinstance(found, list) else [found]
-            calls = [*map(_checked_call, found)][: self._most_calls]
+            calls = [*map(_checked_call_with_id, found)][: self._most_calls]
         except Exception:  # whatever a parser makes of a model's words
             return [TextPart(text)] if text.strip() else []
         if self._has_called and self._most_calls:
@@ -209,7 +209,7 @@ class AnswerParser:
         return [*calls]
 
 
-def _checked_call(parsed: Mapping[str, Any]) -> ToolCallPart:
+def _checked_call_with_id(parsed: Mapping[str, Any]) -> ToolCallPart:
     """Make a part of what mlx-lm's parser returned, with an id if it has none.
 
     Args:
@@ -225,5 +225,6 @@ def _checked_call(parsed: Mapping[str, Any]) -> ToolCallPart:
         arguments = parse_json(arguments)
     if not isinstance(arguments, dict) or not isinstance(name, str):
         raise ValueError("a call has a name, and an object of arguments")
-    told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return ToolCallPart(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)
+    arguments_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    id = str(parsed.get("id") or f"call_{secrets.token_hex(12)}")
+    return ToolCallPart(id, name, arguments_text)

@@ -56,7 +56,7 @@ class RequestSlots:
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def hold_one(self) -> AsyncIterator[None]:
+    async def wait_for_and_hold_slot(self) -> AsyncIterator[None]:
         """Wait for a slot, hold it inside the block, and free it.
 
         The first block gets the slot that the request was admitted with.
@@ -84,25 +84,25 @@ class PromptProgress:
         self._counts: dict[int, tuple[int, int]] = {}
 
     def callback_for(self, number: int) -> Callable[[int, int], None]:
-        """Return a callback that keeps the progress of answer `number`, for `waiting`, and tells
-        nobody.
+        """Return a callback that keeps the progress of answer `number` for `waiting`, and sends
+        nothing.
 
         It is called with (tokens done, tokens in all); the newest call counts.
         """
 
-        def tell(done: int, total: int) -> None:
+        def keep(done: int, total: int) -> None:
             self._counts[number] = done, total
 
-        return tell
+        return keep
 
     def waiting(self) -> Waiting:
-        """Return a `Waiting` with the sums over all answers whose progress was told."""
+        """Return a `Waiting` with the sums over all answers whose callback was called."""
         counts = self._counts.values()
         return Waiting(sum(done for done, _ in counts), sum(total for _, total in counts))
 
 
 async def merge_answers(
-    answers: Sequence[AsyncGenerator[StreamItem]], silence: float, progress: PromptProgress
+    answers: Sequence[AsyncGenerator[StreamItem]], silence_seconds: float, progress: PromptProgress
 ) -> AsyncGenerator[StreamItem]:
     """Yield the parts of several answers as they come.
 
@@ -111,19 +111,19 @@ async def merge_answers(
 
     Args:
         answers: generators of parts; they are closed in the end.
-        silence: seconds without a part after which a `Waiting` is yielded.
+        silence_seconds: time without a part after which a `Waiting` is yielded.
         progress: what that `Waiting` says.
 
     Raises:
         Exception: the first error of an answer; the others are cancelled.
     """
     queue: asyncio.Queue[StreamItem | Exception | None] = asyncio.Queue(1)
-    tasks = [asyncio.create_task(_put_parts(one, queue)) for one in answers]
+    tasks = [asyncio.create_task(_put_parts_then_none_or_error(one, queue)) for one in answers]
     num_open = len(tasks)
     try:
         while num_open:
             try:
-                async with asyncio.timeout(silence):
+                async with asyncio.timeout(silence_seconds):
                     part = await queue.get()
             except TimeoutError:
                 part = progress.waiting()
@@ -139,7 +139,7 @@ async def merge_answers(
         await asyncio.wait(tasks)
 
 
-async def _put_parts(
+async def _put_parts_then_none_or_error(
     answer: AsyncGenerator[StreamItem], queue: asyncio.Queue[StreamItem | Exception | None]
 ) -> None:
     """Put an answer's parts into the queue; at its end None, or the error that ended it. The answer

@@ -4,7 +4,7 @@
 2. A field of `WITHOUT_EFFECT` changes nothing about what is answered here.
 3. A field of `REFUSED` would change the answer, and cannot be followed: it is refused by its name,
    unless its value asks for nothing.
-4. Any other field is ignored, and its name is told in the header `X-Ignored-Fields`: unknown ones,
+4. Any other field is ignored, and named in the header `X-Ignored-Fields`: unknown ones,
    and hints such as `verbosity` or `context_management`, without which an answer is right as well.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import quoted
-from .openai import SETTINGS
+from .completions import SETTINGS
 from .requests import Body, RequestError
 
 _SHARED = {
@@ -54,7 +54,7 @@ WITHOUT_EFFECT = {
     # how fast it is found: prompts are cached anyway, and drafting leaves answers as they are
     "cache_control", "cache_prompt", "cache_salt", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "draft_model", "num_draft_tokens", "id_slot",
-    # what else is told beside the answer
+    # what else is reported beside the answer
     "timings_per_token", "diagnostics", "include", "stream_options", "max_tool_calls",
     # what would be done where another server declines to answer
     "fallbacks",
@@ -99,23 +99,25 @@ _INSTEAD = {
 }
 
 
-def check_and_list_ignored_fields(path: str, body: Body) -> Sequence[str]:
-    """Check a request's fields by the rule at the head of this file; values of followed fields are
-    not looked at.
+def check_fields_and_list_unknown(route: str, body: Body) -> Sequence[str]:
+    """Check the names of a request's fields, and list those that nobody knows.
+
+    Fields that the route follows, and those without effect, pass with any value. A known field that
+    cannot be followed passes if its value is null or asks for nothing, such as `best_of` 1.
 
     Args:
-        path: of the route, one of `FOLLOWED`.
+        route: its path, one of `FOLLOWED`.
         body: the request.
 
     Returns:
         The names of fields that this route neither follows nor refuses; they are ignored.
 
     Raises:
-        RequestError: a field is known and cannot be followed, and its value asks for something.
+        RequestError: a known field that cannot be followed asks for something.
     """
     ignored = []
     for name, value in body.items():
-        if name in FOLLOWED[path] or name in WITHOUT_EFFECT:
+        if name in FOLLOWED[route] or name in WITHOUT_EFFECT:
             continue
         if name not in REFUSED:
             ignored.append(name)

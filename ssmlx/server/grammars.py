@@ -57,7 +57,7 @@ _KINDS: Mapping[str, Callable[[Any], str]] = {
     "choice": _choice_form,
     "grammar": lambda text: grammar_from("grammar", text),
 }
-"""How forms are told, by the names that vLLM has for them."""
+"""Makes the grammar of each kind of form, by the name that vLLM has for it."""
 _FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -72,8 +72,9 @@ _FIELDS = {
 def read_grammar(body: Body) -> str | None:
     """Return the llguidance grammar that a request asks for, or None.
 
-    The fields are `response_format`, `structured_outputs`, and those of `_FIELDS`. Whether
-    llguidance can follow the grammar is found out by `grammar_mask`.
+    The fields are `response_format`, vLLM's `structured_outputs` and `guided_...`, and llama.cpp's
+    `json_schema` and `grammar`. Whether llguidance can follow the grammar is not checked here;
+    `grammar_mask` does.
 
     Raises:
         RequestError: there are several forms, or one is of an unknown kind or broken.
@@ -82,13 +83,15 @@ def read_grammar(body: Body) -> str | None:
     for name, kind in _FIELDS.items():
         if body.get(name) not in (None, "", {}):
             found[name] = kind, body[name]
-    for kind, value in requests.read_typed(body, "structured_outputs", dict, {}).items():
+    for kind, value in requests.read_typed_or_default(body, "structured_outputs", dict, {}).items():
         if value is not None and value is not False:
             name = f"structured_outputs.{kind}"
             known = ", ".join(_KINDS)
             requests.check_field(kind in _KINDS, name, f"one of {known}", "structured_outputs")
             found[name] = kind, value
-    schema = _response_format_schema(requests.read_typed(body, "response_format", dict, {}))
+    schema = _response_format_schema(
+        requests.read_typed_or_default(body, "response_format", dict, {})
+    )
     if schema is not None:
         found["response_format"] = "json", schema
     requests.check_field(

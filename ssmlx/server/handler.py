@@ -43,7 +43,7 @@ class Limits:
         check_settings(self)
 
 
-class Metrics:
+class PrometheusMetrics:
     """The Prometheus counters of one server, over all users."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Metrics:
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
-    def count_answer(self, last: GenerationResponse) -> None:
+    def count_ended_answer(self, last: GenerationResponse) -> None:
         """Count an answer that has ended: its tokens, target calls and seconds of prefill.
 
         Args:
@@ -83,7 +83,7 @@ class RequestHandler:
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
-    # processed prompts of each user, which nobody else's answers begin with
+    # processed prompts of each API key, which nobody else's answers begin with
     prompts: Sequence[PromptCache] = ()
     loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
@@ -97,7 +97,7 @@ class RequestHandler:
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
-        self.metrics = Metrics()
+        self.metrics = PrometheusMetrics()
         self.metrics.report_pool(self.engine.memory_pool)
         self._slots = AnswerSlots(self.limits.open, self.metrics.open)
         self._waiting = 0
@@ -110,7 +110,7 @@ class RequestHandler:
         for one in self.prompts:
             one.close()
 
-    def with_known_model(self, ask: AnswerRequest) -> AnswerRequest:
+    def with_served_model_or_404(self, ask: AnswerRequest) -> AnswerRequest:
         """Return the request with the name of a model that is known here.
 
         A request without a name gets the first model; so does one with an unknown name if
@@ -132,11 +132,15 @@ class RequestHandler:
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
-    def first_prompt_and_config(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+    def first_prompt_and_seeded_config(
+        self, ask: AnswerRequest
+    ) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of the request's first prompt, and its settings with a seed."""
-        return self.reader.first_prompt_and_config(ask)
+        return self.reader.first_prompt_and_seeded_config(ask)
 
-    async def parts(self, ask: AnswerRequest, user: int = 0) -> AsyncGenerator[StreamItem]:
+    async def merged_parts_of_choices(
+        self, ask: AnswerRequest, key_index: int = 0
+    ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
         Where anything is generated, a `Waiting` says that the first choice has begun; only an
@@ -144,22 +148,24 @@ class RequestHandler:
 
         Args:
             ask: the request, with a known model's name.
-            user: index of the prompt cache.
+            key_index: of the API key, whose prompt cache is used.
 
         Raises:
             InputError: it cannot be followed.
             NoRoomError: there is no memory for it.
             HTTPException: too many others wait, or the server is being stopped (503).
         """
-        await self._take_first_slot()
+        await self._wait_for_first_slot_or_503()
         slots = RequestSlots(self._slots)
         progress = PromptProgress()
         try:
-            prompts, config = await asyncio.to_thread(self.reader.read_prompts, ask)
+            prompts, config = await asyncio.to_thread(
+                self.reader.read_checked_prompts_and_config, ask
+            )
             tokenizer = self.engine.tokenizer
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
-                Choice(ask, number, prompt, config, tokenizer, user)
+                Choice(ask, number, prompt, config, tokenizer, key_index)
                 for number, prompt in enumerate(own)
             ]
             answers = [
@@ -186,7 +192,7 @@ class RequestHandler:
         Args:
             choice: to answer.
             slots: of the request.
-            progress: is told the prompt's tokens.
+            progress: is called with the prompt's processed tokens, and all of them.
 
         Raises:
             HTTPException: the server is being stopped (503).
@@ -196,9 +202,9 @@ class RequestHandler:
         if not choice.is_first:
             await prompt.is_read.wait()
         try:
-            async with slots.hold_one():
+            async with slots.wait_for_and_hold_slot():
                 if choice.ask.echoes:
-                    yield await self._prompt_as_first_part(choice, progress)
+                    yield await self._echoed_prompt_scored_if_asked(choice, progress)
                 last = None if choice.ask.writes else prompt.empty_answer()
                 if choice.ask.writes:
                     async with await asyncio.to_thread(
@@ -208,26 +214,26 @@ class RequestHandler:
                             yield Waiting()
                         async for last in answer:
                             prompt.is_read.set()
-                            for part in choice.parts_of_response(last):
+                            for part in choice.response_parts_or_empty_text(last):
                                 yield part
                 if last is None or last.finish_reason is None:
                     raise stopping_error()
-                last = choice.with_scoring_time(last)
-                self.metrics.count_answer(last)
-                for part in choice.last_parts(last):
+                last = choice.with_scoring_counted_as_prefill(last)
+                self.metrics.count_ended_answer(last)
+                for part in choice.held_back_parts_and_end(last):
                     yield part
         finally:
             prompt.is_read.set()
 
-    async def _prompt_as_first_part(self, choice: Choice, progress: Progress) -> TextPart:
+    async def _echoed_prompt_scored_if_asked(self, choice: Choice, progress: Progress) -> TextPart:
         """Return the prompt as the first part of a choice that echoes it.
 
-        Where log probabilities are wanted, the prompt is scored first, once for all of its choices;
-        the part then has them.
+        Where log probabilities are wanted, the part has them: the prompt is scored first, which is
+        waited for, and only for the first of its choices.
 
         Args:
             choice: whose prompt it is.
-            progress: is told the prompt's tokens while it is scored.
+            progress: is called while the prompt is scored.
 
         Raises:
             HTTPException: the server is being stopped (503).
@@ -243,7 +249,7 @@ class RequestHandler:
             prompt.seconds = time.perf_counter() - started
         return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
 
-    async def _take_first_slot(self) -> None:
+    async def _wait_for_first_slot_or_503(self) -> None:
         """Wait for the slot of a request's first answer, first come, first served; the caller has
         to give it back.
 
@@ -276,9 +282,9 @@ class RequestHandler:
             choice.prompt.tokens,
             choice.config,
             adapter=self.models[ask.model],
-            prompt_cache=self.prompts[choice.user],
+            prompt_cache=self.prompts[choice.key_index],
             drafter=self.loaded,
-            mask=self.reader.make_mask(ask),
+            mask=self.reader.make_mask_or_none(ask),
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
             joins_prompt=ask.continues or not ask.is_chat,
@@ -298,6 +304,6 @@ class RequestHandler:
             choice.prompt.tokens,
             top=choice.config.logprobs or 0,
             adapter=self.models[choice.ask.model],
-            prompt_cache=self.prompts[choice.user] if choice.ask.writes else None,
+            prompt_cache=self.prompts[choice.key_index] if choice.ask.writes else None,
             progress=progress,
         )

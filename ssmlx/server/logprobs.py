@@ -13,23 +13,25 @@ LEAST = -9999.0
 
 
 def segment_logprobs(
-    tokenizer: TokenizerWrapper, said: GenerationResponse, *, with_end: bool = False
+    tokenizer: TokenizerWrapper, response: GenerationResponse, *, with_end_token: bool = False
 ) -> Any:
     """Return the log probabilities of a response's tokens, as OpenAI's chats have them.
 
     Args:
         tokenizer: of the model.
-        said: the response.
-        with_end: whether an end token, which is not in the text, has an entry too.
+        response: of an answer.
+        with_end_token: whether an end token, which is not in the text, has an entry too.
 
     Returns:
         An entry for each token, with the likeliest tokens at the same position; None where the
         response has no log probabilities.
     """
-    if said.logprobs is None:
+    if response.logprobs is None:
         return None
-    has_ended = said.finish_reason == "stop" and said.stop is None
-    return _logprob_entries(tokenizer, said.logprobs[: -1 if has_ended and not with_end else None])
+    has_ended = response.finish_reason == "stop" and response.stop is None
+    return _logprob_entries(
+        tokenizer, response.logprobs[: -1 if has_ended and not with_end_token else None]
+    )
 
 
 def prompt_logprobs(
@@ -51,14 +53,19 @@ def _logprob_entries(
     tokenizer: TokenizerWrapper, logprobs: Sequence[TokenLogprobs]
 ) -> list[dict[str, Any]]:
     """Return an entry for each token, with those of the likeliest tokens at the same position."""
-    shape = _entry_maker(tokenizer)
+    make_entry = _make_token_entry_function(tokenizer)
     return [
-        {**shape(one.token, one.logprob), "top_logprobs": [shape(*other) for other in one.top]}
+        {
+            **make_entry(one.token, one.logprob),
+            "top_logprobs": [make_entry(*other) for other in one.top],
+        }
         for one in logprobs
     ]
 
 
-def _entry_maker(tokenizer: TokenizerWrapper) -> Callable[[int, float], dict[str, Any]]:
+def _make_token_entry_function(
+    tokenizer: TokenizerWrapper,
+) -> Callable[[int, float], dict[str, Any]]:
     """Return a function from (token id, log probability) to an entry with "token", "logprob" and
     "bytes".
 
@@ -67,12 +74,12 @@ def _entry_maker(tokenizer: TokenizerWrapper) -> Callable[[int, float], dict[str
     (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
     before = len(tokenizer.decode([anchor]))
 
-    def shape(token: int, logprob: float) -> dict[str, Any]:
+    def make_entry(token: int, logprob: float) -> dict[str, Any]:
         # Behind another one: alone, some would lose a space.
         text = tokenizer.decode([anchor, token])[before:]
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": _utf8_bytes(text)}
 
-    return shape
+    return make_entry
 
 
 def _utf8_bytes(text: str) -> list[int] | None:

@@ -72,7 +72,9 @@ class PromptReader:
     def __post_init__(self) -> None:
         self._tokenizing = threading.Lock()
 
-    def read_prompts(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
+    def read_checked_prompts_and_config(
+        self, ask: AnswerRequest
+    ) -> tuple[list[Prompt], GenerateConfig]:
         """Return all prompts of a request, in their order, checked against the model, and its
         settings.
 
@@ -83,12 +85,13 @@ class PromptReader:
             InputError: a prompt cannot be answered.
             HTTPException: the server is being stopped.
         """
-        first, config = self.first_prompt_and_config(ask)
+        first, config = self.first_prompt_and_seeded_config(ask)
         tokenizer = self.engine.tokenizer
         with self._tokenizing:
             model = self.engine.model(self.models[ask.model])
             others = [
-                self._encode_question(replace(ask, question=one), model) for one in ask.others
+                self._encode_text_ids_or_turns(replace(ask, question=one), model)
+                for one in ask.others
             ]
             found: list[Prompt] = []
             for question, tokens in zip((ask.question, *ask.others), (first, *others), strict=True):
@@ -99,7 +102,9 @@ class PromptReader:
                 found.append(Prompt(tokens, cast("str", echoed)))
             return found, config
 
-    def first_prompt_and_config(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+    def first_prompt_and_seeded_config(
+        self, ask: AnswerRequest
+    ) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of a request's first prompt, and the settings of its answer.
 
         A seed is drawn where the request has none. `prediction`, an expected text, becomes
@@ -131,14 +136,14 @@ class PromptReader:
             if ask.ignores_end:
                 ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
                 config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
-            return self._encode_question(ask, model), config
+            return self._encode_text_ids_or_turns(ask, model), config
 
     def check_open(self) -> None:
         """Raises HTTPException where the server is being stopped."""
         if self.engine.is_closed:
             raise stopping_error()
 
-    def _encode_question(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
+    def _encode_text_ids_or_turns(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
         """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
 
         The request's variables go before the server's. `enable_thinking` and `reasoning_effort` are
@@ -158,7 +163,7 @@ class PromptReader:
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
-            _check_template_has_forms(ask, tokenizer)
+            _require_template_for_turns_and_tools(ask, tokenizer)
             prompt = {"messages": ask.question, "tools": ask.tools}
             args = {**self.template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
@@ -174,7 +179,7 @@ class PromptReader:
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         return list[Any](ask.question)
 
-    def make_mask(self, ask: AnswerRequest) -> Mask | None:
+    def make_mask_or_none(self, ask: AnswerRequest) -> Mask | None:
         """Return the mask that holds an answer to a grammar, or None; each call makes a new one.
 
         A tool call that the request forces has precedence over another grammar.
@@ -200,10 +205,11 @@ class PromptReader:
             return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], found.logprobs)
 
 
-def _check_template_has_forms(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
+def _require_template_for_turns_and_tools(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
     """Raise RequestError where the model's chat template has no place for what is asked.
 
-    That is turns of a chat without a template, or tools or calls that the template does not name.
+    Without a template, only a single user turn without tools passes. With one, tools need the
+    word "tools" in it, and calls or their results the word "tool"; a template that is code passes.
     """
     turns = [one for one in ask.question if isinstance(one, Mapping)]
     is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools

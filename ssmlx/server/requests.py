@@ -15,7 +15,7 @@ from ..settings import Allowed, GenerateConfig
 Body = Mapping[str, Any]
 """A request's JSON object."""
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-"""What JSON calls the types that `read_typed` checks."""
+"""What JSON calls the types that `read_typed_or_default` checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class AnswerRequest:
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
     ignores_end: bool = False  # whether end tokens are never chosen
     prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
-    stream: bool = False  # whether the answer is told part by part
+    stream: bool = False  # whether the answer is sent part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
     is_chat: bool = True
     others: Sequence[str | list[int]] = ()  # further prompts, each answered as the first one
@@ -57,7 +57,7 @@ class TextPart:
 
     text: str
     tokens: int = 0
-    logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats tell them
+    logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats have them
     choice: int = 0  # what it is a part of
 
 
@@ -151,17 +151,17 @@ class RequestError(InputError):
         self.param = param
         self.details = details
 
-    def renamed(self, names: Mapping[str, str]) -> "RequestError":
+    def copy_with_renamed_field(self, other_name_by_own: Mapping[str, str]) -> "RequestError":
         """Return the same error for another API's name of the field; this one stays as it is.
 
         Args:
-            names: the other API's names, by this error's. Names that it lacks stay.
+            other_name_by_own: the other API's names of fields. A name that it lacks stays.
 
         Returns:
             A new error, whose `found` begins with the new name where this one's begins with the
             old.
         """
-        param = names.get(self.param or "", self.param)
+        param = other_name_by_own.get(self.param or "", self.param)
         found = self.found
         if param and self.param and found.startswith(self.param):
             found = param + found.removeprefix(self.param)
@@ -203,20 +203,20 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
         raise RequestError(param, found, expected)
 
 
-def checked_number(name: str, value: Any, allowed: Allowed, *, whole: bool) -> Any:
+def checked_number_or_none(name: str, value: Any, allowed: Allowed, *, must_be_whole: bool) -> Any:
     """Check a field's number, and return it; None where it is absent.
 
     Args:
         name: the field, for the message.
         value: what the request has for it; None where it is absent.
         allowed: the bounds of the number.
-        whole: whether it has to be a whole number.
+        must_be_whole: whether it has to be a whole number; true and false are no numbers.
 
     Raises:
         RequestError: it is no such number, or out of bounds.
     """
-    ok = value is None or allowed.holds(value, whole=whole)
-    kind = "a whole number, " if whole else ""
+    ok = value is None or allowed.holds(value, whole=must_be_whole)
+    kind = "a whole number, " if must_be_whole else ""
     check_field(ok, f"{name} is {quoted(value)}", kind + allowed.text(), name)
     return value
 
@@ -230,41 +230,45 @@ def read_number(body: Body, name: str, least: float, most: float) -> Any:
         RequestError: it is no such number, or not from `least` to `most`.
     """
     whole = isinstance(least, int)
-    return checked_number(name, body.get(name), Allowed(least=least, most=most), whole=whole)
+    return checked_number_or_none(
+        name, body.get(name), Allowed(least=least, most=most), must_be_whole=whole
+    )
 
 
-def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
+def read_typed_or_default(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
     """Return a field's value, or `default` where the field is absent or null.
 
     Args:
         body: the request.
-        name: the field.
+        field_name: of the request.
         kind: dict, list, str or bool, the type that it has to have.
         default: what to return for an absent field; its type is not checked.
 
     Raises:
         RequestError: the value has another type.
     """
-    value = body.get(name)
+    value = body.get(field_name)
     ok = value is None or isinstance(value, kind)
-    check_field(ok, f"{name} is {quoted(value)}", _KINDS[kind], name)
+    check_field(ok, f"{field_name} is {quoted(value)}", _KINDS[kind], field_name)
     return default if value is None else value
 
 
-def content_parts(content: Any, name: str = "content") -> list[Any]:
+def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any]:
     """Return a list of objects; a text becomes one object of type `text`, and a list is returned as
     it is.
 
     Args:
         content: of a request.
-        name: the field, for the message.
+        field_name: for the message.
 
     Raises:
         RequestError: `content` is neither a text nor a list of objects.
     """
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
-    check_field(ok, f"{name} is {quoted(content)}", "a text, or a list of objects", name)
+    check_field(
+        ok, f"{field_name} is {quoted(content)}", "a text, or a list of objects", field_name
+    )
     return parts
 
 
@@ -275,7 +279,7 @@ def content_text(content: Any) -> str:
     Raises:
         RequestError: a part is no text.
     """
-    parts = content_parts(content)
+    parts = text_or_list_as_parts(content)
     kinds = ["text", "input_text", "output_text", "reasoning_text"]
     for part in parts:
         ok = part.get("type") in kinds and isinstance(part.get("text"), str)

@@ -28,7 +28,7 @@ def with_closed_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     others. `additionalProperties` of the schema stays as it is. A schema that combines several
     schemas for one object is returned unchanged.
     """
-    return schema if _combines_schemas(schema) else _close_objects(schema)
+    return schema if _describes_object_by_several(schema) else _close_objects(schema)
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
@@ -40,7 +40,7 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
     yield from (schema[name] for name in _SINGLE if name in schema)
 
 
-def _combines_schemas(schema: Any) -> bool:
+def _describes_object_by_several(schema: Any) -> bool:
     """Whether a schema, or one inside of it, describes one object by several schemas.
 
     False for what is no schema.
@@ -52,7 +52,12 @@ def _combines_schemas(schema: Any) -> bool:
     own = "properties" in schema or "$ref" in schema
     others = own and any(name in schema for name in (*_CHOICES, "allOf"))
     is_split = any(name in schema for name in ("if", "dependentSchemas", "unevaluatedProperties"))
-    return joins_all or others or is_split or any(map(_combines_schemas, _subschemas(schema)))
+    return (
+        joins_all
+        or others
+        or is_split
+        or any(map(_describes_object_by_several, _subschemas(schema)))
+    )
 
 
 def _close_objects(schema: Any) -> Any:
@@ -95,11 +100,11 @@ def _tool_for_parser(tool: Any) -> Any:
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(properties, Mapping):
         return tool
-    own = {name: _with_only_other_type(one) for name, one in properties.items()}
+    own = {name: _with_type_of_only_nonnull_choice(one) for name, one in properties.items()}
     return {**tool, "function": {**function, "parameters": {**schema, "properties": own}}}
 
 
-def _with_only_other_type(schema: Any) -> Any:
+def _with_type_of_only_nonnull_choice(schema: Any) -> Any:
     """Return a copy of a schema with the type of its only alternative beside null; else the schema
     itself.
 
@@ -124,15 +129,21 @@ def resolved_parameters(schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return schema
-    known: dict[Any, Any] = {}
+    definition_by_reference: dict[Any, Any] = {}
     for where, every in definitions(schema).items():
         names = every if isinstance(every, Mapping) else {}
-        known |= {f"#/{where}/{name}": _with_inferred_type(one) for name, one in names.items()}
-    found = {**definitions(schema), **_resolve_reference(schema, known)}
+        definition_by_reference |= {
+            f"#/{where}/{name}": _with_type_of_listed_values(one) for name, one in names.items()
+        }
+    found = {
+        **definitions(schema),
+        **_merge_referenced_and_infer_type(schema, definition_by_reference),
+    }
     properties = found.get("properties")
     if isinstance(properties, Mapping):
         found["properties"] = {
-            name: _resolved_argument(one, known) for name, one in properties.items()
+            name: _resolve_argument_and_its_choices(one, definition_by_reference)
+            for name, one in properties.items()
         }
     return found
 
@@ -142,24 +153,34 @@ def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
-def _resolved_argument(schema: Any, known: Mapping[str, Any]) -> Any:
+def _resolve_argument_and_its_choices(
+    schema: Any, definition_by_reference: Mapping[str, Any]
+) -> Any:
     """Return an argument's schema, and its alternatives, with references resolved in them.
 
     Args:
         schema: any value; what is no schema is returned.
-        known: definitions by reference, such as "#/$defs/name".
+        definition_by_reference: of the tool; a reference is such as "#/$defs/name".
     """
-    schema = _resolve_reference(schema, known)
+    schema = _merge_referenced_and_infer_type(schema, definition_by_reference)
     if not isinstance(schema, Mapping):
         return schema
     lists = {name: schema[name] for name in _CHOICES if isinstance(schema.get(name), list)}
     return {
         **schema,
-        **{name: [_resolve_reference(one, known) for one in lists[name]] for name in lists},
+        **{
+            name: [
+                _merge_referenced_and_infer_type(one, definition_by_reference)
+                for one in lists[name]
+            ]
+            for name in lists
+        },
     }
 
 
-def _resolve_reference(schema: Any, known: Mapping[str, Any]) -> Any:
+def _merge_referenced_and_infer_type(
+    schema: Any, definition_by_reference: Mapping[str, Any]
+) -> Any:
     """Return a schema with the definition that it refers to merged in, and with a type where that
     can be inferred.
 
@@ -168,19 +189,19 @@ def _resolve_reference(schema: Any, known: Mapping[str, Any]) -> Any:
 
     Args:
         schema: any value; what is no schema is returned.
-        known: definitions by reference, such as "#/$defs/name".
+        definition_by_reference: of the tool; a reference is such as "#/$defs/name".
     """
-    schema = _with_inferred_type(schema)
+    schema = _with_type_of_listed_values(schema)
     for _ in range(_MOST_STEPS):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
-        target = known.get(place) if isinstance(place, str) else None
+        target = definition_by_reference.get(place) if isinstance(place, str) else None
         if not isinstance(target, Mapping) or len(target) + len(schema) > _MOST_KEYWORDS:
             break
         schema = {**target, **{name: one for name, one in schema.items() if name != "$ref"}}
     return schema
 
 
-def _with_inferred_type(schema: Any) -> Any:
+def _with_type_of_listed_values(schema: Any) -> Any:
     """Return a schema without a type with the type that all of its listed values have; else the
     schema itself.
     """

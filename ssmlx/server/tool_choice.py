@@ -36,8 +36,8 @@ def read_tool_choice(body: Body) -> ToolChoice:
     choice = body.get("tool_choice")
     inner: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {"type": choice}
     kind = inner.get("type")
-    tools = requests.read_typed(body, "tools", list) or None
-    is_parallel = requests.read_typed(body, "parallel_tool_calls", bool, True)
+    tools = requests.read_typed_or_default(body, "tools", list) or None
+    is_parallel = requests.read_typed_or_default(body, "parallel_tool_calls", bool, True)
     is_parallel = is_parallel and inner.get("disable_parallel_tool_use") is not True
     for tool in tools or ():
         what = tool.get("type") if isinstance(tool, Mapping) else None

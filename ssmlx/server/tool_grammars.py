@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -97,11 +97,16 @@ def _object_schema(schema: Schema) -> dict[str, Any]:
     return {"type": "object", **only, **schema}
 
 
-def _parameters_required_first(schema: Schema) -> list[tuple[str, Any, bool]]:
-    """Return (name, schema, whether it is required) of each argument, required ones first, else in
-    their order.
+class _Parameter(NamedTuple):
+    """A parameter of a tool."""
 
-    A schema that refers to definitions of the tool has them in it.
+    name: str
+    schema: Any  # with the tool's definitions in it, where it refers to any
+    is_required: bool
+
+
+def _parameters_required_first(schema: Schema) -> list[_Parameter]:
+    """Return a tool's parameters, required ones first, else in their order.
 
     Args:
         schema: of the arguments, an object's.
@@ -118,11 +123,11 @@ def _parameters_required_first(schema: Schema) -> list[tuple[str, Any, bool]]:
     for name, one in properties.items():
         refers = isinstance(one, Mapping) and '"$ref"' in json.dumps(one)
         own = {**known, **one} if refers else one
-        found.append((name, own, name in required))
-    return sorted(found, key=lambda one: not one[2])
+        found.append(_Parameter(name, own, name in required))
+    return sorted(found, key=lambda one: not one.is_required)
 
 
-def _unquoted_text(rules: GrammarRules, schema: Any, letter: str) -> str | None:
+def _unquoted_text_or_none(rules: GrammarRules, schema: Any, letter: str) -> str | None:
     """Return the expression of a text without quotes; None where the schema is not that of a text.
 
     Listed values become a rule, whose name is returned; else the schema's lengths are kept.
@@ -152,8 +157,14 @@ def _json_call(rules: GrammarRules, name: str, schema: Schema) -> str:
     return f"{head} {rules.json_value(_object_schema(schema))} {rules.literal('}')}"
 
 
-def _tagged_format(
-    head: str, before: str, after: str, foot: str, *, line: str = "", splits: bool = False
+def _make_tagged_call_writer(
+    head: str,
+    before_value: str,
+    after_value: str,
+    foot: str,
+    *,
+    after_json: str = "",
+    parser_tells_text_from_json: bool = False,
 ) -> "_CallWriter":
     """Make the writer of calls whose arguments stand between tags, one after the other.
 
@@ -162,12 +173,12 @@ def _tagged_format(
 
     Args:
         head: before the arguments; `{}` stands for the tool's name.
-        before: before an argument's value; `{}` stands for its name.
-        after: behind a value.
+        before_value: before an argument's value; `{}` stands for its name.
+        after_value: behind a value.
         foot: behind the arguments.
-        line: behind a value that is JSON; the parser cuts it off a text.
-        splits: whether the parser tells a text from other values where both are allowed. If not,
-            such a text is written as JSON.
+        after_json: behind a value that is JSON; the parser cuts it off a text.
+        parser_tells_text_from_json: whether the parser tells a text from other values where both
+            are allowed. If not, such a text is written as JSON.
 
     Returns:
         A function that returns the expression of a call.
@@ -180,28 +191,35 @@ def _tagged_format(
         parts = [rules.literal(head.format(name))]
         for argument, own, is_required in _parameters_required_first(schema):
             found = []
-            for choice in alternatives(own) if splits else [own]:
-                text = _unquoted_text(rules, choice, _LETTER)
-                found.append(text or f"{rules.json_value(choice)} {rules.literal(line)}")
+            for choice in alternatives(own) if parser_tells_text_from_json else [own]:
+                text = _unquoted_text_or_none(rules, choice, _LETTER)
+                found.append(text or f"{rules.json_value(choice)} {rules.literal(after_json)}")
             value = rules.add_rule(" | ".join(found))
-            one = f"{rules.literal(before.format(argument))} {value} {rules.literal(after)}"
+            before = rules.literal(before_value.format(argument))
+            one = f"{before} {value} {rules.literal(after_value)}"
             parts.append(rules.add_rule(one) + ("" if is_required else "?"))
         return " ".join([*parts, rules.literal(foot)]) if foot else " ".join(parts)
 
     return call
 
 
-def _bracketed_format(
-    head: str, before: str, quote: str, foot: str, *, letter: str = _LETTER, separator: str = ","
+def _make_bracketed_call_writer(
+    head: str,
+    before_value: str,
+    quote: str,
+    foot: str,
+    *,
+    quoted_letter: str = _LETTER,
+    separator: str = ",",
 ) -> "_CallWriter":
     """Make the writer of calls whose arguments stand in brackets, with separators.
 
     Args:
         head: before the arguments; `{}` stands for the tool's name.
-        before: before an argument's value; `{}` stands for its name.
+        before_value: before an argument's value; `{}` stands for its name.
         quote: around a text; where it is empty, texts are JSON.
         foot: behind the arguments.
-        letter: regular expression of a character of a quoted text.
+        quoted_letter: regular expression of a character of a quoted text.
         separator: between arguments.
 
     Returns:
@@ -217,10 +235,10 @@ def _bracketed_format(
             found = []
             mark = rules.literal(quote)
             for choice in alternatives(own) if quote else [own]:
-                text = _unquoted_text(rules, choice, letter) if quote else None
+                text = _unquoted_text_or_none(rules, choice, quoted_letter) if quote else None
                 found.append(f"{mark} {text} {mark}" if text else rules.json_value(choice))
             value = rules.add_rule(" | ".join(found))
-            item = rules.add_rule(f"{rules.literal(before.format(argument))} {value}")
+            item = rules.add_rule(f"{rules.literal(before_value.format(argument))} {value}")
             items.append((item, is_required))
         comma = rules.literal(separator)
         inner = _join_arguments(rules, items, comma)
@@ -267,7 +285,7 @@ def _mistral_call(rules: GrammarRules, name: str, schema: Schema) -> str:
     return f"{rules.literal(f'{name}[ARGS]')} {rules.json_value(_object_schema(schema))}"
 
 
-def _longcat_call(rules: GrammarRules, name: str, schema: Schema) -> str:
+def _longcat_call_or_json(rules: GrammarRules, name: str, schema: Schema) -> str:
     """Return the expression of a call in LongCat's form, or as JSON if no argument is required.
 
     mlx-lm's parser reads a call without arguments as JSON alone.
@@ -277,10 +295,12 @@ def _longcat_call(rules: GrammarRules, name: str, schema: Schema) -> str:
         name: of the tool.
         schema: of its arguments.
     """
-    if not any(is_required for _, _, is_required in _parameters_required_first(schema)):
+    if not any(one.is_required for one in _parameters_required_first(schema)):
         return _json_call(rules, name, schema)
     before = "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>"
-    return _tagged_format("{}\n", before, "</longcat_arg_value>\n", "")(rules, name, schema)
+    return _make_tagged_call_writer("{}\n", before, "</longcat_arg_value>\n", "")(
+        rules, name, schema
+    )
 
 
 _CallWriter = Callable[[GrammarRules, str, Schema], str]
@@ -304,45 +324,47 @@ _CALL_FORMATS = {
     "mistral": _CallFormat(_mistral_call, between=""),
     "kimi_k2": _CallFormat(_kimi_call, between=""),
     "pythonic": _CallFormat(
-        _bracketed_format("{}(", "{}=", "", ")", separator=", "), "[", "]", between=", "
+        _make_bracketed_call_writer("{}(", "{}=", "", ")", separator=", "), "[", "]", between=", "
     ),
-    "gemma4": _CallFormat(_bracketed_format("call:{}{{", "{}:", '<|"|>', "}")),
+    "gemma4": _CallFormat(_make_bracketed_call_writer("call:{}{{", "{}:", '<|"|>', "}")),
     "function_gemma": _CallFormat(
-        _bracketed_format("call:{}{{", "{}:", "<escape>", "}", letter="[^<}]")
+        _make_bracketed_call_writer("call:{}{{", "{}:", "<escape>", "}", quoted_letter="[^<}]")
     ),
     "qwen3_coder": _CallFormat(
-        _tagged_format(
+        _make_tagged_call_writer(
             "<function={}>\n",
             "<parameter={}>\n",
             "</parameter>\n",
             "</function>",
-            line="\n",
-            splits=True,
+            after_json="\n",
+            parser_tells_text_from_json=True,
         ),
         "\n",
         "\n",
     ),
     "glm47": _CallFormat(
-        _tagged_format("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "")
+        _make_tagged_call_writer("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "")
     ),
-    "longcat": _CallFormat(_longcat_call),
+    "longcat": _CallFormat(_longcat_call_or_json),
     "minimax_m2": _CallFormat(
-        _tagged_format(
+        _make_tagged_call_writer(
             '<invoke name="{}">\n',
             '<parameter name="{}">',
             "</parameter>\n",
             "</invoke>",
-            splits=True,
+            parser_tells_text_from_json=True,
         ),
         "\n",
         "\n",
         between="\n",
     ),
     "minicpm5": _CallFormat(
-        _tagged_format('"{}">', '<param name="{}">', "</param>", "", splits=True)
+        _make_tagged_call_writer(
+            '"{}">', '<param name="{}">', "</param>", "", parser_tells_text_from_json=True
+        )
     ),
     "muse_spark": _CallFormat(
-        _tagged_format(
+        _make_tagged_call_writer(
             '<atem:invoke name="{}">\n',
             '<atem:parameter name="{}">',
             "</atem:parameter>\n",
@@ -358,7 +380,7 @@ _CALL_FORMATS["laguna"] = _CALL_FORMATS["glm47"]
 
 
 def tool_call_grammar(
-    tokenizer: TokenizerWrapper, tools: Sequence[Any], names: Sequence[str], most: int
+    tokenizer: TokenizerWrapper, tools: Sequence[Any], names: Sequence[str], max_calls: int
 ) -> str:
     """Return the grammar of one or more tool calls, in the model's own form, with its markers.
 
@@ -368,7 +390,7 @@ def tool_call_grammar(
         tokenizer: of the model; its parser decides the form.
         tools: those that the request offers.
         names: of the tools that may be called, one or more of them.
-        most: calls at most; one at least is made.
+        max_calls: calls at most; one at least is made.
 
     Raises:
         RequestError: the form of this model's calls is unknown, or a schema is too large or broken.
@@ -401,7 +423,7 @@ def tool_call_grammar(
     if form.between is None:
         whole = rules.add_rule(" ".join(filter(None, [start, one, end])))
         more = rules.add_rule(f'"\\n"? {whole}')
-        return rules.source(f"{whole} {more}{{0,{most - 1}}}" if most > 1 else whole)
+        return rules.source(f"{whole} {more}{{0,{max_calls - 1}}}" if max_calls > 1 else whole)
     more = rules.add_rule(f"{rules.literal(form.between)} {one}".strip())
-    inner = f"{one} {more}{{0,{most - 1}}}" if most > 1 else one
+    inner = f"{one} {more}{{0,{max_calls - 1}}}" if max_calls > 1 else one
     return rules.source(" ".join(filter(None, [start, inner, end])))

@@ -46,99 +46,120 @@ class TrainConfig:
     """
 
     num_streams: int = setting(
-        4, "gamma, tokens guessed ahead; 0 trains the LoRA alone", least=0, most=MAX_DRAFT_TOKENS
+        4,
+        "gamma: tokens that streams guess ahead; 0 trains LoRA alone",
+        least=0,
+        most=MAX_DRAFT_TOKENS,
     )
     num_msa_layers: int = setting(
-        8, "Ns, top layers with multi-stream attention and LoRA", least=1, most=MAX_LAYERS
+        8, "Ns: how many top layers run streams and have LoRA", least=1, most=MAX_LAYERS
     )
     adapter_scope: AdapterScope = setting(
         "all",
-        "all: the model is fine-tuned for the data; streams: LoRA on stream rows alone, which "
-        "leaves the model's answers as they are (train on its own continuations)",
+        "all: LoRA acts on every row, and fine-tunes the model for the data. streams: LoRA acts on "
+        "stream rows alone, and the model's answers stay as they are; train on its own answers",
         choices=ADAPTER_SCOPES,
     )
     stream_design: StreamDesign = setting(
         "embeddings",
-        "how streams differ: embeddings (eq. 3) or value_rotation (eq. 7)",
+        "how streams differ: by an embedding each (eq. 3), or a rotation of their values (eq. 7)",
         choices=STREAM_DESIGNS,
     )
     rotation_step: float = setting(
-        0.0, "radians that each stream's values are rotated by", least=0, most=math.pi / 2
+        0.0,
+        "radians: the values of stream n are rotated by n times as many",
+        least=0,
+        most=math.pi / 2,
     )
     stream_init: StreamInit | None = setting(
         None,
-        "f of eq. 3: identity, low_rank B A h, or residual h + B A h. On SmolLM2 low_rank learned "
-        "faster than identity, three times at first",
+        "f of eq. 3: identity is h, low_rank is B A h, residual is h + B A h",
         choices=STREAM_INITS,
     )
-    stream_init_rank: int | None = setting(None, "eta, the rank of f", least=0, most=_MAX_RANK)
+    stream_init_rank: int | None = setting(None, "eta: rank of f", least=0, most=_MAX_RANK)
     root_init_rank: int = setting(
         0,
-        "rank of what the root token and the last hidden state add to f; 0 for nothing. Drafting "
-        "is a pass of its own then",
+        "rank of a term of the root token and the last hidden state that is added to f; 0 adds "
+        "none. With it, streams always run in a second pass",
         least=0,
         most=_MAX_RANK,
     )
     prune_rank: int = setting(
-        8, "theta, the rank of the pruning adapter; 0 for none", least=0, most=_MAX_RANK
+        8, "theta: rank of the pruning adapter; 0 trains none", least=0, most=_MAX_RANK
     )
     condition_rank: int = setting(
         0,
-        "rank of what a drafted token tells of the next, learnt beside the streams; 0 for none",
+        "rank of the condition: what a drafted token tells a stream of the token behind it. It is "
+        "trained beside the streams; 0 trains none",
         least=0,
         most=_MAX_RANK,
     )
     draft_vocab_size: int | None = setting(
         None,
-        "guess among this many of the data's most frequent tokens; 0 for all",
+        "streams guess among so many of the data's most frequent tokens; 0: among all",
         least=0,
         most=MAX_SIZE,
     )
-    lora_rank: int = setting(16, "rank", least=1, most=_MAX_RANK)
-    lora_alpha: float = setting(32.0, "numerator of the scale alpha / rank", above=0, most=1e6)
+    lora_rank: int = setting(16, "rank of LoRA", least=1, most=_MAX_RANK)
+    lora_alpha: float = setting(32.0, "LoRA is multiplied by this over its rank", above=0, most=1e6)
     lora_modules: tuple[str, ...] = field(
-        default=(), metadata={"help": "linear modules, such as q_proj v_proj (default: every one)"}
+        default=(),
+        metadata={"help": "linear layers that get LoRA, such as q_proj v_proj (default: all)"},
     )
-    main_weight: float = setting(1.0, "alpha_0, of the next token", least=0, most=1e38)
+    main_weight: float = setting(
+        1.0, "alpha_0: weight of the next token's loss", least=0, most=1e38
+    )
     stream_weights: tuple[float, ...] = setting(
-        (0.1,), "alpha_1 to alpha_gamma, of the speculative tokens; one for all", least=0, most=1e38
+        (0.1,),
+        "alpha_1 to alpha_gamma: weight of each stream's loss; one number is that of all",
+        least=0,
+        most=1e38,
     )
     # The loss of section 3.2.3, which reaches that adapter alone.
-    prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0, most=1e38)
+    prune_weight: float = setting(0.1, "weight of the pruning adapter's loss", least=0, most=1e38)
     train_only: Part | None = setting(
         None,
-        "streams: go on with those of --init, their LoRA and their condition, and leave its "
-        "settings and a task's LoRA as they are; condition: leave its streams as they are too",
+        "streams: train the streams of --init further, with their LoRA and condition; a task's "
+        "LoRA stays as it is. condition: train the condition alone; the streams stay too. Settings "
+        "are those of --init",
         choices=PARTS,
     )
     epochs: float = setting(3.0, "passes over the data", above=0, most=1e6)
-    batch_size: int = setting(16, "examples a step", least=1, most=2**16)
-    learning_rate: float = setting(5e-4, "AdamW's peak rate", above=0, most=1)
+    batch_size: int = setting(16, "examples of a step", least=1, most=2**16)
+    learning_rate: float = setting(5e-4, "highest learning rate of AdamW", above=0, most=1)
     # They are added to hidden states some hundred times their first size.
     embedding_rate: float = setting(
-        20.0, "rate of the stream embeddings, as a multiple of the peak rate", above=0, most=1e6
+        20.0,
+        "learning rate of stream embeddings, in multiples of --learning-rate",
+        above=0,
+        most=1e6,
     )
     schedule: Schedule = setting(
-        "linear", "course of the rate after its warm-up", choices=SCHEDULES
+        "linear",
+        "the learning rate after the warm-up: linear and cosine fall to 0, constant stays",
+        choices=SCHEDULES,
     )
-    warmup: float = setting(0.03, "share of the steps in which the rate rises", least=0, below=1)
-    weight_decay: float = setting(0.0, "AdamW's decay", least=0, most=1e6)
-    clip_norm: float = setting(1.0, "largest gradient norm", above=0, most=1e6)
+    warmup: float = setting(
+        0.03, "share of the steps in which the learning rate rises", least=0, below=1
+    )
+    weight_decay: float = setting(0.0, "weight decay of AdamW", least=0, most=1e6)
+    clip_norm: float = setting(1.0, "larger gradients are scaled to this norm", above=0, most=1e6)
     max_length: int = setting(
         512,
-        "tokens of an example; longer answers are cut, longer prompts left out",
+        "most tokens of an example: a longer answer is cut, a longer prompt left out",
         least=1,
         most=2**20,
     )
     pack: int = setting(
         0,
-        "put the examples of every other batch one after another, as turns of conversations of "
-        "at most this many tokens; streams see what they see when decoding: their turn, or a "
-        "window. The other batches' stay alone, for short prompts; 0 for all",
+        "join the examples of half of the batches, drawn at random, as turns of conversations of "
+        "at most so many tokens, so that streams also learn in long texts; 0 joins none",
         least=0,
         most=2**20,
     )
-    seed: int = setting(0, "of the weights and of the order of the data", least=0, most=2**32 - 1)
+    seed: int = setting(
+        0, "seed of the first weights and of the order of examples", least=0, most=2**32 - 1
+    )
 
     def __post_init__(self) -> None:
         """Choose f of eq. 3 where it is None, and check every setting, and those that depend on one
@@ -285,14 +306,19 @@ class RunOptions:
     out: Path  # folder for the checkpoint, the run's state, its log and its picture
     model: str  # the base model
     template: str | None  # text with `{prompt}`; None for the model's chat template
-    save_every: int = setting(50, "steps between saved states", least=1)
-    valid_every: int = setting(200, "steps between validations", least=1)
-    valid_count: int = setting(64, "held-out examples that a validation replays", least=1)
+    save_every: int = setting(50, "steps from one saved state to the next", least=1)
+    valid_every: int = setting(200, "steps from one validation to the next", least=1)
+    valid_count: int = setting(64, "examples of valid.jsonl that a validation uses", least=1)
     tree_size: int = setting(
-        16, "nodes of the best tree that a validation replays", least=1, most=MAX_TREE_NODES
+        16,
+        "nodes of the draft trees that a validation counts accepted tokens of",
+        least=1,
+        most=MAX_TREE_NODES,
     )
     cache_gb: float = setting(8.0, least=0)  # disk that the frozen layers' results may take
-    max_steps: int | None = setting(None, "stop here, and save (default: the whole run)", least=1)
+    max_steps: int | None = setting(
+        None, "save and stop after so many steps (default: after the whole run)", least=1
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, do=_DO)

@@ -5,15 +5,15 @@ decoded beside each other, and stand in the order of the prompts. With `echo` a 
 `logprobs` begin with its prompt, the first of whose tokens has null; with `max_tokens` 0 nothing
 stands behind it. So lm-eval's `local-completions` can score texts.
 
-A stream has its headers as soon as its answer is begun, and a comment whenever nothing was to be
-told for a while. What fails then is told by an event `error`.
+A stream sends its headers as soon as its answer has begun, and a comment whenever no part has come
+for a while. An error after that is sent as an event `error`.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields, replace
 from secrets import token_hex
 from time import time
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from .. import __version__
 from ..errors import quoted
@@ -63,17 +63,17 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
         RequestError: a field cannot be followed, or there are no turns.
     """
     choice = read_tool_choice(body)
-    turns = requests.content_parts(body.get("messages"), "messages")
+    turns = requests.text_or_list_as_parts(body.get("messages"), "messages")
     requests.check_field(bool(turns), "messages is empty", "a turn at least")
     turns = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in turns]
-    wants = requests.read_typed(body, "logprobs", bool, False)
+    wants = requests.read_typed_or_default(body, "logprobs", bool, False)
     return AnswerRequest(
         question=turns,
         tools=choice.tools,
         forced_tools=choice.forced,
         parallel_calls=choice.is_parallel,
-        template_args=_read_template_args(body),
-        **_read_continuation(body, turns),
+        template_args=_read_template_args_and_effort(body),
+        **_read_whether_last_turn_continues(body, turns),
         **_read_shared_fields(
             body,
             config,
@@ -93,7 +93,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         RequestError: a field cannot be followed, `suffix` is not empty, or more than `MOST_ANSWERS`
             answers are asked for.
     """
-    first, *others = _read_prompts(body.get("prompt"))
+    first, *others = _read_one_or_many_prompts(body.get("prompt"))
     requests.check_field(not body.get("suffix"), "suffix", "none")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
@@ -102,7 +102,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         question=first,
         others=others,
         is_chat=False,
-        echoes=requests.read_typed(body, "echo", bool, False),
+        echoes=requests.read_typed_or_default(body, "echo", bool, False),
         writes=writes,
         **_read_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
     )
@@ -111,8 +111,10 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     return ask
 
 
-def _read_prompts(prompt: Any) -> list[str | list[int]]:
+def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
     """Return the `prompt` field as a list of prompts, each a text or a list of token ids.
+
+    An empty list is one prompt without tokens.
 
     Raises:
         RequestError: it is neither of these nor a list of them.
@@ -147,14 +149,14 @@ def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
-        "model": requests.read_typed(body, "model", str, ""),
+        "model": requests.read_typed_or_default(body, "model", str, ""),
         "choices": requests.read_number(body, "n", 1, 16) or 1,
         "grammar": read_grammar(body),
-        "ignores_end": requests.read_typed(body, "ignore_eos", bool, False),
+        "ignores_end": requests.read_typed_or_default(body, "ignore_eos", bool, False),
         "prediction": requests.content_text(
-            requests.read_typed(body, "prediction", dict, {}).get("content") or ""
+            requests.read_typed_or_default(body, "prediction", dict, {}).get("content") or ""
         ),
-        "stream": requests.read_typed(body, "stream", bool, False),
+        "stream": requests.read_typed_or_default(body, "stream", bool, False),
         "body": body,
     }
 
@@ -181,8 +183,8 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
         if body.get(name) is not None:
             one = _FIELDS[own]
             whole = "int" in str(one.type)
-            found[own] = requests.checked_number(
-                name, body[name], one.metadata["allowed"], whole=whole
+            found[own] = requests.checked_number_or_none(
+                name, body[name], one.metadata["allowed"], must_be_whole=whole
             )
     is_greedy = found.get("temp", config.temp) == 0
     ok = not is_greedy or config.acceptance.kind == "exact"
@@ -192,10 +194,13 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     )
     if requests.read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] = body["seed"] % 2**63
-    return found | {"stop": _read_stop(body, config), "logit_bias": _read_logit_bias(body, config)}
+    return found | {
+        "stop": _read_stop_or_default(body, config),
+        "logit_bias": _read_logit_bias_or_default(body, config),
+    }
 
 
-def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
+def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
     """Return the texts of `stop`, one or a list; the server's where it is absent.
 
     Raises:
@@ -203,7 +208,9 @@ def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
     """
     stop = body.get("stop")
     texts = (
-        [stop] if isinstance(stop, str) else requests.read_typed(body, "stop", list, config.stop)
+        [stop]
+        if isinstance(stop, str)
+        else requests.read_typed_or_default(body, "stop", list, config.stop)
     )
     ok = all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
     expected = f"texts of 1 to {MAX_STOP} characters"
@@ -211,13 +218,13 @@ def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
     return texts
 
 
-def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
+def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
     """Return the numbers of `logit_bias` by token id; the server's where it is absent or empty.
 
     Raises:
         RequestError: it is no object, a key is no id, or a number is not from -100 to 100.
     """
-    bias = requests.read_typed(body, "logit_bias", dict, {})
+    bias = requests.read_typed_or_default(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one, whole=False) for one in bias.values())
     expected = f"token ids, each with a number of {_BIAS.text()}"
@@ -225,7 +232,7 @@ def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] 
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
 
-def _read_template_args(body: Body) -> dict[str, Any]:
+def _read_template_args_and_effort(body: Body) -> dict[str, Any]:
     """Return the variables of the chat template, with `reasoning_effort` among them if it is given.
 
     An effort of "none" becomes `enable_thinking` false. What `chat_template_kwargs` has goes first.
@@ -233,14 +240,21 @@ def _read_template_args(body: Body) -> dict[str, Any]:
     Raises:
         RequestError: `chat_template_kwargs` is no object, or `reasoning_effort` no text.
     """
-    given = requests.read_typed(body, "chat_template_kwargs", dict, {})
-    effort = requests.read_typed(body, "reasoning_effort", str)
+    given = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
+    effort = requests.read_typed_or_default(body, "reasoning_effort", str)
     if effort == "none":
         return {"enable_thinking": False, **given}
     return {"reasoning_effort": effort, **given} if effort else given
 
 
-def _read_continuation(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
+class _Continuation(TypedDict):
+    """Arguments of `AnswerRequest`: how the answer's turn begins."""
+
+    continues: bool
+    opens_turn: bool
+
+
+def _read_whether_last_turn_continues(body: Body, turns: Sequence[Body]) -> _Continuation:
     """Read whether the answer continues the last turn, and whether the template opens a turn for
     it.
 
@@ -251,14 +265,11 @@ def _read_continuation(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
         body: the request.
         turns: of the chat, one or more.
 
-    Returns:
-        Arguments of `AnswerRequest`: `continues` and `opens_turn`.
-
     Raises:
         RequestError: both fields are true, as in vLLM's server, or there is no such turn.
     """
-    wants = requests.read_typed(body, "continue_final_message", bool)
-    opens = requests.read_typed(body, "add_generation_prompt", bool)
+    wants = requests.read_typed_or_default(body, "continue_final_message", bool)
+    opens = requests.read_typed_or_default(body, "add_generation_prompt", bool)
     found = "continue_final_message is True"
     expected = "add_generation_prompt to be false"
     requests.check_field(not (wants and opens), found, expected, "continue_final_message")
@@ -289,9 +300,9 @@ class TextCompletionWriter:
 
     def __init__(self, ask: AnswerRequest) -> None:
         """Begin an empty reply for all of a request's answers."""
-        options = requests.read_typed(ask.body, "stream_options", dict, {})
+        options = requests.read_typed_or_default(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
-        self._choices_each = ask.choices  # of a prompt
+        self._choices_per_prompt = ask.choices
         self._thought = 0  # tokens of reasoning
         self._ends: dict[int, ChoiceEnd] = {}
         numbers = range(ask.num_answers)
@@ -324,7 +335,10 @@ class TextCompletionWriter:
                 chunk["ssmlx"] = {"tokens": part.tokens}
             yield None, chunk
         ends = [end for _, end in sorted(self._ends.items())]
-        totals = {"usage": _total_usage(ends, self._choices_each), "timings": ends[-1].timings}
+        totals = {
+            "usage": _total_usage(ends, self._choices_per_prompt),
+            "timings": ends[-1].timings,
+        }
         totals["usage"]["completion_tokens_details"]["reasoning_tokens"] = self._thought
         self.reply |= totals
         if self._has_usage:
@@ -337,7 +351,7 @@ class TextCompletionWriter:
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
-            whole["logprobs"] = _append_in_place(whole["logprobs"] or {}, logprobs)
+            whole["logprobs"] = _append_in_place_return_whole(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason
         own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
@@ -351,24 +365,26 @@ class TextCompletionWriter:
             part: a text; others add nothing.
         """
         more = {"text": part.text if isinstance(part, TextPart) else ""}
-        _append_in_place(whole, more)
+        _append_in_place_return_whole(whole, more)
         return more
 
-    def _logprobs_entry(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
+    def _logprobs_entry(
+        self, token_entries: list[dict[str, Any]], text_offset: int
+    ) -> dict[str, Any]:
         """Return the `logprobs` object of some tokens, as vLLM's server has it.
 
         The token itself is among `top_logprobs`, whether or not it is one of the likeliest.
 
         Args:
-            told: entries of the tokens, as `segment_logprobs` returns them.
-            offset: characters of the choice's text before them.
+            token_entries: as `segment_logprobs` returns them.
+            text_offset: characters of the choice's text before them.
         """
-        sizes = [len(one["token"]) for one in told]
+        sizes = [len(one["token"]) for one in token_entries]
         return {
-            "tokens": [one["token"] for one in told],
-            "token_logprobs": [one["logprob"] for one in told],
-            "top_logprobs": [_logprobs_by_text(one) for one in told],
-            "text_offset": [offset + sum(sizes[:count]) for count in range(len(sizes))],
+            "tokens": [one["token"] for one in token_entries],
+            "token_logprobs": [one["logprob"] for one in token_entries],
+            "top_logprobs": [_logprobs_by_text_with_own(one) for one in token_entries],
+            "text_offset": [text_offset + sum(sizes[:count]) for count in range(len(sizes))],
         }
 
 
@@ -404,19 +420,21 @@ class ChatCompletionWriter(TextCompletionWriter):
                 message |= delta
                 function = {"name": part.name, "arguments": part.text}
                 call = {"id": part.id, "type": "function", "function": function}
-                _append_in_place(message, {"tool_calls": [call]})
+                _append_in_place_return_whole(message, {"tool_calls": [call]})
                 number = len(message["tool_calls"]) - 1
                 return {"delta": {**delta, "tool_calls": [{"index": number, **call}]}}
             case ChoiceEnd() if not message.get("content"):
                 message["content"] = None if "tool_calls" in message else ""
-        _append_in_place(message, delta)
+        _append_in_place_return_whole(message, delta)
         return {"delta": delta}
 
-    def _logprobs_entry(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-        return {"content": told, "refusal": None}
+    def _logprobs_entry(
+        self, token_entries: list[dict[str, Any]], text_offset: int
+    ) -> dict[str, Any]:
+        return {"content": token_entries, "refusal": None}
 
 
-def _logprobs_by_text(one: dict[str, Any]) -> dict[str, float] | None:
+def _logprobs_by_text_with_own(one: dict[str, Any]) -> dict[str, float] | None:
     """Return log probabilities of an entry's likeliest tokens by text, and the token's own.
 
     Of tokens with the same text the first, and so the likeliest, counts. None where the entry has
@@ -430,7 +448,7 @@ def _logprobs_by_text(one: dict[str, Any]) -> dict[str, float] | None:
     return found
 
 
-def _append_in_place(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def _append_in_place_return_whole(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Append the texts and lists of `more` to those of `whole`, in place, and return `whole`.
 
     A name that `whole` lacks is added; None adds nothing to what is there.
@@ -442,16 +460,16 @@ def _append_in_place(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, A
     return whole
 
 
-def _total_usage(ends: Sequence[ChoiceEnd], choices_each: int) -> dict[str, Any]:
+def _total_usage(ends: Sequence[ChoiceEnd], choices_per_prompt: int) -> dict[str, Any]:
     """Return the `usage` object over all choices; the tokens of each prompt count once.
 
     Cached tokens are those of the first choice of each prompt.
 
     Args:
         ends: of all choices, in order.
-        choices_each: choices of a prompt.
+        choices_per_prompt: how many there are of each.
     """
-    firsts = [end.last for end in ends[::choices_each]]
+    firsts = [end.last for end in ends[::choices_per_prompt]]
     prompt = sum(last.prompt_tokens for last in firsts)
     completion = sum(end.last.generation_tokens for end in ends)
     predicted = sum(end.num_predicted for end in ends)

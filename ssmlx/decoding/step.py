@@ -1,0 +1,86 @@
+"""What a decoding loop yields for each target call, and what adds up over an answer's calls."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .sampling import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """What came of the draft that one target call verified.
+
+    Attributes:
+        drafter: name of the drafter that proposed it.
+        nodes: all nodes of its tree, root and padding (`PAD_TOKEN`) too: rows of the call.
+        drafted: its tokens; neither root nor padding is drafted.
+        accepted: of these, tokens that the target accepted.
+    """
+
+    drafter: str
+    nodes: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one target call brought to an answer.
+
+    Attributes:
+        tokens: ids that the answer goes on by, one or more: the accepted drafted tokens, and the
+            target's own one behind them.
+        logprobs: an entry for each of `tokens`; None where the sampler's settings ask for none.
+        draft: what came of the draft that the call verified; None where it verified none.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    draft: DraftResult | None = None
+
+
+Steps = Iterator[Step | None]
+"""What a decoding loop yields: a `Step` for each target call. None says that it has only come
+further with the prompt, or with a drafter that starts; others may take their turn."""
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What came of one drafter's trees.
+
+    Attributes:
+        calls: target calls that verified one.
+        drafted: tokens of these trees; neither roots nor padding (`PAD_TOKEN`) are drafted.
+        accepted: of these, tokens that the target accepted.
+        nodes: all nodes of these trees, roots and padding too: rows that the calls computed.
+    """
+
+    calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    nodes: int = 0
+
+
+@dataclass
+class DraftTotals:
+    """By drafter, the target calls that verified its trees, and how many tokens of these."""
+
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by the drafter's name
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens of all verified trees, accepted or not."""
+        return sum(one.drafted for one in self.drafts.values())
+
+    def add_draft_of(self, step: Step) -> None:
+        """Count the draft that a step's call verified; nothing where it verified none."""
+        draft = step.draft
+        if draft is None:
+            return
+        before = self.drafts.get(draft.drafter, DraftCounts())
+        self.drafts[draft.drafter] = DraftCounts(
+            before.calls + 1,
+            before.drafted + draft.drafted,
+            before.accepted + draft.accepted,
+            before.nodes + draft.nodes,
+        )

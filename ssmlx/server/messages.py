@@ -1,0 +1,201 @@
+"""Anthropic's messages: reads their requests, and writes their replies."""
+
+from collections.abc import AsyncIterator
+from secrets import token_hex
+from typing import Any
+
+from ..api import GenerationResponse
+from ..json_files import parse_json
+from ..settings import GenerateConfig
+from . import requests
+from .requests import (
+    AnswerRequest,
+    Body,
+    Event,
+    ReasoningPart,
+    RequestError,
+    StreamItem,
+    TextPart,
+    ToolCallPart,
+    Waiting,
+)
+from .typed_blocks import (
+    Turns,
+    mark_groups_of_parts,
+    read_as_chat_completion,
+    read_tools_in_chat_form,
+    typed_event,
+    value_under_any_name,
+)
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
+
+
+def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
+    """Read a request to /v1/messages (Anthropic) or to its token count; it becomes a chat
+    completion's.
+
+    `max_tokens` may be missing, as it is in a token count. `thinking` becomes the template's
+    `enable_thinking`, unless `chat_template_kwargs` has one.
+
+    Args:
+        body: the request.
+        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
+
+    Raises:
+        RequestError: a field cannot be followed; it has this API's name.
+    """
+    if body.get("thread") is not None:  # clients send the whole conversation then
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        found = "thread is not supported"
+        expected = "the whole conversation: nothing is kept"
+        raise RequestError("thread", found, expected, "send it without thread", details)
+    turns = Turns()
+    if system := body.get("system"):
+        turns.add_text("system", system)
+    for message in requests.text_or_list_as_parts(body.get("messages"), "messages"):
+        for block in requests.text_or_list_as_parts(message.get("content")):
+            turns.add_block_by_type(message.get("role"), block)
+    thinking = requests.read_typed_or_default(body, "thinking", dict, {}).get("type")
+    template_args = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
+    if thinking:
+        template_args = {"enable_thinking": thinking != "disabled", **template_args}
+    form = requests.read_typed_or_default(body, "output_config", dict, {}).get("format")
+    translated = {
+        "messages": [*turns],
+        "tools": read_tools_in_chat_form(body, "input_schema"),
+        "stop": body.get("stop_sequences"),
+        "response_format": value_under_any_name(
+            {"output_config.format": form, "output_format": body.get("output_format")}
+        ),
+        "chat_template_kwargs": template_args,
+    }
+    names = {"stop": "stop_sequences", "response_format": "output_config"}
+    return read_as_chat_completion(body, translated, config, names)
+
+
+_DELTA_USAGE = (
+    "input_tokens",
+    "cache_read_input_tokens",
+    "cache_creation_input_tokens",
+    "output_tokens",
+    "output_tokens_details",
+    "server_tool_use",
+)
+"""What the end of a stream says of a message's usage."""
+
+
+class MessagesWriter:
+    """Writes Anthropic's messages: events for each part, and `reply`, the whole object.
+
+    `reply` is complete once `events` has ended.
+    """
+
+    @staticmethod
+    def keep_alive(waiting: Waiting) -> str:
+        """The event that a stream sends while no part comes."""
+        return 'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, ask: AnswerRequest) -> None:
+        """Begin an empty message for a request."""
+        self._blocks: list[dict[str, Any]] = []
+        self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
+        self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
+        self.reply |= {"stop_reason": None, "stop_sequence": None}
+        self.reply |= {"stop_details": None, "container": None, "diagnostics": None}
+        self.reply["usage"] = _usage_or_zeros()  # known at the end
+
+    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
+        """Yield the events of a message; each group of parts becomes a block of its content.
+
+        Every part is added to `reply`, which has usage and timings in the end.
+
+        Args:
+            parts: of the request's only choice, with its `ChoiceEnd`.
+        """
+        reasoning_tokens = 0
+        async for mark, part in mark_groups_of_parts(parts):
+            match mark:
+                case "answer begins":
+                    yield typed_event("message_start", message=self.reply)
+                case "group begins":
+                    self._blocks.append(_empty_block_for(part))
+                    yield self._event_about_last_block("start", content_block=self._blocks[-1])
+                case "part":
+                    reasoning_tokens += part.tokens if isinstance(part, ReasoningPart) else 0
+                    yield self._event_about_last_block(
+                        "delta", delta=_extend_block_and_return_delta(self._blocks[-1], part)
+                    )
+                case "group ends":
+                    if "signature" in self._blocks[-1]:
+                        delta = {"type": "signature_delta", "signature": _SIGNATURE}
+                        yield self._event_about_last_block("delta", delta=delta)
+                    yield self._event_about_last_block("stop")
+                case "answer ends":
+                    reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
+                    stop: Body = {"stop_reason": reason, "stop_sequence": part.last.stop}
+                    usage = _usage_or_zeros(part.last, reasoning_tokens)
+                    self.reply |= {**stop, "usage": usage, "timings": part.timings}
+                    end_delta: Body = {**stop, "stop_details": None, "container": None}
+                    end_usage = {name: usage[name] for name in _DELTA_USAGE}
+                    yield typed_event(
+                        "message_delta", delta=end_delta, usage=end_usage, timings=part.timings
+                    )
+                    yield typed_event("message_stop")
+
+    def _event_about_last_block(self, name: str, **data: Any) -> Event:
+        """Return an event `content_block_{name}` of the last block, with its index and `data`."""
+        return typed_event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
+
+
+def _usage_or_zeros(
+    last: GenerationResponse | None = None, reasoning_tokens: int = 0
+) -> dict[str, Any]:
+    """Return the `usage` object of a message; all counts are 0 before there is an answer.
+
+    Args:
+        last: the answer's last response; None before there is one.
+        reasoning_tokens: how many of its tokens are reasoning.
+    """
+    return {
+        "input_tokens": last.prompt_tokens - last.cached_tokens if last else 0,
+        "cache_read_input_tokens": last.cached_tokens if last else 0,
+        "cache_creation_input_tokens": 0,
+        "cache_creation": None,
+        "output_tokens": last.generation_tokens if last else 0,
+        "output_tokens_details": {"thinking_tokens": reasoning_tokens},
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
+        "speed": "standard",
+    }
+
+
+def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
+    """Return the block of a message for a group of parts, before any is added: a call, thinking or
+    text.
+    """
+    if isinstance(part, ToolCallPart):
+        used = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+        return used | {"caller": {"type": "direct"}, "toolset_name": None}
+    if isinstance(part, ReasoningPart):
+        return {"type": "thinking", "thinking": "", "signature": _SIGNATURE}
+    return {"type": "text", "text": "", "citations": None}
+
+
+def _extend_block_and_return_delta(
+    block: dict[str, Any], part: TextPart | ToolCallPart
+) -> dict[str, Any]:
+    """Add a part to its block, in place; return the event's `delta`.
+
+    Args:
+        block: as `_empty_block_for` made it, with the parts before.
+        part: of the block's type.
+    """
+    if isinstance(part, ToolCallPart):
+        block["input"] = parse_json(part.text)
+        return {"type": "input_json_delta", "partial_json": part.text}
+    kind = block["type"]
+    block[kind] += part.text
+    return {"type": f"{kind}_delta", kind: part.text}

@@ -1,0 +1,237 @@
+"""OpenAI's responses: reads their requests, and writes their replies."""
+
+from collections.abc import AsyncIterator, Mapping
+from itertools import count
+from secrets import token_hex
+from time import time
+from typing import Any, NamedTuple
+
+from ..settings import GenerateConfig
+from . import requests
+from .completions import keep_alive_comment
+from .requests import (
+    AnswerRequest,
+    Body,
+    ChoiceEnd,
+    Event,
+    Part,
+    ReasoningPart,
+    StreamItem,
+    TextPart,
+    ToolCallPart,
+)
+from .typed_blocks import (
+    Turns,
+    mark_groups_of_parts,
+    read_as_chat_completion,
+    read_tools_in_chat_form,
+    typed_event,
+    value_under_any_name,
+)
+
+
+def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
+    """Read a request to /v1/responses (OpenAI); it has to bring its whole conversation, and becomes
+    a chat completion's.
+
+    Args:
+        body: the request.
+        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
+
+    Raises:
+        RequestError: a field cannot be followed, or refers to a conversation that a server would
+            keep; it has this API's name.
+    """
+    for name in ("previous_response_id", "conversation", "prompt", "background"):
+        requests.check_field(
+            not body.get(name), name, "the whole conversation as input: nothing is kept"
+        )
+    turns = Turns()
+    if instructions := body.get("instructions"):
+        turns.add_text("system", instructions)
+    for item in requests.text_or_list_as_parts(body.get("input"), "input"):
+        turns.add_block_by_type("user", item)
+    effort = requests.read_typed_or_default(body, "reasoning", dict, {}).get("effort")
+    translated = {
+        "messages": [*turns],
+        "tools": read_tools_in_chat_form(body, "parameters"),
+        "max_tokens": body.get("max_output_tokens"),
+        "response_format": requests.read_typed_or_default(body, "text", dict, {}).get("format"),
+        "reasoning_effort": value_under_any_name(
+            {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
+        ),
+    }
+    names = {"max_tokens": "max_output_tokens", "response_format": "text"}
+    return read_as_chat_completion(body, translated, config, names)
+
+
+class _OpenItem(NamedTuple):
+    """An item of a response's output that parts are still added to."""
+
+    event: str  # how names of its events begin, such as "output_text"
+    item: dict[str, Any]
+    text_object: dict[str, Any]  # which has the text: the item itself, or a part of its content
+    text_field: str  # the text's name there
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the text is a part of the item's content; a call's is in the item itself."""
+        return self.text_object is not self.item
+
+
+class ResponsesWriter:
+    """Writes OpenAI's responses: events for each part, and `reply`, the whole object.
+
+    `reply` is complete once `events` has ended.
+    """
+
+    keep_alive = staticmethod(keep_alive_comment)
+
+    def __init__(self, ask: AnswerRequest) -> None:
+        """Begin an empty response for a request, with the fields that repeat it."""
+        self._items = list[dict[str, Any]]()
+        self._sequence = count()
+        self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
+        self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
+        self.reply |= {"output": self._items, "error": None, "incomplete_details": None}
+        self.reply |= {"completed_at": None, "usage": None, **_echoed_and_constant_fields(ask)}
+
+    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
+        """Yield the events of a response; each group of parts becomes an item of its output.
+
+        Every part is added to `reply`, which has status, usage and timings in the end.
+
+        Args:
+            parts: of the request's only choice, with its `ChoiceEnd`.
+        """
+        reasoning_tokens = 0
+        group = _OpenItem("", {}, {}, "")
+        async for mark, part in mark_groups_of_parts(parts):
+            match mark:
+                case "answer begins":
+                    yield self._numbered_event("created", response=self.reply)
+                    yield self._numbered_event("in_progress", response=self.reply)
+                case "group begins":
+                    group = self._append_empty_item(part)
+                    yield self._event_about_last_item("output_item.added", item=group.item)
+                    if group.has_content:
+                        group.item["content"].append(group.text_object)
+                        yield self._event_about_last_item(
+                            "content_part.added", part=group.text_object
+                        )
+                case "part":
+                    reasoning_tokens += part.tokens if isinstance(part, ReasoningPart) else 0
+                    group.text_object[group.text_field] += part.text
+                    yield self._event_about_last_item(f"{group.event}.delta", delta=part.text)
+                case "group ends":
+                    group.item["status"] = _completed_or_incomplete_before(part)
+                    whole = {group.text_field: group.text_object[group.text_field]}
+                    yield self._event_about_last_item(f"{group.event}.done", **whole)
+                    if group.has_content:
+                        yield self._event_about_last_item(
+                            "content_part.done", part=group.text_object
+                        )
+                    yield self._event_about_last_item("output_item.done", item=group.item)
+                case "answer ends":
+                    self._set_usage_status_and_timings(part, reasoning_tokens)
+                    yield self._numbered_event(
+                        _completed_or_incomplete_before(part), response=self.reply
+                    )
+
+    def _append_empty_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
+        """Append an empty item for a group of parts to the output, and return it.
+
+        Args:
+            part: the group's first part, which is not added yet.
+        """
+        item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
+        self._items.append(item)
+        if isinstance(part, ToolCallPart):
+            item |= {"type": "function_call", "call_id": part.id, "name": part.name}
+            item["arguments"] = ""
+            return _OpenItem("function_call_arguments", item, item, "arguments")
+        if isinstance(part, ReasoningPart):
+            item |= {"type": "reasoning", "summary": [], "content": [], "encrypted_content": None}
+            text_object: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            return _OpenItem("reasoning_text", item, text_object, "text")
+        item |= {"type": "message", "role": "assistant", "content": []}
+        text_object = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return _OpenItem("output_text", item, text_object, "text")
+
+    def _set_usage_status_and_timings(self, end: ChoiceEnd, reasoning_tokens: int) -> None:
+        """Set usage, status and timings of the whole response.
+
+        Args:
+            end: of the answer.
+            reasoning_tokens: how many of its tokens are reasoning.
+        """
+        last = end.last
+        is_cut = end.reason == "length"
+        cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
+        usage = {"input_tokens": last.prompt_tokens, "input_tokens_details": cached}
+        usage["output_tokens"] = last.generation_tokens
+        usage["output_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        usage["total_tokens"] = last.prompt_tokens + last.generation_tokens
+        self.reply |= {
+            "status": _completed_or_incomplete_before(end),
+            "usage": usage,
+            "timings": end.timings,
+        }
+        self.reply["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        self.reply["completed_at"] = None if is_cut else int(time())
+
+    def _event_about_last_item(self, name: str, **data: Any) -> Event:
+        """Return an event about the last item, with its position in the output, the next number,
+        and `data`.
+        """
+        where: dict[str, Any] = {"output_index": len(self._items) - 1}
+        if not name.startswith("output_item"):
+            where["item_id"] = self._items[-1]["id"]
+            if not name.startswith("function_call"):
+                where["content_index"] = 0
+        if name.startswith("output_text"):
+            where["logprobs"] = []
+        return self._numbered_event(name, **where, **data)
+
+    def _numbered_event(self, name: str, **data: Any) -> Event:
+        """Return an event `response.{name}` with the next number and `data`."""
+        return typed_event(f"response.{name}", sequence_number=next(self._sequence), **data)
+
+
+def _echoed_and_constant_fields(ask: AnswerRequest) -> dict[str, Any]:
+    """Return the fields of a response that repeat its request, with defaults for those it lacks,
+    and those that are the same for every request.
+    """
+    body = ask.body
+    offered = ask.tools or ()
+    metadata = body.get("metadata")
+    text = body.get("text")
+    form = text.get("format") if isinstance(text, Mapping) else None
+    instructions = body.get("instructions")
+    reasoning = body.get("reasoning")
+    effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+    return {
+        "background": False,
+        "instructions": instructions if isinstance(instructions, str) else None,
+        "max_output_tokens": body.get("max_output_tokens"),
+        "max_tool_calls": None,
+        "metadata": metadata if isinstance(metadata, Mapping) else {},
+        "parallel_tool_calls": ask.parallel_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": effort, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": ask.config.temp,
+        "text": {"format": {"name": "answer", **form} if form else {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [{"type": "function", "strict": False, **one["function"]} for one in offered],
+        "top_logprobs": 0,
+        "top_p": ask.config.top_p or 1.0,
+        "truncation": "disabled",
+    }
+
+
+def _completed_or_incomplete_before(next_part: Part) -> str:
+    """Return "incomplete" if `next_part` is the end of an answer that was cut, else "completed"."""
+    is_cut = isinstance(next_part, ChoiceEnd) and next_part.reason == "length"
+    return "incomplete" if is_cut else "completed"
