@@ -191,7 +191,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.lora_files import num_parameters
     from ssmlx.loading.names import resolve_model
 
-    from .formats.adapter import cast_adapter, read_checkpoint, write_fused
+    from .formats.adapter import cast_adapter, merge_lora_and_write_model, read_checkpoint
     from .reference.format import STREAMS_WEIGHTS, TASK_LORA
 
     task = args.task_lora
@@ -216,7 +216,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
             )
         tokenizer = load_tokenizer(path, model_config)
         if args.fuse:
-            write_fused(folder, adapter, backbone, tokenizer, model_config)
+            merge_lora_and_write_model(folder, adapter, backbone, tokenizer, model_config)
         else:
             write_adapter_in_place(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config

@@ -59,7 +59,7 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with (
-        _silence_transformers(),
+        _silence_log_and_stop_bars(),
         refuse_unsafe_and_explain_errors(
             folder,
             f"{folder} cannot be loaded as a model",
@@ -83,7 +83,7 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
 
 
 @contextmanager
-def _silence_transformers() -> Iterator[None]:
+def _silence_log_and_stop_bars() -> Iterator[None]:
     """Keep transformers from showing warnings inside the block, and its bars from then on.
 
     The level of its log is put back after the block; its progress bars stay off.
@@ -198,7 +198,7 @@ def convert_pickles_to_safetensors(source: Path, target: Path) -> None:
     stays as it is.
 
     Names and dtypes of the weights stay. Of the other files, settings and tokenizer are copied: see
-    `copy_settings`. No pickled code is run.
+    `copy_settings_and_tokenizer`. No pickled code is run.
 
     Args:
         source: has config.json, and files pytorch_model*.bin.
@@ -220,10 +220,10 @@ def convert_pickles_to_safetensors(source: Path, target: Path) -> None:
     with atomic_folder(target) as folder:
         parts = (load_pickled_tensors(pickle).items() for pickle in pickles)
         save_torch_state_dict(dict(chain.from_iterable(parts)), folder)
-        copy_settings(source, folder)
+        copy_settings_and_tokenizer(source, folder)
 
 
-def copy_settings(source: Path, target: Path) -> None:
+def copy_settings_and_tokenizer(source: Path, target: Path) -> None:
     """Copy the settings and the tokenizer of a model folder into another, over files of the same
     name.
 

@@ -323,8 +323,8 @@ def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 @frozen_at_new_year_2026()
-def encode_prompts(
-    prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
+def encode_prompts_refusing_long(
+    prompts: Sequence[dict[str, Any]], tokenizer: Any, most_tokens: int, template: str | None = None
 ) -> list[list[int]]:
     """Tokenise prompts up to where the answer starts.
 
@@ -334,7 +334,7 @@ def encode_prompts(
     Args:
         prompts: rows with "prompt" or "messages", and perhaps "tools".
         tokenizer: of the model.
-        longest: most tokens of a prompt.
+        most_tokens: of a prompt.
         template: text with `{prompt}`; None for the model's chat template.
 
     Returns:
@@ -357,9 +357,9 @@ def encode_prompts(
         except InputError as error:
             raise error.at(f"prompt {number}") from error
         require(
-            len(tokens) <= longest,
+            len(tokens) <= most_tokens,
             f"prompt {number} has {len(tokens)} tokens",
-            expected=f"at most {longest}, the model's context less --max-tokens",
+            expected=f"at most {most_tokens}, the model's context less --max-tokens",
             do="shorten or drop it",
         )
         encoded.append(tokens)
@@ -388,7 +388,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for flag, count in (("--prompts", "+"), ("--out", None)):
         told = {"metavar": "FILE", "help": "JSON lines"}
         parser.add_argument(flag, type=Path, required=True, nargs=count, **told)
-    add_generator_options(parser)
+    add_model_and_batch_options(parser)
     add_options(
         parser,
         (
@@ -409,7 +409,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def add_generator_options(parser: argparse.ArgumentParser) -> None:
+def add_model_and_batch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model that answers in batches: --model, --batch-size, --dtype and
     --device.
     """
@@ -476,7 +476,7 @@ def write_continuations(args: argparse.Namespace) -> None:
         expected=f"less than the model's context, {context}",
         do="lower --max-tokens",
     )
-    encoded = encode_prompts(prompts, tokenizer, context - args.max_tokens, template)
+    encoded = encode_prompts_refusing_long(prompts, tokenizer, context - args.max_tokens, template)
     stop = find_end_tokens(model, tokenizer)
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),

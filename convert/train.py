@@ -107,27 +107,27 @@ def train_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.files import weights_and_configs_digest
     from ssmlx.loading.folders import TRAINED_FOLDER
-    from ssmlx.training.job import prepare_job, run_to_end
-    from ssmlx.training.mlx_model import add_condition_and_root_init, write_validated_adapter
+    from ssmlx.training.job import read_and_check_job, run_to_end
+    from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
     from .reference.checkpoint import (
-        build_frozen_reference,
-        copy_checkpoint_weights,
         copy_task_lora,
-        load_fine_tuned,
+        copy_weights_that_checkpoint_has,
+        let_part_alone_take_gradients,
+        load_checkpoint_of_scope_all,
         merge_lora,
+        merge_task_lora_and_build_frozen,
         replace_trained_weights,
         save_reference,
-        select_trained_part,
     )
     from .training.run import (
         TorchObjective,
         TorchTrainer,
-        build_model_with_new_streams,
         cast_frozen_parameters,
         choose_device,
+        seed_torch_and_build_new_streams,
         use_stream_attention,
     )
 
@@ -138,21 +138,23 @@ def train_streams(args: argparse.Namespace) -> None:
         if train.train_only
         else None
     )
-    job, path = prepare_job(options, train, start)
-    base: Any = load_base(path, attn_implementation="sdpa")
+    job = read_and_check_job(options, train, start)
+    base: Any = load_base(job.base_folder, attn_implementation="sdpa")
     task: list[str] = []
     if args.task_lora is not None:
-        tuned = load_fine_tuned(base, args.task_lora)
+        tuned = load_checkpoint_of_scope_all(base, args.task_lora)
         task = [weights_and_configs_digest(args.task_lora)]
         base = merge_lora(tuned)
     if start is None:
-        model = build_model_with_new_streams(base, job.config, train, job.draft_vocab).to(device)
+        model = seed_torch_and_build_new_streams(base, job.config, train, job.draft_vocab).to(
+            device
+        )
     else:
-        model = build_frozen_reference(base, start).to(device)
+        model = merge_task_lora_and_build_frozen(base, start).to(device)
         task = [weights_and_configs_digest(args.init)]
-        select_trained_part(model, train.train_only)
+        let_part_alone_take_gradients(model, train.train_only)
     if args.init is not None and start is None:
-        copy_checkpoint_weights(model, args.init, has_task=args.task_lora is not None)
+        copy_weights_that_checkpoint_has(model, args.init, has_task_lora=args.task_lora is not None)
     cast_frozen_parameters(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
@@ -160,19 +162,19 @@ def train_streams(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity(args.dtype, *task)
 
-    def write(validate: Validation) -> Path | None:
-        """Write the checkpoint to --out, or with --train-only the adapter, validated.
-
-        Returns:
-            The adapter's folder; None for a checkpoint, which is not validated here.
+    def write_adapter_or_checkpoint(validation: Validation) -> Path:
+        """Write the checkpoint to --out, or with --train-only the adapter, measured, into a folder
+        of it; return the folder. `validation` is not asked for a checkpoint.
         """
         if start is not None:
             folder = options.out / TRAINED_FOLDER
-            return write_validated_adapter(folder, replace_trained_weights(start, model), validate)
+            return measure_and_write_adapter(
+                folder, replace_trained_weights(start, model), validation
+            )
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)
-        return None
+        return options.out
 
     run_to_end(
         job,
@@ -180,8 +182,8 @@ def train_streams(args: argparse.Namespace) -> None:
         prog=PROG,
         dtype=args.dtype,
         identity=job.identity(args.dtype, *task, init=args.init),
-        write=write,
-        lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+        write_trained=write_adapter_or_checkpoint,
+        make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import (
     add_options,
@@ -31,6 +31,7 @@ from .train import DEFAULTS, add_machine_options
 if TYPE_CHECKING:
     from ssmlx.drafters.head_drafter import HeadConfig
     from ssmlx.training.job import Job
+    from ssmlx.training.objective import Validation
 
     from .reference.heads import HeadReference
 
@@ -250,24 +251,26 @@ def build_head_config(
     )
 
 
-def _read_job_and_init_heads(
-    args: argparse.Namespace,
-) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
+class _HeadsJob(NamedTuple):
+    """What `train_heads` trains, and on what."""
+
+    job: Job  # has the draft vocabulary of `init` where there are such heads
+    settings: HeadSettings
+    init: HeadReference | None  # the heads of --init, to go on from
+
+
+def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
     """Read the options, the data and the heads to go on from.
 
     Where no option says otherwise, batch size, learning rate and longest example have other
     defaults in stage 2 than in stage 1.
-
-    Returns:
-        The job, the base model's folder, what is trained, and the heads to go on from or None. The
-        job has their draft vocabulary where there are such heads.
 
     Raises:
         InputError: --init holds heads of another kind, a line of train.jsonl has no tokens of an
             answer in stage 2, or options or files are broken or do not fit.
     """
     from ssmlx.prompts import read_lines
-    from ssmlx.training.job import prepare_job, read_base_settings
+    from ssmlx.training.job import read_and_check_job, read_base_settings
 
     from .formats.heads import load_published_heads
 
@@ -304,8 +307,9 @@ def _read_job_and_init_heads(
         draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),
         **values,
     )
-    job, folder = prepare_job(options, train)
-    return job if init is None else replace(job, draft_vocab=vocab), folder, settings, init
+    job = read_and_check_job(options, train)
+    job = job if init is None else replace(job, draft_vocab=vocab)
+    return _HeadsJob(job, settings, init)
 
 
 def train_heads(args: argparse.Namespace) -> None:
@@ -325,21 +329,25 @@ def train_heads(args: argparse.Namespace) -> None:
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published_heads
-    from .training.heads import HeadObjective, build_heads, load_base_with_lora_merged
+    from .training.heads import (
+        HeadObjective,
+        load_base_with_lora_merged,
+        seed_torch_and_build_new_heads,
+    )
     from .training.run import TorchTrainer, choose_device
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    job, path, settings, init = _read_job_and_init_heads(args)
+    job, settings, init = _read_job_and_init_heads(args)
     out = job.options.out
     train = job.train
     lora = weights_and_configs_digest(args.lora)
-    frozen = load_base_with_lora_merged(path, args.lora)
+    frozen = load_base_with_lora_merged(job.base_folder, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
         vocab_size, width = lm_head.shape
         config = build_head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
-        model = build_heads(config, job.draft_vocab, train.seed, lm_head)
+        model = seed_torch_and_build_new_heads(config, job.draft_vocab, train.seed, lm_head)
     else:
         model = init
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
@@ -350,14 +358,22 @@ def train_heads(args: argparse.Namespace) -> None:
     )
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity("final norm", args.dtype, lora)
+
+    def write_heads(_: Validation) -> Path:
+        """Write the heads to --out, as their kind is published; return --out."""
+        save_published_heads(model, out, job.options.model, lm_head)
+        return out
+
     run_to_end(
         job,
         trainer,
         prog=PROG,
         dtype=args.dtype,
         identity=identity,
-        write=lambda _: save_published_heads(model, out, job.options.model, lm_head),
-        lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity, "frozen model"),
+        write_trained=write_heads,
+        make_lower=lambda: job.lower_function(
+            objective, STORE_FILE, lower_identity, "frozen model"
+        ),
     )
 
 

@@ -202,7 +202,7 @@ def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
     assert {*costs} <= {n for name, n in known.known if name == "streams"}
     forecasts = [line for line in said.splitlines() if line.startswith("so far: ")]
     assert len(forecasts) >= sizing.MOST_VALIDATIONS
-    log = record.read_record(folder.parent / "round-1" / "log.jsonl")
+    log = record.read_log_entries(folder.parent / "round-1" / "log.jsonl")
     curve = ssmlx.load(packed, adapter=folder)[0].config.tokens_per_call
     kept = max(range(len(log)), key=lambda n: log[n].get("tokens_per_call", 0.0))
     nodes, speedup = sizing.fastest_tree(costs, curve)
@@ -227,7 +227,9 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
     base = {**read_base_settings(packed), "num_hidden_layers": 4}
     before = backbone.digest
-    found = sizing.time_candidate_layers(backbone, base, run, range(3, 40), seconds=0)
+    found = sizing.time_candidate_layers_and_keep_costs(
+        backbone, base, run, range(3, 40), seconds=0
+    )
     assert {*found} == {*sizing.candidate_layers(4)}
     assert all(costs[2] > 0 for costs in found.values())
     assert backbone.digest == before
@@ -297,13 +299,16 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
     options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
-    assert adapt_run.find_folder_of_same_run(options) == adapters_home() / "mine"
-    assert adapt_run.find_folder_of_same_run(replace(options, seed=1)) == adapters_home() / "copy"
+    assert adapt_run.find_folder_of_same_run_or_out(options) == adapters_home() / "mine"
+    assert (
+        adapt_run.find_folder_of_same_run_or_out(replace(options, seed=1))
+        == adapters_home() / "copy"
+    )
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
     (run,) = read_adapt_runs()
     assert (run.model, run.model_folder, run.is_finished) == (str(copy), copy, True)
-    log = record.read_record(folder.parent / "round-1" / "log.jsonl")
+    log = record.read_log_entries(folder.parent / "round-1" / "log.jsonl")
     assert [entry["step"] for entry in log] == list(range(13))
 
 
@@ -321,12 +326,12 @@ def stops_at(turn, real):
 
 def test_answers_that_take_long_leave_fewer_passes():
     one = sizing.Round(hours=1, answers=10, epochs=3, answer_seconds=1000, train_seconds=2000)
-    assert sizing.shorten_round_to_hours(one, None, 1000) == one
-    late = sizing.shorten_round_to_hours(one, None, 2600)
+    assert sizing.cut_passes_to_hours(one, None, 1000) == one
+    late = sizing.cut_passes_to_hours(one, None, 2600)
     assert (late.epochs, late.train_seconds) == (1.5, 1000)  # as many as fit into 1,000 s
-    assert sizing.shorten_round_to_hours(one, None, 9999).epochs == 1.5  # half at least
+    assert sizing.cut_passes_to_hours(one, None, 9999).epochs == 1.5  # half at least
     second = replace(one, hours=2, spent_before=5000)
-    assert sizing.shorten_round_to_hours(second, one, 6000) == second
+    assert sizing.cut_passes_to_hours(second, one, 6000) == second
     # What else takes time leaves less for answers.
     plans = [sizing.plan_round(1, RATES, 30, LENGTH, check_seconds=other) for other in (0, 1200)]
     assert plans[0].answers == 26 and plans[1].answers == 17
@@ -394,7 +399,7 @@ def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path,
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
-        (adapt_workflow, "check_adapter", 1),
+        (adapt_workflow, "time_adapter_plain_and_lookup", 1),
     ):
         stopped(monkeypatch, owner, name, turn, packed)
     folder, _ = adapted(packed)
@@ -413,7 +418,7 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     first, said = adapted(packed)
     rows = (first.parent / "round-1" / "data" / "train.jsonl").read_text()
     held = (first.parent / "round-1" / "data" / "valid.jsonl").read_text()
-    before = record.read_record(first.parent / "round-1" / "log.jsonl")
+    before = record.read_log_entries(first.parent / "round-1" / "log.jsonl")
     assert "goes on with" not in said
     _, said = adapted(packed, hours=2.5)
     assert "plan: 26 more answers" in said
@@ -422,7 +427,7 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     assert (data / "train.jsonl").read_text().startswith(rows)
     asked = [json.loads(line)["asked"] for line in (data / "train.jsonl").open()]
     assert len(set(asked)) == len(asked) > len(rows.splitlines())
-    after = record.read_record(first.parent / "round-2" / "log.jsonl")
+    after = record.read_log_entries(first.parent / "round-2" / "log.jsonl")
     best = max(one.get("tokens_per_call", 0) for one in before)
     assert after[0]["tokens_per_call"] == pytest.approx(best, abs=1e-3)
     figures = json.loads((first / "figures.json").read_text())
@@ -436,9 +441,9 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     # What makes worse guesses than before does not take its place.
     kept = weights_and_configs_digest(first)
     with monkeypatch.context() as patch:
-        patch.setattr(TrainConfig, "rate", lambda *_: 0.5)
+        patch.setattr(TrainConfig, "learning_rate_at", lambda *_: 0.5)
         adapted(packed, hours=4)
-    log = record.read_record(first.parent / "round-3" / "log.jsonl")
+    log = record.read_log_entries(first.parent / "round-3" / "log.jsonl")
     assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
     assert weights_and_configs_digest(first) == kept
     # Planned for more before the first hours were over.
@@ -547,14 +552,18 @@ def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):
     responder = BatchResponder(model.backbone.model, tokenizer, 3, seed=5)
     prompts = [ssmlx.prompt_tokens(words(n), model, tokenizer) for n in (1, 9, 3, 5, 2)]
     texts = [NumberedPrompt(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
-    together = dict(responder.iterate_answers(texts, LENGTH))
-    alone = dict(one for text in texts for one in responder.iterate_answers([text], LENGTH))
+    together = dict(responder.yield_answers_as_they_end(texts, LENGTH))
+    alone = dict(
+        one for text in texts for one in responder.yield_answers_as_they_end([text], LENGTH)
+    )
     assert together == alone and sorted(together) == [0, 1, 2, 3, 4]
     for number in (0, 1, 3, 4):
         expected, _ = answer(model, tokenizer, prompts[number], max_tokens=LENGTH, decoding="plain")
         assert together[number] == expected
     other = dict(
-        BatchResponder(model.backbone.model, tokenizer, 3, seed=6).iterate_answers(texts, LENGTH)
+        BatchResponder(model.backbone.model, tokenizer, 3, seed=6).yield_answers_as_they_end(
+            texts, LENGTH
+        )
     )
     assert other[2] != together[2]
 

@@ -275,8 +275,8 @@ def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kind
     settings = config(profile=profile)
     graph = build_graphs(folders.base, folders.load_adapter(), settings)[1]
     whole = convert_graph(graph, settings)
-    expected = compression.expected_matrices(whole, graph)
-    names = compression.compressible_weights(whole, graph)
+    expected = compression.expected_matrices_by_output(whole, graph)
+    names = compression.compressible_weight_names(whole, graph)
     assert len(names) > 14
     for operation in compression._matrix_operations(whole._mil_program):
         if operation.weight.val is not None and 32 in operation.weight.shape:  # the condition's
@@ -287,7 +287,7 @@ def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kind
         model = whole if kind == "none" else compression.compress(whole, kind, graph)
         merge_functions({"decode": model}, package)
         size = (package / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size
-        return size, compression.measure_weight_error(package, expected)
+        return size, compression.measure_decode_weight_error(package, expected)
 
     size, exact = measured("none")
     assert exact.relative_rms < 3e-4

@@ -277,7 +277,7 @@ def test_training_sees_what_decoding_sees(name, tied):
     streams = own.config.num_streams
     batch = collate([Example(np.array([*PROMPT, 0]), count)], np.zeros(1, int))
     layout = Layout.of(batch, streams)
-    nodes, rows = trained.upper(trained.lower(layout), layout)
+    nodes, rows = trained.upper_before_norm(trained.lower(layout), layout)
     cache = model.make_cache()
     root = root_tree(mx.array(PROMPT[-1:]))
     prefill(model, PROMPT[:-1], cache)
@@ -292,8 +292,8 @@ def test_training_sees_what_decoding_sees(name, tied):
     tiny.assert_close(drafted, head(norm(expected[0])), 1e-4)
 
     def loss(weights):
-        trained.bind(weights)
-        _, rows = trained.upper(trained.lower(layout), layout)
+        trained.bind_and_reset_others(weights)
+        _, rows = trained.upper_before_norm(trained.lower(layout), layout)
         return head(norm(rows[0])).square().mean()
 
     gradients = mx.grad(loss)(trained.weights)["stream_embeddings"]

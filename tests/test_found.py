@@ -336,7 +336,7 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     costs.set_head_start_where_unlearned({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
     second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
-    assert sizing.forecast_adapt_speedup(plain) == pytest.approx(usual / (1.1 + second_pass))
+    assert sizing.forecast_speedup_of_adapting(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
     costs.set_head_start_where_unlearned({("untrained streams in 1 layers", 4): 1.1})
     assert lines_of(plain, "none")[1].endswith(
@@ -453,7 +453,7 @@ def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
     told = json.loads(capsys.readouterr().out)["drafting"]
     assert told[1].startswith("faster: ") and "times plain decoding's speed here" in told[1]
     plain = ssmlx.load(base, dtype="float32")[0]
-    assert sizing.forecast_adapt_speedup(plain) > 0
+    assert sizing.forecast_speedup_of_adapting(plain) > 0
     assert lines_of(plain, "none")[1] == told[1]  # from then on
 
 

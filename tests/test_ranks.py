@@ -26,7 +26,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_out_and_in
 from ssmlx.model.ranks import Group, partial_product, shard_over_ranks
 from ssmlx.settings import AcceptanceConfig, PruneConfig
-from ssmlx.training.record import LOG_FILE, read_record
+from ssmlx.training.record import LOG_FILE, read_log_entries
 
 ROOT = Path(__file__).parents[1]
 PROMPT = [1, 5, 2, 7]
@@ -236,7 +236,7 @@ def test_ranks_train_to_what_one_process_does(base, tmp_path):
     assert alone.keys() == both.keys()
     for name, array in alone.items():
         tiny.assert_close(both[name], array, 1e-4)
-    logs = [read_record(tmp_path / name / LOG_FILE) for name in ("alone", "both")]
+    logs = [read_log_entries(tmp_path / name / LOG_FILE) for name in ("alone", "both")]
     assert [one["step"] for one in logs[0]] == [one["step"] for one in logs[1]] == [1, 2, 3]
     for one, other in zip(*logs, strict=True):
         for key in one.keys() - {"time"}:

@@ -21,7 +21,7 @@ from examples.recipes.e2e_prompts import PROG, format_attributes, main, parse_at
 from ssmlx.errors import InputError
 from ssmlx.loading.files import PartFile
 from ssmlx.training import questions
-from ssmlx.training.record import read_record
+from ssmlx.training.record import read_log_entries
 
 TRAIN = [
     "name[Aromi], eatType[pub], area[riverside]",
@@ -129,7 +129,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
     with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        questions.draw_prompts(lists, 3, random.Random(0))
+        questions.draw_plain_and_filled_prompts(lists, 3, random.Random(0))
 
 
 def test_a_prompt_that_stands_alone():
@@ -241,7 +241,7 @@ def test_a_comparison_is_made_again_however_often_it_stops(
         files = snapshot(out)
         made.append({name: files[name] for name in files if re.search(r"tensors$|n\.json", name)})
         for log in out.rglob("log.jsonl"):
-            assert [entry["step"] for entry in read_record(log)] == [1, 2]
+            assert [entry["step"] for entry in read_log_entries(log)] == [1, 2]
     assert made[0] == made[1] and stops > 4
     told = json.loads(files["comparison.json"])
     assert all(one["finished"] is one["name"].startswith("e2e/") for one in told["steps"])

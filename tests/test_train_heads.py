@@ -31,7 +31,7 @@ from ssmlx.loading.load import load_base as load_mlx_base
 from ssmlx.settings import SpeculatorTreeConfig, TreeConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import BatchPlan, collate
-from ssmlx.training.record import LOG_FILE, read_record
+from ssmlx.training.record import LOG_FILE, read_log_entries
 
 SMALL = (
     "--batch-size", "8", "--device", "cpu", "--dtype", "float32", "--template", "{prompt}",
@@ -116,7 +116,9 @@ def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
     frozen = heads_training.load_base_with_lora_merged(base, None)
     config = build_head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
-    model = heads_training.build_heads(config, vocab, 0, frozen.base.lm_head.weight)
+    model = heads_training.seed_torch_and_build_new_heads(
+        config, vocab, 0, frozen.base.lm_head.weight
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -142,7 +144,7 @@ def test_a_batch_costs_what_each_example_costs(base, kind, shape, reduced):
     own = load_base(base)
     batch = collate(examples, np.arange(5))
     with torch.no_grad():
-        total, parts = objective.loss(batch, objective.lower(batch))
+        total, parts = objective.loss_and_term_means(batch, objective.lower(batch))
     lm_head = own.lm_head.weight if vocab is None else own.lm_head.weight[vocab], None
     losses: list[list[float]] = [[], [], []]
     for example in examples:
@@ -253,7 +255,7 @@ def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more
     run = tmp_path / "run"
     folder = tmp_path / "heads"
     assert run_trainer(kind, base, data, run, "--epochs", "40", "--tree-size", "8", *more) == 0
-    log = read_record(run / LOG_FILE)
+    log = read_log_entries(run / LOG_FILE)
     assert log[-1]["tokens_per_call"] > 1.8
     assert log[-1]["head_2_loss"] < 0.5 * log[0]["head_2_loss"]
     assert (run / "curves.png").stat().st_size > 10_000
@@ -287,7 +289,9 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
     config = build_head_config(settings, real.VOCAB, real.WIDTH, 0)
-    model = heads_training.build_heads(config, None, 0, frozen.base.lm_head.weight)
+    model = heads_training.seed_torch_and_build_new_heads(
+        config, None, 0, frozen.base.lm_head.weight
+    )
     objective = heads_training.HeadObjective(
         model, frozen, train, (), torch.device("cpu"), torch.float32
     )

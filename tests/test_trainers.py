@@ -25,12 +25,12 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.reference.checkpoint import (
-    build_frozen_reference,
-    load_fine_tuned,
+    let_part_alone_take_gradients,
+    load_checkpoint_of_scope_all,
     load_reference,
     merge_lora,
+    merge_task_lora_and_build_frozen,
     replace_trained_weights,
-    select_trained_part,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -38,8 +38,8 @@ from convert.training import run as torch_run
 from convert.training.run import (
     TorchObjective,
     TorchTrainer,
-    build_model_with_new_streams,
     cast_frozen_parameters,
+    seed_torch_and_build_new_streams,
     stream_attention,
     use_stream_attention,
 )
@@ -59,9 +59,9 @@ from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.guesses import compute_guesses
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
-from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_for_training
+from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
-from ssmlx.training.record import LOG_FILE, read_record
+from ssmlx.training.record import LOG_FILE, read_log_entries
 
 SMALL = (
     "--num-streams", "2", "--num-msa-layers", "2", "--lora-rank", "4", "--prune-rank", "4",
@@ -155,7 +155,9 @@ def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **
     model = TrainedModel(backbone, adapter)
     rng = np.random.default_rng(3)
     drawn = {name: rng.normal(0, 0.2, array.shape) for name, array in model.weights.items()}
-    model.bind({name: mx.array(array, mx.float32) for name, array in drawn.items()})
+    model.bind_and_reset_others(
+        {name: mx.array(array, mx.float32) for name, array in drawn.items()}
+    )
     return MlxObjective(model, train, draft_vocab)
 
 
@@ -163,7 +165,7 @@ def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
     """An objective whose LoRA does something."""
     train, config = settings(real.LAYERS, real.WIDTH, draft_vocab, **changes)
     loaded = load_torch_base(base, attn_implementation="sdpa")
-    model = build_model_with_new_streams(loaded, config, train, draft_vocab)
+    model = seed_torch_and_build_new_streams(loaded, config, train, draft_vocab)
     with torch.no_grad():
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -185,7 +187,7 @@ def pair(folder, architecture, draft_vocab, changes):
     theirs_base.save_pretrained(folder / "base")
     sizes = theirs_base.config.num_hidden_layers, theirs_base.config.hidden_size
     train, config = settings(*sizes, draft_vocab, **changes)
-    model = build_model_with_new_streams(theirs_base, config, train, draft_vocab)
+    model = seed_torch_and_build_new_streams(theirs_base, config, train, draft_vocab)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -248,7 +250,7 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         end = pad + length
         assert gap(lower[row, pad:end], theirs_lower[row, pad:end]) < 5e-5
-    total, _ = theirs.objective.loss(batch, theirs_lower, 2)
+    total, _ = theirs.objective.loss_and_term_means(batch, theirs_lower, 2)
     total.backward()
     gradients, _ = mine.gradients(batch, lower)
     expected = named_as_mine({name: p.grad for name, p in theirs.named.items()})
@@ -274,8 +276,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
-    model = build_frozen_reference(make_torch_base("Llama", attention="sdpa"), adapter)
-    select_trained_part(model, "condition")
+    model = merge_task_lora_and_build_frozen(make_torch_base("Llama", attention="sdpa"), adapter)
+    let_part_alone_take_gradients(model, "condition")
     cpu = torch.device("cpu")
     backbone = load_base(tmp_path / "base", "float32")[0]
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
@@ -310,7 +312,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
         *batch.anchors.shape, 3, -1
     )
     guesses = mine.objective.guesses(batch, lower, 16)
-    for (row, places, answer), found in zip(batch.answers(), guesses, strict=True):
+    for (row, places, answer), found in zip(batch.answers_with_anchors(), guesses, strict=True):
         first = batch.anchors[row, places.start]
         text = batch.tokens[row, batch.pads[row] : first + len(answer)].tolist()
         prompt = text[: len(text) + 1 - len(answer)]
@@ -364,7 +366,7 @@ def test_small_probabilities_count(vocab_size):
     expected = top[:, 0] + np.log(probs.sum(axis=1))
     probs /= probs.sum(axis=1, keepdims=True)
     targets = np.array([7, 0, 7, 12])
-    losses, found = mlx_trainer.cross_entropies(mx.array(logits), mx.array(targets))
+    losses, found = mlx_trainer.cross_entropies_and_probs(mx.array(logits), mx.array(targets))
     assert gap(losses, expected - exact[np.arange(4), targets]) < 5e-6
     assert gap(found, probs) < 5e-5
 
@@ -382,7 +384,7 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     batch = some_batch()
     losses = {stream: [] for stream in range(4)}
     with torch.no_grad():
-        total, parts = objective.loss(batch, objective.lower(batch), 0)
+        total, parts = objective.loss_and_term_means(batch, objective.lower(batch), 0)
         outputs = [objective.model(torch.from_numpy(e.tokens).long()[None]) for e in examples]
     for example, output in zip(examples, outputs, strict=True):
         for place in range(example.start - 1, len(example.tokens) - 1):
@@ -406,7 +408,9 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
 def test_in_turn_every_carrier_teaches(base, kind):
     objective = torch_objective(base, condition_rank=4)
     batch = some_batch()
-    every = [t for step in range(STRIDE) for t in objective.terms(batch, step) if t.kind == kind]
+    every = [
+        t for step in range(STRIDE) for t in objective.loss_terms(batch, step) if t.kind == kind
+    ]
     rows = np.concatenate([term.rows.flatten() for term in every])
     assert len({*rows}) == len(rows) == batch.anchors.size * (3 if kind == STREAM else 1)
 
@@ -415,7 +419,7 @@ def test_the_pruning_loss_reaches_its_adapter_alone(base):
     objective = torch_objective(base, stream_weights=(0.0,), main_weight=0.0, prune_weight=1.0)
     trainer = TorchTrainer(objective, 10)
     batch = some_batch()
-    total, parts = objective.loss(batch, objective.lower(batch), 0)
+    total, parts = objective.loss_and_term_means(batch, objective.lower(batch), 0)
     total.backward()
     assert parts["prune_loss"] > 0
     moved = {n for n, p in trainer.named.items() if p.grad is not None and p.grad.abs().sum() > 0}
@@ -426,7 +430,7 @@ def test_scope_streams_leaves_the_node_rows_to_the_base(base):
     objective = mlx_objective(base, adapter_scope="streams")
     batch = some_batch(3)
     layout = Layout.of(batch, 3)
-    nodes, _ = objective.model.upper(objective.model.lower(layout), layout)
+    nodes, _ = objective.model.upper_before_norm(objective.model.lower(layout), layout)
     plain = load_base(base, "float32")[0]
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         tokens = mx.array(batch.tokens[row, pad : pad + length])
@@ -452,7 +456,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     batch = some_batch(4)
     where = {
         "positions": torch.from_numpy(batch.positions).long(),
-        "visible": torch.from_numpy(batch.visible),
+        "visible": torch.from_numpy(batch.causal_visible),
         "stream_rows": torch.from_numpy(batch.anchors),
     }
 
@@ -481,7 +485,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
     batch = some_batch()
     found = []
     for dtype in ("stored", "float32"):
-        backbone = load_base_for_training(packed_base, dtype)
+        backbone = load_base_in_trainable_dtype(packed_base, dtype)
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
@@ -495,7 +499,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
 @both
 def test_bfloat16_holds_what_is_trained_in_float32(base, command):
     if command is MLX:
-        backbone = load_base_for_training(base, "bfloat16")
+        backbone = load_base_in_trainable_dtype(base, "bfloat16")
         trainer = MlxTrainer(mlx_objective(backbone=backbone), 10)
         trained = {array.dtype for array in trainer.weights.values()}
         leaves = tree_flatten(backbone.model.parameters())
@@ -535,22 +539,22 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
         return LowerStore(tmp_path / "states", examples, objective, identity)
 
     with pytest.raises(KeyboardInterrupt):
-        store().fill()
+        store().fill_missing()
     for _ in range(2):
-        store().fill()
+        store().fill_missing()
     assert sum(calls) == 70  # nothing is computed twice, or left out
     batch = collate(examples, np.array([3, 44, 9]))
-    found = store().get(batch)
+    found = store().read_batch(batch)
     expected = lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         assert gap(found[row, pad : pad + length], expected[row, pad : pad + length]) < 5e-5
-    store("another model").fill()
+    store("another model").fill_missing()
     assert sum(calls) == 140
     (tmp_path / "states.json").write_text("[")  # cut off
-    store("another model").fill()
+    store("another model").fill_missing()
     assert sum(calls) == 210
     objective.to_bits = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-    assert "No space left" in real.refusal(store("a third").fill)
+    assert "No space left" in real.refusal(store("a third").fill_missing)
 
 
 @both
@@ -561,7 +565,7 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, comma
     for stop in (["--max-steps", "4"], ["--max-steps", "7"], []):
         command.train(base, data, parts, "--epochs", "2", *stop)
     assert command.weights(whole) == command.weights(parts)
-    logs = [read_record(out / LOG_FILE) for out in (whole, parts)]
+    logs = [read_log_entries(out / LOG_FILE) for out in (whole, parts)]
     assert [e["step"] for e in logs[1]] == list(range(1, 13))
     assert [e["main_loss"] for e in logs[0]] == [e["main_loss"] for e in logs[1]]
 
@@ -573,7 +577,7 @@ def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path, command):
     more = ("--epochs", "20", "--save-every", "2")
     arguments = command.argv(base, data, out, *more)
     real.kill_once_there(out / command.state, command.prog, arguments)
-    assert 0 < len(read_record(out / LOG_FILE)) < 120
+    assert 0 < len(read_log_entries(out / LOG_FILE)) < 120
     assert command.main(arguments) == 0
     command.train(base, data, tmp_path / "whole", *more)
     assert command.weights(tmp_path / "whole") == command.weights(out)
@@ -616,7 +620,7 @@ def test_what_it_learns_shows_when_it_decodes(base, data, tmp_path, command, sco
     run = tmp_path / "run"
     more = ("--adapter-scope", scope, "--draft-vocab-size", "60")
     result = command.train(base, data, run, *more, "--epochs", "60")
-    log = read_record(run / LOG_FILE)
+    log = read_log_entries(run / LOG_FILE)
     assert log[-1]["tokens_per_call"] > 1.8
     assert log[-1]["stream_2_loss"] < 0.5 * log[0]["stream_2_loss"]
     assert json.loads((run / SETTINGS_FILE).read_text())["draft_vocab_coverage"] == 1.0
@@ -717,7 +721,7 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     after = load_adapter(whole / MLX.result)
     assert after.config == replace(before.config, condition_rank=4)
     assert after.config.tokens_per_call
-    log = read_record(whole / LOG_FILE)
+    log = read_log_entries(whole / LOG_FILE)
     assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
     assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]
     assert (
@@ -856,7 +860,7 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
 
 
 def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(TrainConfig, "rate", lambda train, step, num_steps: 1e30)
+    monkeypatch.setattr(TrainConfig, "learning_rate_at", lambda train, step, num_steps: 1e30)
     said = TORCH.refusal(capsys, base, data, tmp_path, "--save-every", "1")
     assert "the gradient of step 2 is nan" in said
     assert torch.load(tmp_path / TORCH.state, weights_only=True)["step"] == 1
@@ -880,7 +884,7 @@ def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
         gradients, means = trainer.gradients(of, trainer.objective.lower(of))
         return mx.concatenate([*(array.flatten() for array in gradients.values()), mx.stack(means)])
 
-    found = sum(flat(batch.part_of_rank(rank, ranks)) for rank in range(ranks))
+    found = sum(flat(batch.every_nth_text_of_rank(rank, ranks)) for rank in range(ranks))
     assert gap(found, flat(batch)) < 5e-5
 
 
@@ -1000,7 +1004,7 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     model, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     assert model.is_fine_tuned
     ours = model.backbone.logits(model.backbone.append(mx.array(tokens), model.make_cache()))[-1]
-    tuned = merge_lora(load_fine_tuned(load_torch_base(base), lora))
+    tuned = merge_lora(load_checkpoint_of_scope_all(load_torch_base(base), lora))
     exported = build_reference(base, load_adapter(adapter), model.num_streams)
     found = [
         one(torch.tensor([tokens])).main_logits[0, -1]

@@ -12,7 +12,7 @@ from ssmlx.loading.folders import CONFIG_FILE
 from ssmlx.prompts import TokensBetweenTurns
 from ssmlx.training import data
 from ssmlx.training.config import DRAFT_VOCAB_SIZE, TrainConfig
-from ssmlx.training.record import LOG_FILE, Record, read_record
+from ssmlx.training.record import LOG_FILE, Record, read_log_entries
 
 from tiny import make_tokenizer  # isort: skip
 
@@ -52,7 +52,7 @@ def test_a_text_starts_as_decoding_starts_it():
     own = encoder()
     starts = processors.TemplateProcessing("w7 $A", special_tokens=[("w7", 7)])
     own.tokenizer._tokenizer.backend_tokenizer.post_processor = starts
-    found = own.encode({"text": "w5 w6"})
+    found = own.encode_unless_prompt_too_long({"text": "w5 w6"})
     assert (found.tokens.tolist(), found.start) == ([7, 5, 6, END], 1)
 
 
@@ -71,7 +71,7 @@ def test_a_chat_is_learnt_under_the_models_template(tmp_path):
     assert found[0].start == 7
     assert found[1].tokens.tolist() == [9, 1, 8, 2, END]
     with pytest.raises(ValueError, match="last turn is not the assistant's"):
-        own.encode({"messages": messages[:3]})
+        own.encode_unless_prompt_too_long({"messages": messages[:3]})
 
 
 def test_long_answers_are_cut_and_long_prompts_left_out(tmp_path):
@@ -108,8 +108,8 @@ def test_answers_of_a_batch_start_in_one_column():
 
 def test_a_row_sees_what_comes_before_it_but_no_padding():
     batch = data.collate([example(1, 2, 3, start=2), example(5, 6, start=1)], np.arange(2))
-    assert batch.visible[0].tolist() == np.tril(np.ones((3, 3), bool)).tolist()
-    assert batch.visible[1].tolist() == [
+    assert batch.causal_visible[0].tolist() == np.tril(np.ones((3, 3), bool)).tolist()
+    assert batch.causal_visible[1].tolist() == [
         [True, False, False],
         [False, True, False],
         [False, True, True],
@@ -147,9 +147,11 @@ def test_buckets_save_padding():
 def test_a_plan_gives_any_step_without_those_before_it(packing):
     """Half of the batches are packed, the larger one."""
     examples = random_examples(20)
-    walked = data.BatchPlan(examples, 8, 3, packing=packing)
+    walked = data.BatchPlan(examples, 8, 3, half_packing=packing)
     batches = [walked.batch(step).indices.tolist() for step in range(7)]
-    assert data.BatchPlan(examples, 8, 3, packing=packing).batch(5).indices.tolist() == batches[5]
+    assert (
+        data.BatchPlan(examples, 8, 3, half_packing=packing).batch(5).indices.tolist() == batches[5]
+    )
     assert sum(walked.batch(step).firsts is not None for step in range(6)) == (4 if packing else 0)
     assert sorted(index for batch in batches[3:6] for index in batch) == list(range(20))
 
@@ -167,14 +169,14 @@ def test_examples_become_turns_of_a_conversation():
     assert batch.anchors.tolist() == [[3, 4, 10, 11, 16, 17], [2, 0, 1, 3, 4, 5]]
     assert batch.targets(0).tolist() == [[6, END, 7, 8, 5, END], [6] + [-1] * 5]
     assert batch.targets(1).tolist() == [[END, -1, 8, -1, END, -1], [-1] * 6]
-    answers = [(row, places.start, a.tolist()) for row, places, a in batch.answers()]
+    answers = [(row, places.start, a.tolist()) for row, places, a in batch.answers_with_anchors()]
     assert answers == [(0, 0, [6, END]), (0, 2, [7, 8]), (0, 4, [5, END]), (1, 0, [6])]
-    assert (batch.visible[0] == np.tril(np.ones((19, 19), bool))).all()
+    assert (batch.causal_visible[0] == np.tril(np.ones((19, 19), bool))).all()
     seen = batch.stream_visible
     assert np.flatnonzero(seen[0, 3]).tolist() == [0, 1, 2, 3]
     assert np.flatnonzero(seen[0, 11]).tolist() == list(range(12))
     assert np.flatnonzero(seen[0, 17]).tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17]
-    assert batch.part_of_rank(1, 2).targets(0).tolist() == [[6]]
+    assert batch.every_nth_text_of_rank(1, 2).targets(0).tolist() == [[6]]
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():
@@ -197,18 +199,20 @@ def test_targets_become_places_in_the_draft_vocabulary():
 
 def test_the_rate_rises_then_falls_to_nothing():
     config = TrainConfig(learning_rate=1.0, warmup=0.1)
-    rates = [config.rate(step, 100) for step in range(100)]
+    rates = [config.learning_rate_at(step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == pytest.approx(1.0)
     assert rates[99] == pytest.approx(1 / 90)
     assert max(rates) == pytest.approx(1.0)
     cosine = TrainConfig(learning_rate=1.0, warmup=0.0, schedule="cosine")
-    assert cosine.rate(50, 100) == pytest.approx(0.5, abs=0.01)
+    assert cosine.learning_rate_at(50, 100) == pytest.approx(0.5, abs=0.01)
 
 
 def test_settings_survive_json():
     config = TrainConfig(stream_weights=(0.1, 0.2), num_streams=2, lora_modules=("q_proj",))
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (
+        TrainConfig.from_dict_ignoring_unknown(json.loads(json.dumps(config.to_dict()))) == config
+    )
     assert config.alphas == (0.1, 0.2)
     assert TrainConfig(num_streams=3).alphas == (0.1, 0.1, 0.1)
     assert TrainConfig(num_streams=0).alphas == ()
@@ -261,13 +265,15 @@ def test_a_record_drops_what_was_not_saved(tmp_path):
         record.add({"step": step, "main_loss": 1.0 / step})
     with path.open("a") as file:
         file.write('{"step": 4, "main')
-    assert [e["step"] for e in read_record(path)] == [1, 2, 3]
+    assert [e["step"] for e in read_log_entries(path)] == [1, 2, 3]
     Record(path, step=2).add({"step": 3, "main_loss": 7.0})
-    assert [e["main_loss"] for e in read_record(path)] == [1.0, 0.5, 7.0]
+    assert [e["main_loss"] for e in read_log_entries(path)] == [1.0, 0.5, 7.0]
 
 
 def test_large_vocabularies_get_a_draft_vocabulary():
-    assert TrainConfig().with_draft_vocab_size(32768).draft_vocab_size == DRAFT_VOCAB_SIZE
-    assert TrainConfig().with_draft_vocab_size(32767).draft_vocab_size == 0
-    assert TrainConfig(num_streams=0).with_draft_vocab_size(49152).draft_vocab_size == 0
-    assert TrainConfig(draft_vocab_size=0).with_draft_vocab_size(49152).draft_vocab_size == 0
+    assert TrainConfig().with_default_draft_vocab_size(32768).draft_vocab_size == DRAFT_VOCAB_SIZE
+    assert TrainConfig().with_default_draft_vocab_size(32767).draft_vocab_size == 0
+    assert TrainConfig(num_streams=0).with_default_draft_vocab_size(49152).draft_vocab_size == 0
+    assert (
+        TrainConfig(draft_vocab_size=0).with_default_draft_vocab_size(49152).draft_vocab_size == 0
+    )

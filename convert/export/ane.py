@@ -5,7 +5,7 @@ Hidden states are [1, D, 1, R], the Neural Engine's own layout. A layer's cache 
 layers, because those have rows before channels.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -120,6 +120,13 @@ def attend(
     return mixed.reshape(1, heads * width, 1, rows)
 
 
+class _NodeSlots(NamedTuple):
+    """Which slots of a layer's cache nodes write, as ones and zeros."""
+
+    placed: torch.Tensor  # [1, 1, R, S] which row goes to which slot
+    kept: torch.Tensor  # [1, 1, 1, S] which slots stay
+
+
 class AneProfile(Profile):
     """A Llama, Mistral or Qwen decoder in channels-first layout, on the reference's modules and
     weights.
@@ -166,15 +173,15 @@ class AneProfile(Profile):
         """
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)
-        blend = None
+        node_slots = None
         if rows.slots is not None:
             placed = (rows.slots[:, None] == columns).to(rows.mask.dtype)[None, None]
-            blend = placed, 1 - placed.sum(dim=2, keepdim=True)
+            node_slots = _NodeSlots(placed, 1 - placed.sum(dim=2, keepdim=True))
         for index in range(first, last):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project_and_rotate(layer.self_attn, normed, cos, sin)
-            keys, values = self._store_and_view_keys(index, keys, values, rows, blend)
+            keys, values = self._write_nodes_and_view_keys(index, keys, values, rows, node_slots)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
             normed = rms_norm(layer.post_attention_layernorm, hidden, 1)
@@ -205,13 +212,13 @@ class AneProfile(Profile):
         keys = rotate(keys, cos, sin).reshape(1, -1, 1, rows)
         return rotate(query, cos, sin), keys, convolve(attention.v_proj, x)
 
-    def _store_and_view_keys(
+    def _write_nodes_and_view_keys(
         self,
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
         rows: Rows,
-        blend: tuple[torch.Tensor, torch.Tensor] | None,
+        node_slots: _NodeSlots | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values that the rows see.
 
@@ -224,19 +231,18 @@ class AneProfile(Profile):
             keys: [1, Hkv * Dh, 1, R] of the rows.
             values: likewise.
             rows: of the call.
-            blend: nodes' slots as ones and zeros: [1, 1, R, S] which row goes to which slot, and
-                [1, 1, 1, S] which slots stay; None for streams.
+            node_slots: which slots nodes write; None for streams.
 
         Returns:
             Keys and values, [1, Hkv * Dh, 1, S] each for nodes, [1, Hkv * Dh, 1, S + R] for
             streams.
         """
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
-        if blend is None:
+        if node_slots is None:
             if self.config.rotation_step:
                 values = rotate_stream_values(values, self._kv_heads, self.config.rotation_step)
             return torch.cat([key_cache, keys], dim=3), torch.cat([value_cache, values], dim=3)
-        placed, kept = blend
+        placed, kept = node_slots
         for cache, new in ((key_cache, keys), (value_cache, values)):
             written = new.transpose(1, 2) @ placed
             cache[:] = cache * kept + written.transpose(1, 2)

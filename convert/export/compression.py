@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from .packages import import_coremltools, silence_output
 
 MATRIX_OPS = ("linear", "conv")
 MIN_WEIGHTS = 2048
+Compression = Literal["int8", "int4", "palettised"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class WeightError:
         )
 
 
-def compress(model: Any, kind: str, graph: Graph) -> Any:
+def compress(model: Any, kind: Compression, graph: Graph) -> Any:
     """Return a Core ML model with the matrices of the base model compressed; LoRA and streams stay.
 
     "int8" is symmetric with a scale for every output row; "int4" symmetric with a scale for every
@@ -53,7 +54,7 @@ def compress(model: Any, kind: str, graph: Graph) -> Any:
 
     Args:
         model: converted from `graph`; one function, as a package of several is refused.
-        kind: "int8", "int4" or "palettised".
+        kind: how.
         graph: tells which matrices are the base model's.
 
     Raises:
@@ -82,11 +83,11 @@ def compress(model: Any, kind: str, graph: Graph) -> Any:
                 block_size=32,
                 weight_threshold=MIN_WEIGHTS,
             )
-        each = dict.fromkeys(compressible_weights(model, graph), change)
+        each = dict.fromkeys(compressible_weight_names(model, graph), change)
         return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 
 
-def compressible_weights(model: Any, graph: Graph) -> list[str]:
+def compressible_weight_names(model: Any, graph: Graph) -> list[str]:
     """Return the names of a Core ML model's constants that are matrices of the base model, each
     once.
 
@@ -130,7 +131,7 @@ def _matrix_operations(program: Any, function: str = "main") -> Iterable[Any]:
     return {one.weight.name: one for one in every if one.op_type in MATRIX_OPS}.values()
 
 
-def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:
+def expected_matrices_by_output(model: Any, graph: Graph) -> dict[str, np.ndarray]:
     """Return what each matrix product of a converted model should multiply by, by the name of its
     output.
 
@@ -171,14 +172,14 @@ def load_program(package: Path) -> Any:
         return load(spec, spec.specificationVersion, str(weights))
 
 
-def measure_weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
+def measure_decode_weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
     """Compare the matrices of a saved package's function "decode" with what they should be.
 
     Compressed weights are restored first. Products of two activations are passed over.
 
     Args:
         package: the .mlpackage.
-        expected: as `expected_matrices` returns it for that function.
+        expected: as `expected_matrices_by_output` returns it for that function.
     """
     squares = total = worst = largest = 0.0
     matrices = count = 0

@@ -31,8 +31,8 @@ from ssmlx.loading.folders import CONFIG_FILE
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import resolve_adapter, resolve_model
 
-from ..base import copy_settings, load_base
-from ..reference.checkpoint import build_frozen_reference
+from ..base import copy_settings_and_tokenizer, load_base
+from ..reference.checkpoint import merge_task_lora_and_build_frozen
 from ..reference.model import StreamFusedReference
 from . import compression, packages
 from .ane import AneProfile
@@ -118,7 +118,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
         with atomic_folder(out) as work:
             package = work / PACKAGES[config.target]
             _write_package(graphs, config, package, report)
-            copy_settings(folder, work)
+            copy_settings_and_tokenizer(folder, work)
             words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
             ends = {*words.eos_token_ids, *own.config.end_token_ids}
             manifest = replace(
@@ -223,7 +223,7 @@ def _write_package(
     """
     if config.target == "coreai":
         with report.stage("convert"):
-            packages.write_coreai(graphs, config, package)
+            packages.cast_weights_and_write_coreai(graphs, config, package)
         return
     models = {}
     expected = {}
@@ -231,7 +231,7 @@ def _write_package(
         with report.stage(f"convert {graph.name}"):
             models[graph.name] = packages.convert_graph(graph, config)
         if graph.name == DECODE:
-            expected = compression.expected_matrices(models[DECODE], graph)
+            expected = compression.expected_matrices_by_output(models[DECODE], graph)
         if config.compression != "none":
             with report.stage(f"compress {graph.name}"):
                 model = models[graph.name]
@@ -240,7 +240,7 @@ def _write_package(
         packages.merge_functions(models, package)
     models.clear()
     with report.stage("compare weights"):
-        report.weight_error = compression.measure_weight_error(package, expected)
+        report.weight_error = compression.measure_decode_weight_error(package, expected)
 
 
 def _package_versions() -> dict[str, str]:
@@ -266,7 +266,7 @@ def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> S
     Raises:
         InputError: the base cannot be loaded, or is not the adapter's.
     """
-    model = build_frozen_reference(load_base(folder), adapter)
+    model = merge_task_lora_and_build_frozen(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
         first = model.stream_embeddings[:num_streams].detach()

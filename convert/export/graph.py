@@ -233,7 +233,7 @@ class DecodeGraph(Graph):
         seen = nodes.mask[:, :, last].expand(-1, -1, streams, -1)
         mask = torch.cat([seen, self.own], dim=3)
         rows = Rows(nodes.positions[last] + self.ahead, None, mask, nodes.caches)
-        with profile.reference.adapting_streams():
+        with profile.reference.treating_rows_as_streams():
             return profile.norm(profile.run(started, self.split, self.num_layers, rows))
 
     def _rank_drafts(

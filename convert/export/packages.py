@@ -123,7 +123,7 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
             **_tensor_types(ct, graph, stateful),
             minimum_deployment_target=ct.target.iOS18,
             compute_precision=_compute_precision(ct, config),
-            pass_pipeline=_pass_pipeline(ct),
+            pass_pipeline=_register_pass_and_make_pipeline(ct),
             skip_model_load=True,
         )
 
@@ -170,7 +170,7 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
     return ct.transform.FP16ComputePrecision(op_selector=runs_in_float16)
 
 
-def _pass_pipeline(ct: Any) -> Any:
+def _register_pass_and_make_pipeline(ct: Any) -> Any:
     """Return the converter's passes, with one of ours that saves a copy of the cache a layer.
 
     An assignment to a whole tensor is replaced by the new tensor. The pass that holds whole numbers
@@ -240,7 +240,9 @@ def merge_functions(models: Mapping[str, Any], package: Path) -> None:
         ct.utils.save_multifunction(descriptor, str(package))
 
 
-def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
+def cast_weights_and_write_coreai(
+    graphs: Sequence[Graph], config: ExportConfig, package: Path
+) -> None:
     """Convert `graphs` with Core AI and write them as one package.
 
     The cache is state in either precision; nothing is compressed. The graphs' weights become those

@@ -220,7 +220,7 @@ class Profile(Module, ABC):
         """Return hidden states of tokens [R] at positions [R], in this profile's layout."""
         return self.from_rows(self.decoder.embed(tokens[None], positions[None])[0])
 
-    def unit_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+    def unit_rms_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [m, D], the embeddings of `tokens` [m], each scaled to an RMS of 1."""
         return (
             functional.embedding(tokens, self.decoder.embedding_table)
@@ -239,7 +239,7 @@ class Profile(Module, ABC):
             tokens: [G, K] candidates of the stream.
         """
         given: Any = self.reference.condition
-        embedded = self.from_rows(self.unit_embeddings(previous.flatten()))
+        embedded = self.from_rows(self.unit_rms_embeddings(previous.flatten()))
         told = self.as_rows(self.linear_of(given.embed, embedded))
         gate = self.as_rows(self.linear_of(given.gate, streams)).sigmoid()[:, None]
         mixed = (gate * told.reshape(*tokens.shape, -1)).flatten(0, 1)
@@ -266,7 +266,7 @@ class Profile(Module, ABC):
         Returns:
             2 D features of m rows, in this profile's layout.
         """
-        embedded = self.unit_embeddings(roots)
+        embedded = self.unit_rms_embeddings(roots)
         return self.from_rows(torch.cat([embedded, self.as_rows(normed)], dim=-1))
 
     def start_streams(self, node: torch.Tensor, root_inputs: torch.Tensor | None) -> torch.Tensor:

@@ -22,24 +22,24 @@ from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_out_and_in, linear_paths
-from ssmlx.settings import AdapterScope, StreamConfig
+from ssmlx.settings import AdapterScope
 
 from ..reference import format as layout
 
 
-def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str, LoraWeights]:
+def read_peft_lora(folder: Path, num_layers: int, model: nn.Module) -> dict[str, LoraWeights]:
     """Read a checkpoint's PEFT files as LoRA by module path of an MLX model; factors are
     transposed.
 
     Args:
         folder: with adapter_config.json and the weights.
-        config: the streams' settings, for the number of layers.
+        num_layers: of the model.
         model: of MLX, whose linear modules the LoRA is for; it is not changed.
 
     Raises:
         InputError: a setting is not supported, or a tensor is missing, spare or of another shape.
     """
-    settings = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, config)
+    settings = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, num_layers)
     path, tensors = layout.read_peft_tensors(folder)
     modules = dict(model.named_modules())
     paths = linear_paths(model, settings.layers, settings.modules, layout.CHECK_MODULES)
@@ -80,14 +80,14 @@ def read_checkpoint(
             given for scope "all".
     """
     config = layout.read_stream_config(streams_file.parent / layout.STREAMS_CONFIG)
-    layout.check_layers_and_width(config, len(backbone.layers), backbone.hidden_size)
+    layout.require_same_layers_and_width(config, len(backbone.layers), backbone.hidden_size)
     config = replace(
         config,
         adapter_scope=scope or config.adapter_scope,
         base_model=config.base_model or base_model,
     )
     streams = read_stream_weights(streams_file, config, backbone.vocab_size)
-    lora = read_lora(lora_folder, config, backbone.model)
+    lora = read_peft_lora(lora_folder, config.num_layers, backbone.model)
     task = {}
     if task_folder is not None:
         require(
@@ -98,7 +98,7 @@ def read_checkpoint(
         )
         own = task_folder / layout.STREAMS_CONFIG
         task_config = layout.read_stream_config(own) if own.is_file() else config
-        task = read_lora(task_folder, task_config, backbone.model)
+        task = read_peft_lora(task_folder, task_config.num_layers, backbone.model)
     adapter = StreamAdapter(
         config=config,
         streams=streams,
@@ -133,7 +133,7 @@ def cast_adapter(adapter: StreamAdapter, dtype: str) -> StreamAdapter:
     )
 
 
-def write_fused(
+def merge_lora_and_write_model(
     folder: Path,
     adapter: StreamAdapter,
     backbone: Backbone,

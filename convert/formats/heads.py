@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -77,7 +77,7 @@ def read_published_heads(
     """
     path = folder / "config.json"
     config: HeadConfig
-    found, source = _read_medusa_tensors(folder)
+    found, source = _read_medusa_tensors_if_any(folder)
     if found:
         tensors = {n.removeprefix(MEDUSA_PREFIX): a.reshape(a.shape or 1) for n, a in found.items()}
         most_rows = max(array.shape[0] for array in tensors.values())
@@ -92,7 +92,7 @@ def read_published_heads(
             do="check the path",
         )
         config = build_settings_ignoring_unknown(MlpSpeculatorConfig, values, path)
-        tensors = _read_speculator_tensors(folder, config)
+        tensors = _read_speculator_and_merge_ties(folder, config)
     require_head_tensors_fit(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
@@ -289,28 +289,37 @@ def _medusa_config_of_tensors(
     )
 
 
-def _read_medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
+class _SourceTensors(NamedTuple):
+    """Tensors, and where they were found."""
+
+    tensors: dict[str, mx.array]  # by their names there
+    source: Path
+
+
+def _read_medusa_tensors_if_any(folder: Path) -> _SourceTensors:
     """Read Medusa heads from the first of their files that is there, else from a model's weights.
 
     Returns:
-        The tensors by their names in the file, empty where there are no heads; and the file, or the
-        folder of the model's weights.
+        The tensors, none where there are no heads, and the file, or the folder of the model's
+        weights.
 
     Raises:
         InputError: a file is broken.
     """
     source, pickled = (folder / name for name in MEDUSA_FILES)
     if source.is_file():
-        return read_tensors(source, "Medusa heads"), source
+        return _SourceTensors(read_tensors(source, "Medusa heads"), source)
     if pickled.is_file():
-        return read_pickle(pickled), pickled
+        return _SourceTensors(read_pickle(pickled), pickled)
     tensors: dict[str, mx.array] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         tensors |= read_tensors(path, "a model's weights", MEDUSA_PREFIX)
-    return tensors, folder
+    return _SourceTensors(tensors, folder)
 
 
-def _read_speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
+def _read_speculator_and_merge_ties(
+    folder: Path, config: MlpSpeculatorConfig
+) -> dict[str, mx.array]:
     """Read a speculator's tensors by name without "speculator."; of tied ones, one for all stages.
 
     Tensors that no speculator has keep their names.

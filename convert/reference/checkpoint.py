@@ -20,13 +20,18 @@ from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_lora_scale, check_start_shapes, check_start_streams
+from ssmlx.training.job import (
+    require_run_has_start_shapes,
+    require_same_lora_scale,
+    require_same_stream_design,
+    require_task_lora_kept,
+)
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
-from .model import StreamFusedReference, check_base
+from .model import StreamFusedReference, check_base_can_carry_streams
 
 _DRAFT_VOCAB = "draft_vocab"
 _STREAMS = "stream weights"
@@ -50,9 +55,11 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     lora = (
-        layout.read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
+        layout.read_lora_settings(folder / ADAPTER_CONFIG, config.num_layers)
+        if has_lora
+        else LoraSettings()
     )
-    check_base(base, config)
+    check_base_can_carry_streams(base, config)
     vocab_size: Any = base.config.vocab_size
     streams = read_stream_weights(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
@@ -65,7 +72,9 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     return loaded
 
 
-def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
+def merge_task_lora_and_build_frozen(
+    base: nn.Module, adapter: StreamAdapter
+) -> StreamFusedReference:
     """Build the PyTorch model of a base and an MLX adapter, in evaluation mode; no parameter takes
     gradients.
 
@@ -79,7 +88,7 @@ def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFus
         InputError: the adapter is another model's, or its LoRA differs from layer to layer.
     """
     adapter.base.require_same(
-        base_identity(base),
+        identity_by_sizes_and_norm(base),
         "the adapter belongs",
         expected=adapter.config.base_model or "the model it was converted for",
         do="choose that model with --model, or another --adapter",
@@ -99,11 +108,12 @@ def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFus
     return frozen
 
 
-def select_trained_part(model: StreamFusedReference, part: Part | None) -> None:
-    """Say which parameters of a reference take gradients; nothing is trained here.
+def let_part_alone_take_gradients(model: StreamFusedReference, part: Part | None) -> None:
+    """Set which parameters of a reference take gradients; nothing is trained here.
 
-    Those of streams, and LoRA of scope "streams", are set to take them, or for the part "condition"
-    those of the condition alone. LoRA of scope "all" and the base stay as they are.
+    Those of streams, and LoRA of scope "streams", are set to take them; for the part "condition"
+    those of the condition, and the others of these are set not to. LoRA of scope "all" and the base
+    stay as they are.
 
     Args:
         model: is changed.
@@ -123,7 +133,7 @@ def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference)
 
     Args:
         adapter: is not changed.
-        model: as `build_frozen_reference` has built it from this adapter, trained since.
+        model: as `merge_task_lora_and_build_frozen` has built it from this adapter, trained since.
     """
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
@@ -139,7 +149,7 @@ def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference)
     return replace_weights(adapter, {**trained, **lora})
 
 
-def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
+def load_checkpoint_of_scope_all(base: nn.Module, lora: str | Path) -> StreamFusedReference:
     """Load a checkpoint of `convert.train` whose LoRA acts on every row, and so changes the
     answers.
 
@@ -198,7 +208,9 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @without_gradients
-def copy_checkpoint_weights(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
+def copy_weights_that_checkpoint_has(
+    model: StreamFusedReference, folder: Path, *, has_task_lora: bool
+) -> None:
     """Copy the weights of a checkpoint, LoRA and streams, into a model; what the checkpoint lacks
     stays.
 
@@ -207,18 +219,19 @@ def copy_checkpoint_weights(model: StreamFusedReference, folder: Path, *, has_ta
     Args:
         model: is changed.
         folder: the checkpoint.
-        has_task: whether the model has the LoRA of a task.
+        has_task_lora: whether the model has the LoRA of a task.
 
     Raises:
         InputError: the folder has no weights, they do not fit the model, or its streams draft
             beside a task's LoRA that the model has not.
     """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
-    loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
-    check_start_streams(folder, config, model.config, loses_task=loses_task)
+    start_has_it = (folder / layout.TASK_LORA).is_dir()
+    require_task_lora_kept(folder, start_has_it=start_has_it, run_has_it=has_task_lora)
+    require_same_stream_design(folder, config, model.config)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
-        lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
-        check_lora_scale(folder, lora.scale, model.lora.scale)
+        lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config.num_layers)
+        require_same_lora_scale(folder, lora.scale, model.lora.scale)
     files = {ADAPTER_WEIGHTS: _LORA, STREAMS_WEIGHTS: _STREAMS}
     there = [(folder / name, what) for name, what in files.items() if (folder / name).is_file()]
     found = {name: a for path, what in there for name, a in read_tensors(path, what).items()}
@@ -226,7 +239,7 @@ def copy_checkpoint_weights(model: StreamFusedReference, folder: Path, *, has_ta
     if not found:
         raise InputError(f"{folder} has no weights", expected=" or ".join(files), do="check --init")
     parameters = {**_lora_parameters(model), **_stream_parameters(model)}
-    check_start_shapes(folder, found, parameters)
+    require_run_has_start_shapes(folder, found, parameters)
     for name, array in found.items():
         parameters[name].copy_(to_tensor(array))
 
@@ -246,7 +259,7 @@ def merge_fine_tuning(base: Any, folder: Path) -> Any:
         InputError: the folder is broken, its LoRA acts on streams alone, or it is another model's.
     """
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
-        return merge_lora(load_fine_tuned(base, folder))
+        return merge_lora(load_checkpoint_of_scope_all(base, folder))
     merge_mlx_lora(base, load_adapter(folder).lora, folder)
     return base
 
@@ -317,7 +330,7 @@ def to_tensor(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(whole))
 
 
-def base_identity(base: Any) -> BaseIdentity:
+def identity_by_sizes_and_norm(base: Any) -> BaseIdentity:
     """Return what tells a PyTorch base model from another: type, sizes and first values of its
     final norm.
 

@@ -117,7 +117,7 @@ def read_stream_config(path: Path) -> StreamConfig:
     return config
 
 
-def check_layers_and_width(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
+def require_same_layers_and_width(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
     """Raise InputError unless a base model has the layers and the width that the streams were made
     for.
     """
@@ -149,12 +149,12 @@ def stream_settings_json(config: StreamConfig) -> dict[str, Any]:
     }
 
 
-def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
+def read_lora_settings(path: Path, num_layers: int) -> LoraSettings:
     """Read PEFT's adapter_config.json. Without `layers_to_transform`, LoRA is on all layers.
 
     Args:
         path: of the file.
-        config: the streams' settings, for the number of layers.
+        num_layers: of the base model.
 
     Raises:
         InputError: the file is missing or broken, or a setting asks for more than LoRA of whole
@@ -170,10 +170,10 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
         _require(is_fit(values.get(name, default)), path, name, values.get(name), expected)
     targets = values["target_modules"]
     layers = values.get("layers_to_transform")
-    every = range(config.num_layers)
+    every = range(num_layers)
     chosen = list(every) if layers is None else layers if isinstance(layers, list) else [layers]
     are_layers = bool(chosen) and all(_is_whole(layer) and layer in every for layer in chosen)
-    expected = f"layers of 0 to {config.num_layers - 1}"
+    expected = f"layers of 0 to {num_layers - 1}"
     _require(are_layers, path, "layers_to_transform", layers, expected)
     return LoraSettings(
         values["r"],

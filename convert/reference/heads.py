@@ -5,7 +5,7 @@ In front of the published names stand "heads." for Medusa's, and nothing for a s
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,11 +16,16 @@ from ssmlx.drafters.mlp_speculator import EPSILON, MlpSpeculatorConfig
 
 from ..typed_torch import Module, without_gradients
 
-Linear = tuple[torch.Tensor, torch.Tensor | None]
+WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [V, D] and its bias [V], or None."""
 
-Rows = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-"""Of each head, [..., W] states, and the matrix [Vd, W] and bias that they are given to."""
+
+class HeadInput(NamedTuple):
+    """What the logits of one head are the product of."""
+
+    states: torch.Tensor  # [..., W]
+    weight: torch.Tensor  # [Vd, W]
+    bias: torch.Tensor | None  # [Vd]
 
 
 class HeadReference(Module):
@@ -36,7 +41,9 @@ class HeadReference(Module):
         self.config: Any = config
         self.register_buffer("draft_vocab", draft_vocab)
 
-    def head_inputs(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
+    def iterate_head_inputs(
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: WeightAndBias
+    ) -> Iterator[HeadInput]:
         """Yield what each head's logits are the product of: its states, its matrix and its bias.
 
         Args:
@@ -47,16 +54,16 @@ class HeadReference(Module):
         raise NotImplementedError
 
     def forward(
-        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: WeightAndBias
     ) -> torch.Tensor:
         """Return [H, ..., Vd] logits of every head, given the text itself.
 
         Args:
             hidden: [..., D] final-normed hidden states of the base model.
-            following: [..., H] token ids, as `head_inputs` takes them.
+            following: [..., H] token ids, as `iterate_head_inputs` takes them.
             lm_head: the base's rows of the draft vocabulary, and bias, for heads without a matrix.
         """
-        rows = self.head_inputs(hidden, following, lm_head)
+        rows = self.iterate_head_inputs(hidden, following, lm_head)
         return torch.stack([nn.functional.linear(*row) for row in rows])
 
 
@@ -112,9 +119,11 @@ class MedusaReference(HeadReference):
             for matrix in head[self.config.num_layers :]:
                 matrix.weight.copy_(rows)
 
-    def head_inputs(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
-        """Yield each head's states and matrix, as `HeadReference.head_inputs` says; `following` is
-        not read.
+    def iterate_head_inputs(
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: WeightAndBias
+    ) -> Iterator[HeadInput]:
+        """Yield each head's states and matrix, as `HeadReference.iterate_head_inputs` says;
+        `following` is not read.
         """
         for head in self.heads:
             state = hidden
@@ -122,7 +131,7 @@ class MedusaReference(HeadReference):
                 state = block(state)
             own = head[self.config.num_layers :]
             weight, bias = (own[0].weight, None) if len(own) else lm_head
-            yield state, weight, bias
+            yield HeadInput(state, weight, bias)
 
 
 class _RmsNorm(Module):
@@ -195,14 +204,16 @@ class MlpSpeculatorReference(HeadReference):
         mixed = self.proj[stage](state) + self.config.emb_weight * self.emb[stage](tokens)
         return nn.functional.gelu(self.ln[stage](mixed.float()))
 
-    def head_inputs(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
-        """Yield each stage's state and matrix, as `HeadReference.head_inputs` says, given the
-        text's own tokens.
+    def iterate_head_inputs(
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: WeightAndBias
+    ) -> Iterator[HeadInput]:
+        """Yield each stage's state and matrix, as `HeadReference.iterate_head_inputs` says, given
+        the text's own tokens.
         """
         state = self.first_state(hidden)
         for stage in range(self.config.n_predict):
             state = self.next_state(stage, state, following[..., stage])
-            yield state, self.head[stage].weight, None
+            yield HeadInput(state, self.head[stage].weight, None)
 
     def draft_full_trees(
         self, roots: torch.Tensor, hidden: torch.Tensor, widths: Sequence[int]

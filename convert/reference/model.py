@@ -17,7 +17,7 @@ Shapes, beside the legend of `ssmlx.model.shapes`:
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from ssmlx.model.lora import select_paths_by_name
 from ssmlx.settings import StreamConfig
 
 from ..typed_torch import Module, without_gradients
-from .format import CHECK_MODULES, LoraSettings, check_layers_and_width
+from .format import CHECK_MODULES, LoraSettings, require_same_layers_and_width
 
 EMBEDDING_STD = 0.02
 _NO_LORA = LoraSettings()
@@ -88,18 +88,18 @@ class Condition(Module):
     when new.
     """
 
-    def __init__(self, size: int, rank: int, like: torch.Tensor) -> None:
+    def __init__(self, hidden_size: int, rank: int, like: torch.Tensor) -> None:
         """Draw `embed` and `gate`, and set `out` to zero.
 
         Args:
-            size: D.
+            hidden_size: D.
             rank: of all three.
             like: gives type and device.
         """
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
-        self.embed, self.gate = (nn.Linear(size, rank, **place) for _ in range(2))
-        self.out = nn.Linear(rank, size, **place)
+        self.embed, self.gate = (nn.Linear(hidden_size, rank, **place) for _ in range(2))
+        self.out = nn.Linear(rank, hidden_size, **place)
         nn.init.zeros_(self.out.weight)
 
     def forward(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -149,6 +149,14 @@ class _Rows:
     positions: torch.Tensor  # [B, R]
     rotary: tuple[torch.Tensor, torch.Tensor] | None  # [B, R, Dh] each; None: learned positions
     masks: dict[int | None, torch.Tensor]  # [B, 1, R, keys], by sliding window
+
+
+class _CallRows(NamedTuple):
+    """The rows of one call."""
+
+    nodes: _Rows
+    streams: _Rows | None  # None where no node carries streams
+    anchors: torch.Tensor  # [K] or [B, K], the node rows that carry streams
 
 
 class _NodeKeys:
@@ -297,7 +305,7 @@ class StreamFusedReference(Module):
         class.
         """
         super().__init__()
-        check_base(base, config)
+        check_base_can_carry_streams(base, config)
         require(
             (draft_vocab is not None) == (config.draft_vocab_size > 0),
             f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
@@ -486,7 +494,7 @@ class StreamFusedReference(Module):
                 assert input_ids is not None, "these streams start from the root too"
                 root_inputs = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
             streams = self.insert_streams(start, root_inputs)
-            with self.adapting_streams():
+            with self.treating_rows_as_streams():
                 for index, keys in kept:
                     streams = self._run_layer(index, streams, speculative_rows, keys)
         grouped = streams.unflatten(1, (anchors.shape[-1], self.config.num_streams))
@@ -549,7 +557,7 @@ class StreamFusedReference(Module):
         positions: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
         stream_visible: torch.Tensor | None = None,
-    ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
+    ) -> _CallRows:
         """Work out where a call's rows stand, which streams there are, and what every row sees.
 
         Args:
@@ -558,9 +566,6 @@ class StreamFusedReference(Module):
             positions: as in `forward`.
             visible: as in `forward`.
             stream_visible: as in `forward`.
-
-        Returns:
-            The node rows; the stream rows, or None without any; and the anchors, [K] or [B, K].
 
         Raises:
             ValueError: `positions` or `visible` has another shape.
@@ -585,13 +590,14 @@ class StreamFusedReference(Module):
         anchors = anchors.to(device)
         nodes = self._make_masks_and_rotary(positions, visible, positions)
         if not anchors.shape[-1]:
-            return nodes, None, anchors
+            return _CallRows(nodes, None, anchors)
         ahead = torch.arange(1, num_streams + 1, device=device)
         stream_positions = (positions[anchor_indices(anchors)][..., None] + ahead).flatten(1)
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
         seen = stream_visibility(of_streams, anchors, num_streams)
-        return nodes, self._make_masks_and_rotary(stream_positions, seen, key_positions), anchors
+        streams = self._make_masks_and_rotary(stream_positions, seen, key_positions)
+        return _CallRows(nodes, streams, anchors)
 
     def _make_masks_and_rotary(
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
@@ -637,8 +643,10 @@ class StreamFusedReference(Module):
         return out
 
     @contextmanager
-    def adapting_streams(self) -> Iterator[None]:
-        """Put LoRA of scope "streams" on all rows that pass inside the block."""
+    def treating_rows_as_streams(self) -> Iterator[None]:
+        """Take all rows that pass inside the block for stream rows, on which LoRA of scope
+        "streams" acts; afterwards none are.
+        """
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:
@@ -793,7 +801,7 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def check_base(base: nn.Module, config: StreamConfig) -> None:
+def check_base_can_carry_streams(base: nn.Module, config: StreamConfig) -> None:
     """Raise InputError where a model of transformers cannot carry streams.
 
     That is where it cannot be driven layer by layer, has a reference's LoRA already, has attention
@@ -821,4 +829,4 @@ def check_base(base: nn.Module, config: StreamConfig) -> None:
         do="load it with attn_implementation='sdpa'",
     )
     sizes: Any = base.config
-    check_layers_and_width(config, sizes.num_hidden_layers, sizes.hidden_size)
+    require_same_layers_and_width(config, sizes.num_hidden_layers, sizes.hidden_size)

@@ -21,13 +21,19 @@ from ssmlx.training.replay import Replay
 
 from ..base import load_base
 from ..reference.checkpoint import merge_fine_tuning
-from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
+from ..reference.heads import (
+    HeadInput,
+    HeadReference,
+    MedusaReference,
+    MlpSpeculatorReference,
+    new_reference,
+)
 from ..reference.model import StreamFusedReference, anchor_indices
 from ..typed_torch import without_gradients
-from .run import TorchObjective, autocast_for, cast_frozen_parameters
+from .run import TermRows, TorchObjective, autocast_for, cast_frozen_parameters
 
 
-def build_heads(
+def seed_torch_and_build_new_heads(
     config: HeadConfig, draft_vocab: np.ndarray | None, seed: int, lm_head: torch.Tensor
 ) -> HeadReference:
     """Build new drafting heads.
@@ -116,7 +122,7 @@ class HeadObjective(TorchObjective):
             )
         return hidden.main.to(self.dtype)
 
-    def loss(
+    def loss_and_term_means(
         self, batch: Batch, lower: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted sum of the heads' losses, and each head's mean as "head_N_loss", in
@@ -127,16 +133,17 @@ class HeadObjective(TorchObjective):
             lower: [B, T, D] as `lower` gives it.
             step: is not read.
         """
-        heads = zip(self._head_inputs(batch, lower), self.train.alphas, strict=True)
+        heads = zip(self._head_inputs_of_anchors(batch, lower), self.train.alphas, strict=True)
         found = []
-        for number, ((states, *head), alpha) in enumerate(heads, 1):
+        for number, (one, alpha) in enumerate(heads, 1):
             targets = self.index_tensor(
                 draft_vocab_indices(batch.targets(number), self.draft_vocab)
             )
-            found.append((f"head_{number}", alpha, states, head, targets))
+            name = f"head_{number}"
+            found.append(TermRows(name, alpha, one.states, one.weight, one.bias, targets))
         return self.weighted_loss(found)
 
-    def _head_inputs(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
+    def _head_inputs_of_anchors(self, batch: Batch, lower: torch.Tensor) -> list[HeadInput]:
         """Return, for each head, its states [B, K, W], and the matrix and bias that give logits of
         them.
 
@@ -148,10 +155,13 @@ class HeadObjective(TorchObjective):
         # Where the text has ended there is no target either.
         text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)
         with autocast_for(self.device, self.dtype):
-            rows = self.model.head_inputs(
+            rows = self.model.iterate_head_inputs(
                 self._anchor_states(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
             )
-            return [(row.to(self.dtype), weight.to(self.dtype), bias) for row, weight, bias in rows]
+            return [
+                HeadInput(states.to(self.dtype), weight.to(self.dtype), bias)
+                for states, weight, bias in rows
+            ]
 
     def _anchor_states(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
         """Return the states [B, K, D] of the anchors, from which heads guess, in float32."""
@@ -173,7 +183,7 @@ class HeadObjective(TorchObjective):
             [B, K, G, count] tokens, best first, and their log probabilities.
         """
         found: list[Any] = []
-        for row in self._head_inputs(batch, lower):
+        for row in self._head_inputs_of_anchors(batch, lower):
             logits = nn.functional.linear(*row)
             found.append(logits.float().log_softmax(-1).topk(count))
         tokens = torch.stack([best.indices for best in found], dim=2).cpu().numpy()
@@ -182,10 +192,11 @@ class HeadObjective(TorchObjective):
         return tokens, logprobs.cpu().numpy()
 
     @without_gradients
-    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
+    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
         """Count the target calls of decoding the batch's answers with trees of `size` nodes.
 
-        An MLP speculator drafts behind its own guesses here, not behind the text.
+        An MLP speculator drafts behind its own guesses here, not behind the text. Medusa heads are
+        replayed as `Objective.replay` does it.
 
         Args:
             batch: B texts.
@@ -199,7 +210,7 @@ class HeadObjective(TorchObjective):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
         hidden = self._anchor_states(batch, lower)
-        texts = [answer.tolist() for *_, answer in batch.answers()]
+        texts = [answer.tokens.tolist() for answer in batch.answers_with_anchors()]
         places = [0] * len(texts)
         calls = len(texts)
         widths = tuple(min(width, self.draft_vocab_size) for width in self._widths)

@@ -7,7 +7,7 @@ killed goes on from its last saved state to the same result.
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch
 from ssmlx.training.job import Trainer, check_gradient_is_finite
-from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, split_rows
+from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, TermKind, split_rows
 
 from ..reference.format import LoraSettings
 from ..reference.model import HiddenStates, StreamFusedReference, anchor_indices
@@ -30,7 +30,7 @@ IGNORED = -1
 """The target of a row that has none."""
 
 
-def build_model_with_new_streams(
+def seed_torch_and_build_new_streams(
     base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> StreamFusedReference:
     """Build a model with new streams and LoRA on a base.
@@ -93,6 +93,17 @@ def choose_device(name: str) -> torch.device:
         do="choose one of them, or auto",
     )
     return torch.device(name)
+
+
+class TermRows(NamedTuple):
+    """The rows of one term of a loss, and the head that scores them."""
+
+    name: str  # as in `Term`
+    alpha: float  # the term's weight
+    states: torch.Tensor  # [R, D]
+    head: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None  # [V]
+    targets: torch.Tensor  # [R], `IGNORED` where there is none
 
 
 class TorchObjective(Objective):
@@ -163,7 +174,7 @@ class TorchObjective(Objective):
                 lower, tokens, stream_rows=anchors, **self.row_arguments(batch)
             )
 
-    def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, kind: TermKind) -> torch.Tensor:
         """Return logits [..., V], or of streams [..., Vd].
 
         Args:
@@ -172,7 +183,7 @@ class TorchObjective(Objective):
         """
         return F.linear(hidden.to(self.dtype), *self._lm_heads[kind])
 
-    def loss(
+    def loss_and_term_means(
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return eq. 5's weighted sum, with gradients, and each of its means.
@@ -188,7 +199,7 @@ class TorchObjective(Objective):
         """
         states = self._hidden_states_by_kind(batch, lower)
         found = []
-        for term in self.terms(batch, step):
+        for term in self.loss_terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
             rows = flat[self.index_tensor(term.rows)]
             targets = self.index_tensor(term.targets)
@@ -200,11 +211,14 @@ class TorchObjective(Objective):
                     rows = self.model.apply_condition(
                         rows, self.index_tensor(term.previous).clamp(min=0)
                     )
-            head = self._lm_heads[term.kind]
-            found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
+            head, bias = self._lm_heads[term.kind]
+            rows = rows.to(self.dtype)
+            found.append(TermRows(term.name, term.weight, rows, head, bias, targets))
         return self.weighted_loss(found)
 
-    def _hidden_states_by_kind(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _hidden_states_by_kind(
+        self, batch: Batch, lower: torch.Tensor
+    ) -> dict[TermKind, torch.Tensor]:
         """Return hidden states [..., D] by the kinds of rows that terms name.
 
         Main and streams are final-normed, pruning's as `lower` has them. Where
@@ -217,21 +231,18 @@ class TorchObjective(Objective):
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
-    def weighted_loss(
-        self, terms: Iterable[tuple[Any, ...]]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def weighted_loss(self, terms: Iterable[TermRows]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted sum of mean cross-entropies, and each mean by "NAME_loss", in nats a
         token.
 
         A term without any target counts 0.
 
         Args:
-            terms: each a name, a weight, states [R, D], the head's (weight, bias), and targets [R],
-                `IGNORED` where there is none.
+            terms: may be empty; then the sum is 0.
         """
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
-        for name, alpha, rows, (weight, bias), targets in terms:
+        for name, alpha, rows, weight, bias, targets in terms:
             there = targets != IGNORED
             rows = rows[there]
             targets = targets[there]
@@ -307,7 +318,7 @@ class TorchObjective(Objective):
         """Return the mean of each term of the loss at step 0, by "NAME_loss", in nats a token;
         nothing is learned.
         """
-        return self.loss(batch, lower, 0)[1]
+        return self.loss_and_term_means(batch, lower, 0)[1]
 
     def to_bits(self, states: torch.Tensor) -> np.ndarray:
         """Return states as a NumPy array of int16 or int32, bit for bit: NumPy has no bfloat16."""
@@ -327,7 +338,7 @@ class TorchObjective(Objective):
         """Return positions [B, T] and what rows see [B, T, T], by the reference's argument
         names.
         """
-        masks = {"visible": batch.visible, "stream_visible": batch.stream_visible}
+        masks = {"visible": batch.causal_visible, "stream_visible": batch.stream_visible}
         seen = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
         return {"positions": self.index_tensor(batch.positions), **seen}
 
@@ -376,11 +387,11 @@ class TorchTrainer(Trainer):
             InputError: the gradient is not finite; no step is taken.
         """
         train = self.objective.train
-        rate = train.rate(self.step, self.num_steps)
+        rate = train.learning_rate_at(self.step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["multiple"]
         self.optimizer.zero_grad(set_to_none=True)
-        loss, parts = self.objective.loss(batch, lower, self.step)
+        loss, parts = self.objective.loss_and_term_means(batch, lower, self.step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.named.values(), train.clip_norm)
         check_gradient_is_finite(float(norm), self.step + 1)

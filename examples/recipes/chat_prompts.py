@@ -9,7 +9,7 @@ import itertools
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
 from ssmlx.training.questions import (
+    Split,
     draw_shipped_prompts,
     is_good_prompt,
     normalise_prompt,
@@ -70,7 +71,7 @@ def make_two_turn_chats(
     Returns:
         A row with "messages" for each prompt, in their order.
     """
-    encoded = continuations.encode_prompts(
+    encoded = continuations.encode_prompts_refusing_long(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
     sampling = Sampling(max_tokens=FIRST_ANSWER_TOKENS)
@@ -96,7 +97,7 @@ def cut_to_whole_sentences(text: str) -> str:
 
 
 def split_without_near_copies(
-    sampled: Sequence[str], hand_written: dict[str, list[str]]
+    sampled: Sequence[str], hand_written: Mapping[Split, list[str]]
 ) -> dict[str, list[str]]:
     """Divide the model's own prompts among the splits "test", "valid" and "train", in this order.
 
@@ -175,7 +176,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
-    continuations.add_generator_options(parser)
+    continuations.add_model_and_batch_options(parser)
     add_int_options(parser, ("seed", 0, "another one, other prompts"))
     return parser.parse_args(argv)
 

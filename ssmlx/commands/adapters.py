@@ -15,7 +15,7 @@ from .adapt import require_allowed_adapter_name
 from .options import make_main, make_parser
 
 if TYPE_CHECKING:
-    from ..loading.adapt_runs import Run
+    from ..loading.adapt_runs import StoredRun
 
 PROG = "ssmlx.adapters"
 EPILOG = """examples:
@@ -52,7 +52,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def describe_run(run: Run) -> str:
+def describe_run(run: StoredRun) -> str:
     """Return one line about an adapter made here: name, when it changed, base model and whether
     that is here, and what it brings.
 
@@ -72,7 +72,7 @@ def describe_run(run: Run) -> str:
     return f"{run.name}  {changed}  of {run.model}{tuned} ({base}): {brings}"
 
 
-def _describe_whether_base_is_there(run: Run) -> str:
+def _describe_whether_base_is_there(run: StoredRun) -> str:
     """Return whether the run's base model is still where it was, as words to print.
 
     Returns:

@@ -9,7 +9,7 @@ from ..loading.names import DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
-    from ..loading.adapt_runs import FoundRuns, Run
+    from ..loading.adapt_runs import FoundRuns, StoredRun
     from ..model.streams import StreamFusedModel
 
 
@@ -153,7 +153,7 @@ def _faster_command_or_why_none(
     """
     from ..loading.adapt_runs import PAYS
     from ..loading.attach import find_adapters_of_base
-    from ..training.sizing import forecast_adapt_speedup
+    from ..training.sizing import forecast_speedup_of_adapting
 
     backbone = model.backbone
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
@@ -176,7 +176,7 @@ def _faster_command_or_why_none(
         return f"nothing that is here; more hours may: {adapt}{_hours_option(2 * own.hours)}"
     if model.num_streams:
         return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
-    speed = forecast_adapt_speedup(model)
+    speed = forecast_speedup_of_adapting(model)
     if speed is None:
         return f"{adapt}, which says within minutes what that would bring here"
     if speed < PAYS:
@@ -222,13 +222,13 @@ def _hours_option(hours: float) -> str:
     return f" --hours {hours:g}" if hours not in (0.0, 1.0) else ""
 
 
-def _speed_so_far_of_unfinished_run(run: Run) -> str:
+def _speed_so_far_of_unfinished_run(run: StoredRun) -> str:
     """Return words that say that an unfinished run goes on, with the speed that it has reached over
     plain decoding's, if that is known.
     """
-    from ..training.sizing import forecast_run_speedup
+    from ..training.sizing import forecast_unfinished_run_speedup
 
-    speed = forecast_run_speedup(run)
+    speed = forecast_unfinished_run_speedup(run)
     if speed is None:
         return "goes on with a run that was begun"
     return f"goes on with a run that came to {speed:.2f} times plain decoding's speed so far"

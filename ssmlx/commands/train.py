@@ -92,27 +92,27 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     from ..loading.attach import read_every_row_lora
     from ..loading.files import weights_and_configs_digest
     from ..model.ranks import launched_group
-    from ..training.job import STORE_FILE, prepare_job, run_to_end
+    from ..training.job import STORE_FILE, read_and_check_job, run_to_end
     from ..training.mlx_model import (
         TrainedModel,
         add_condition_and_root_init,
-        bind_weights_of_adapter,
+        bind_weights_that_adapter_has,
         new_adapter,
     )
-    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_base_for_training
+    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
 
     start = (
         add_condition_and_root_init(load_stream_adapter(args.init), train)
         if train.train_only
         else None
     )
-    job, path = prepare_job(options, train, start)
-    backbone = load_base_for_training(path, args.dtype)
+    job = read_and_check_job(options, train, start)
+    backbone = load_base_in_trainable_dtype(job.base_folder, args.dtype)
     lora = {} if args.task_lora is None else read_every_row_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        bind_weights_of_adapter(model, load_stream_adapter(args.init), args.init)
+        bind_weights_that_adapter_has(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [weights_and_configs_digest(args.init)] if start else []
@@ -125,8 +125,10 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
             prog=PROG,
             dtype=str(backbone.dtype).removeprefix("mlx.core."),
             identity=job.identity(str(backbone.dtype), *task, init=args.init),
-            write=lambda validate: model.write(options.out / TRAINED_FOLDER, validate),
-            lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+            write_trained=lambda validation: model.measure_and_write(
+                options.out / TRAINED_FOLDER, validation
+            ),
+            make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
         )
 
 

@@ -182,7 +182,7 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
     """
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if args.train_only:
-        return TrainConfig.from_dict(values | _settings_kept_of_init(args))
+        return TrainConfig.from_dict_ignoring_unknown(values | _settings_kept_of_init(args))
     start = None if args.init is None else args.init / CONFIG_FILE
     if start and start.is_file() and all(values[name] is None for name in _F):
         found = read_json(start, "the settings of streams")
@@ -194,7 +194,7 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
         expected="--adapter-scope streams",
         do="give that, or --init to train the task's LoRA further",
     )
-    return TrainConfig.from_dict(values)
+    return TrainConfig.from_dict_ignoring_unknown(values)
 
 
 def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _log = logging.getLogger("ssmlx")
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run of `ssmlx.adapt` as it lies on disk, finished or not.
 
     Attributes:
@@ -137,7 +137,7 @@ def is_worth_using(measured: Mapping[str, Any]) -> bool:
     return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
-def read_adapt_runs() -> list[Run]:
+def read_adapt_runs() -> list[StoredRun]:
     """Read every run of `ssmlx.adapt` that is kept on this machine, see `adapters_home`.
 
     Returns:
@@ -147,7 +147,9 @@ def read_adapt_runs() -> list[Run]:
     found = []
     for path in adapters_home().glob(f"*/{PLAN_FILE}"):
         with suppress(InputError, LookupError, TypeError, ValueError, AttributeError, OSError):
-            run = Run(path.parent, read_json(path, "the plan of a run"), _figures(path.parent))
+            run = StoredRun(
+                path.parent, read_json(path, "the plan of a run"), _figures(path.parent)
+            )
             # What is asked of every one.
             _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.pays
             found.append((run.changed, run))
@@ -175,12 +177,12 @@ class FoundRuns:
         tuned: made from its very weights with a LoRA on them.
     """
 
-    fitting: tuple[Run, ...] = ()
-    outdated: tuple[Run, ...] = ()
-    tuned: tuple[Run, ...] = ()
+    fitting: tuple[StoredRun, ...] = ()
+    outdated: tuple[StoredRun, ...] = ()
+    tuned: tuple[StoredRun, ...] = ()
 
     @property
-    def chosen(self) -> Run | None:
+    def chosen(self) -> StoredRun | None:
         """The run whose adapter drafts without being asked for: the newest of `fitting` that has an
         adapter and `pays`; None where there is none.
         """

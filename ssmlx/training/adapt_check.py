@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -37,8 +37,8 @@ _WARM_TOKENS = 8
 
 
 def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """Estimate the seconds that `check_adapter` takes to answer: three ways, each prompt read once
-    and decoded at plain speed.
+    """Estimate the seconds that `time_adapter_plain_and_lookup` takes to answer: three ways, each
+    prompt read once and decoded at plain speed.
 
     Args:
         rates: as measured.
@@ -50,9 +50,26 @@ def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -
     return len(_CHECKED) * amounts.checked * answer
 
 
-def check_adapter(
-    run: AdaptRun, rows: Sequence[dict[str, Any]], untrained_rate: float, dtype: str
-) -> dict[str, Any]:
+class MeasuredFigures(TypedDict):
+    """What an adapter brings on held-out prompts, as its figures.json has it.
+
+    Tokens per call are counted behind the prompts' calls.
+    """
+
+    speed_up: float  # of the adapter over plain decoding
+    text_speed_up: float  # of prompt lookup over plain decoding
+    machine: str
+    tokens_per_call: Mapping[int, float]  # of the adapter, by nodes of the tree, from its settings
+    untrained_tokens_per_call: float
+    lookup_tokens_per_call: float
+
+
+def time_adapter_plain_and_lookup(
+    run: AdaptRun,
+    held_out: Sequence[dict[str, Any]],
+    untrained_tokens_per_call: float,
+    dtype: str,
+) -> MeasuredFigures:
     """Answer held-out prompts without drafts, with the adapter and by prompt lookup, and compare.
 
     The model is loaded anew. Each way answers a few tokens first, untimed; then the three take
@@ -60,16 +77,10 @@ def check_adapter(
 
     Args:
         run: of this process.
-        rows: the held-out examples; the first `amounts.checked` are answered.
-        untrained_rate: tokens per call of untrained streams along all `rows`, prompts' calls
+        held_out: the held-out examples; the first `amounts.checked` are answered.
+        untrained_tokens_per_call: of untrained streams along all `held_out`, prompts' calls
             counted.
         dtype: as `load` takes it.
-
-    Returns:
-        Speed over plain decoding's of the adapter ("speed_up") and of prompt lookup
-        ("text_speed_up"); "machine"; and tokens per call after the prompts' calls:
-        "tokens_per_call" of the adapter, by nodes of the tree, as its settings record them;
-        "untrained_tokens_per_call", one number; and "lookup_tokens_per_call", one number.
 
     Raises:
         InputError: there is no adapter, as no training step made better guesses.
@@ -85,7 +96,7 @@ def check_adapter(
     num_tokens = 0
     num_same = 0
     lookup_calls = 0
-    checked = rows[: amounts.checked]
+    checked = held_out[: amounts.checked]
     for how in _CHECKED.values():  # what a first answer takes besides favours none
         time_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
     for number, row in enumerate(bar(checked, "checking")):
@@ -102,10 +113,9 @@ def check_adapter(
         lookup_calls += found_now["lookup"].target_calls
     curve = load_stream_adapter(folder).config.tokens_per_call or {}
     by_lookup = Replay(num_tokens, lookup_calls).without_prompts(len(checked)).tokens_per_call
-    held = sum(len(row["completion_tokens"]) for row in rows)
-    untrained = (
-        Replay(held, round(held / untrained_rate)).without_prompts(len(rows)).tokens_per_call
-    )
+    held = sum(len(row["completion_tokens"]) for row in held_out)
+    untrained_calls = round(held / untrained_tokens_per_call)
+    untrained = Replay(held, untrained_calls).without_prompts(len(held_out)).tokens_per_call
     speed_up = seconds["plain"] / seconds["drafted"]
     text_speed_up = seconds["plain"] / seconds["lookup"]
     run.say(
@@ -160,12 +170,12 @@ def time_answer(
     return TimedAnswer(tokens, segments[-1].target_calls, seconds)
 
 
-def write_figures(
+def write_figures_json(
     run: AdaptRun,
     plan: AdaptPlan,
     measured: Mapping[str, Any],
-    bits: int | None,
-    log: Sequence[Mapping[str, Any]],
+    base_bits: int | None,
+    log_entries: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write figures.json into the adapter's folder, which `ssmlx.upload` makes a card of: the
     adapter's recipe, data and figures.
@@ -176,9 +186,9 @@ def write_figures(
     Args:
         run: of this process.
         plan: with all rounds and the seconds spent.
-        measured: as `check_adapter` returns it.
-        bits: of the base's packed weights; None where it is not quantised.
-        log: entries of all rounds, as `join_round_logs` returns them.
+        measured: as `time_adapter_plain_and_lookup` returns it.
+        base_bits: of the base's packed weights; None where it is not quantised.
+        log_entries: of all rounds, as `join_round_logs` returns them.
     """
     options = run.options
     rows = read_round_examples(options, len(plan.rounds) - 1, "train")
@@ -188,13 +198,13 @@ def write_figures(
         "base": {
             "model": options.model,
             "revision": options.path.name if is_snapshot else None,
-            "bits": bits,
+            "bits": base_bits,
             "weights": plan.settings["weights"],
         },
         "recipe": {
             "command": " ".join([f"python -m {run.prog}", *sys.argv[1:]]),
             "version": __version__,
-            "steps": log[-1]["step"],
+            "steps": log_entries[-1]["step"],
             "seconds": round(plan.spent),
             "train": plan.train.to_dict(),
         },
@@ -224,7 +234,7 @@ def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
 
     Args:
         options: of the run; the advice is to double its hours where the adapter brings nothing.
-        measured: as `check_adapter` returns it.
+        measured: as `time_adapter_plain_and_lookup` returns it.
     """
     if is_worth_using(measured):
         named = "" if options.adapter is None else f" --adapter {options.out.name}"

@@ -21,18 +21,20 @@ from .sizing import (
     measure_rates,
     plan_round,
     stream_train_config,
-    time_candidate_layers,
+    time_candidate_layers_and_keep_costs,
 )
 
 CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 
 
-def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
+def time_and_make_plan_without_rounds(
+    run: AdaptRun, source: Source, responder: BatchResponder
+) -> AdaptPlan:
     """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
 
     That these are timed is said to the user. Step costs go into this machine's cost tables too, see
-    `time_candidate_layers`.
+    `time_candidate_layers_and_keep_costs`.
 
     Args:
         run: of this process.
@@ -53,7 +55,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
     with busy("timing calls"):
-        costs = time_candidate_layers(
+        costs = time_candidate_layers_and_keep_costs(
             source.backbone,
             base,
             source.training,
@@ -65,7 +67,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     longest = max(source.prompt_lengths)
     answer_tokens = options.amounts.answer_tokens
     train = stream_train_config(num_layers, seed=options.seed, max_length=longest + answer_tokens)
-    train = train.with_draft_vocab_size(base["vocab_size"])
+    train = train.with_default_draft_vocab_size(base["vocab_size"])
     config = make_stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):
@@ -88,7 +90,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     )
 
 
-def add_round_for_more_hours(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
+def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     """Add a round to the plan where the user's hours are more than those of its rounds; say what
     the last round makes.
 
@@ -128,7 +130,7 @@ def add_round_for_more_hours(run: AdaptRun, plan: AdaptPlan, source: Source) -> 
                 before,
                 held_out=options.amounts.held_out,
                 check_seconds=estimate_check_seconds(plan.rates, options.amounts, usual),
-                spent=run.clock.spent,
+                spent_seconds=run.clock.spent,
             )
 
         new = round_in(hours)
@@ -144,11 +146,11 @@ def add_round_for_more_hours(run: AdaptRun, plan: AdaptPlan, source: Source) -> 
             do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
         )
         plan = replace(plan, rounds=(*plan.rounds, new))
-    run.say(_round_line(plan, options.amounts, run.clock.spent))
+    run.say(_last_round_line(plan, options.amounts, run.clock.spent))
     return plan
 
 
-def model_and_streams_lines(plan: AdaptPlan, source: Source) -> str:
+def model_streams_and_costs_lines(plan: AdaptPlan, source: Source) -> str:
     """Return two lines for the user: the model, and its streams with what calls of each tree size
     cost, in plain calls.
     """
@@ -169,13 +171,13 @@ def model_and_streams_lines(plan: AdaptPlan, source: Source) -> str:
     )
 
 
-def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
+def _last_round_line(plan: AdaptPlan, amounts: Amounts, spent_seconds: float) -> str:
     """Return the line that tells the user what the last round makes, and how long that takes.
 
     Args:
         plan: with one round or more.
         amounts: of the run.
-        spent: seconds that the run has taken so far, all rounds together.
+        spent_seconds: that the run has taken so far, all rounds together.
     """
     last = plan.rounds[-1]
     rates = plan.rates
@@ -184,7 +186,7 @@ def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
     of_all = f" of all {last.answers:,}" if before else ""
     steps = plan.round_train_config(last).num_steps(last.answers - amounts.held_out)
     planned_at = 0.0 if before else last.spent_before
-    spent -= last.spent_before - planned_at
+    spent = spent_seconds - (last.spent_before - planned_at)
     answering = format_duration(last.answer_seconds)
     training = format_duration(last.train_seconds)
     checking = format_duration(last.other_seconds)

@@ -29,13 +29,13 @@ from .adapt_run import (
     tokenise_fitting_prompts,
 )
 from .batch_responder import BatchResponder, NumberedPrompt
-from .job import STORE_FILE, prepare_job, run_to_end
+from .job import STORE_FILE, read_and_check_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
 from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, format_duration
 from .questions import normalise_prompt, opening_words
-from .sizing import StepCosts, fastest_tree, shorten_round_to_hours
+from .sizing import StepCosts, cut_passes_to_hours, fastest_tree
 
 SAMPLED_EVERY = 4
 SAMPLED_TEMP = 0.8
@@ -76,9 +76,9 @@ def answer_and_train_round(
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
         began = run.clock.spent
-        make_round_examples(run, plan, number, source, responder)
+        answer_and_write_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
-        fitted = shorten_round_to_hours(planned, plan.round_before(number), run.clock.spent)
+        fitted = cut_passes_to_hours(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
         less = (
             ""
@@ -91,11 +91,11 @@ def answer_and_train_round(
         left = format_duration(fitted.train_seconds + fitted.other_seconds)
         took = format_duration(run.clock.spent - began)
         run.say(f"the answers took {took}{less}; some {left} to go")
-    train_round(run, plan, number, source)
+    train_round_and_write_best(run, plan, number, source)
     return plan
 
 
-def make_round_examples(
+def answer_and_write_round_examples(
     run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
 ) -> None:
     """Have the model answer as many more prompts as a round plans, and write the round's examples.
@@ -182,7 +182,7 @@ def _duplicate_key(row: Mapping[str, Any]) -> str:
     return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
-def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
+def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
     """Train a round's streams on its examples, and write the best of them to the run's adapter
     folder.
 
@@ -220,7 +220,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     )
     run.say(f"training {num_steps:,} steps ...")
     with busy("reading"):
-        job, _ = prepare_job(training, train, start)
+        job = read_and_check_job(training, train, start)
     twin = source.backbone.clone_sharing_weights()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
@@ -236,11 +236,11 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
         run.wait()
         pace.note_step_begin(trainer.step)
 
-    def validated(validate: Validation) -> None:
+    def after_validation(validation: Validation) -> None:
         """Say a forecast of the speed-up, and the time of training that is left."""
         left = pace.seconds_left(trainer.step)
         to_go = f"; some {format_duration(left)} of training to go" if left else ""
-        run.say(forecast_line(plan.step_costs, validate) + to_go)
+        run.say(forecast_line(plan.step_costs, validation) + to_go)
 
     with wired_limit(twin.model):
         run_to_end(
@@ -249,16 +249,16 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
             prog=run.prog,
             dtype=dtype.removeprefix("mlx.core."),
             identity=job.identity(dtype, *lora, init=start_folder if start else None),
-            write=lambda validate: model.write(best, validate),
+            write_trained=lambda validation: model.measure_and_write(best, validation),
             keep_best=True,
-            wait=before_step,
-            validated=validated,
-            lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+            before_step=before_step,
+            after_validation=after_validation,
+            make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
         )
     (folder / STORE_FILE).unlink(missing_ok=True)
 
 
-def forecast_line(costs: StepCosts, validate: Validation) -> str:
+def forecast_line(costs: StepCosts, validation: Validation) -> str:
     """Return the line that tells the user what speed-up the streams would bring as they are now,
     with the fastest tree.
 
@@ -266,9 +266,9 @@ def forecast_line(costs: StepCosts, validate: Validation) -> str:
 
     Args:
         costs: plain calls that a call with n nodes takes, by n.
-        validate: replays the held-out answers with trees of these n, which takes some time.
+        validation: replays the held-out answers with trees of these n, which takes some time.
     """
-    tokens = validate.tokens_per_call_by_size(tuple(costs))
+    tokens = validation.tokens_per_call_by_tree_size(tuple(costs))
     nodes, speedup = fastest_tree(costs, tokens)
     forecast = (
         f"so far: {tokens[nodes]:.2f} tokens per call with {nodes} nodes on held-out answers, "

@@ -27,10 +27,10 @@ from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_at_new_year_2026
 from .config import RunOptions, TrainConfig
 from .job import read_base_settings
-from .mlx_trainer import load_base_for_training
+from .mlx_trainer import load_base_in_trainable_dtype
 from .progress import Clock
 from .questions import draw_shipped_prompts
-from .record import LOG_FILE, read_record
+from .record import LOG_FILE, read_log_entries
 from .sizing import Rates, Round, StepCosts, choose_frozen_dtype, default_memory_bytes
 
 MOST_PROMPT_TOKENS = 1024
@@ -130,7 +130,7 @@ class AdaptPlan:
     spent: float = 0.0  # seconds that the run has taken
 
     @classmethod
-    def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
+    def read_or_none(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
         """Read the plan in a file.
 
         Args:
@@ -162,7 +162,7 @@ class AdaptPlan:
         return cls(
             settings=settings,
             base=values["base"],
-            train=TrainConfig.from_dict(values["train"]),
+            train=TrainConfig.from_dict_ignoring_unknown(values["train"]),
             step_costs={int(n): cost for n, cost in values["step_costs"].items()},
             rates=Rates(**values["rates"]),
             rounds=tuple(Round(**one) for one in values["rounds"]),
@@ -234,7 +234,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
     return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
 
 
-def find_folder_of_same_run(options: AdaptOptions) -> Path:
+def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
     """Find the folder of the run that these options begin or go on with.
 
     A model that was moved or renamed goes on with the run that was begun for its weights.
@@ -270,7 +270,7 @@ def load_model_and_prompts(run: AdaptRun) -> Source:
     base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
-    backbone = load_base_for_training(options.path, dtype, options.model)
+    backbone = load_base_in_trainable_dtype(options.path, dtype, options.model)
     backbone.capabilities.require("stages", "streams")
     lora: Loras = (
         {} if options.adapter is None else read_lora_without_streams(options.adapter, backbone)
@@ -378,6 +378,6 @@ def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for folder in folders:
         behind = entries[-1]["step"] if entries else 0
-        for one in read_record(folder / LOG_FILE):
+        for one in read_log_entries(folder / LOG_FILE):
             entries.append({**one, "step": one["step"] + behind})
     return entries

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..bars import busy
 from ..errors import name_file_in_os_errors
-from ..loading.adapt_runs import Run, read_adapt_runs
+from ..loading.adapt_runs import StoredRun, read_adapt_runs
 from ..loading.folders import PLAN_FILE
 from ..prompts import read_prompts
-from .adapt_check import check_adapter, verdict_line, write_figures
+from .adapt_check import time_adapter_plain_and_lookup, verdict_line, write_figures_json
 from .adapt_plan import (
     CACHE_BYTES,
-    add_round_for_more_hours,
-    make_adapt_plan,
-    model_and_streams_lines,
+    append_round_if_more_hours_and_say,
+    model_streams_and_costs_lines,
+    time_and_make_plan_without_rounds,
 )
 from .adapt_rounds import answer_and_train_round, restore_or_clear_interrupted_write
 from .adapt_run import (
@@ -37,7 +38,7 @@ from .adapt_run import (
 from .batch_responder import BatchResponder
 from .mlx_trainer import MlxTrainer
 from .progress import ENDED_FILE, Clock, describe_round_progress, format_duration
-from .record import PICTURE_FILE, draw_curves
+from .record import PICTURE_FILE, draw_curves_if_matplotlib
 
 
 def adapt(
@@ -67,7 +68,7 @@ def adapt(
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
     with busy("reading the weights"):
         settings = fixed_settings(options, prompts)
-    plan = AdaptPlan.read(options.out / PLAN_FILE, settings)
+    plan = AdaptPlan.read_or_none(options.out / PLAN_FILE, settings)
     if plan is not None:
         stored = _stored_run(options)
         if stored and stored.is_finished and options.hours == plan.rounds[-1].hours:
@@ -91,11 +92,11 @@ def adapt(
     try:
         _make_adapter_and_check(run, plan)
     except KeyboardInterrupt:
-        _save_and_say_progress(run)
+        _save_spent_time_and_say_progress(run)
         raise
 
 
-def _stored_run(options: AdaptOptions) -> Run | None:
+def _stored_run(options: AdaptOptions) -> StoredRun | None:
     """Return the run in the folder `options.out`, as it lies on disk; None where there is none yet,
     or it does not lie in `adapters_home`.
     """
@@ -123,12 +124,12 @@ def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
     return f"{kept} of round {number + 1}" if len(folders) > 1 else kept
 
 
-def _save_and_say_progress(run: AdaptRun) -> None:
+def _save_spent_time_and_say_progress(run: AdaptRun) -> None:
     """Say what an interrupted run has kept, and write into its plan how long it took.
 
     Where no plan was written yet, only that is said.
     """
-    plan = AdaptPlan.read(run.options.out / PLAN_FILE, run.settings)
+    plan = AdaptPlan.read_or_none(run.options.out / PLAN_FILE, run.settings)
     if plan is None:
         run.say("stopped before anything was planned: nothing is kept")
         return
@@ -147,29 +148,35 @@ def _make_adapter_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
         plan: of the stopped run; None where nothing is planned yet.
 
     Raises:
-        InputError: as `_plan_and_make_rounds` and `check_adapter` raise it.
+        InputError: as `_plan_and_make_missing_rounds` and `time_adapter_plain_and_lookup` raise it.
     """
     options = run.options
-    plan, dtype, bits = _plan_and_make_rounds(run, plan)
+    plan, base_dtype, base_bits = _plan_and_make_missing_rounds(run, plan)
     mx.clear_cache()  # of the base model, which is loaded once more with the adapter
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     log = join_round_logs(folders)
     picture = options.out / PICTURE_FILE
     run.say("decoding held-out prompts with the adapter and without ...")
     with busy("drawing"):
-        draw_curves(log, picture, options.out.name)
+        draw_curves_if_matplotlib(log, picture, options.out.name)
     held_out = read_round_examples(options, len(plan.rounds) - 1, "valid")
-    measured = check_adapter(run, held_out, log[0]["tokens_per_call"], dtype)
+    measured = time_adapter_plain_and_lookup(run, held_out, log[0]["tokens_per_call"], base_dtype)
     plan = run.save_plan(plan)
-    write_figures(run, plan, measured, bits, log)
+    write_figures_json(run, plan, measured, base_bits, log)
     if picture.exists():
         run.say(f"curves: {picture}")
     run.say(verdict_line(options, measured))
 
 
-def _plan_and_make_rounds(
-    run: AdaptRun, plan: AdaptPlan | None
-) -> tuple[AdaptPlan, str, int | None]:
+class _MadeRounds(NamedTuple):
+    """The plan of a run whose rounds are all made, and how its base model was loaded."""
+
+    plan: AdaptPlan
+    base_dtype: str  # how the base's weights were held, as `load` takes `dtype`
+    base_bits: int | None  # of the base's packed weights; None where it is not quantised
+
+
+def _plan_and_make_missing_rounds(run: AdaptRun, plan: AdaptPlan | None) -> _MadeRounds:
     """Load the model, plan what is not planned yet, and make every round that has not ended.
 
     The plan is said to the user, and written to the run's folder before the first round and after
@@ -179,10 +186,6 @@ def _plan_and_make_rounds(
     Args:
         run: of this process.
         plan: of the stopped run; None where nothing is planned yet, so that everything is timed.
-
-    Returns:
-        The plan; how the weights are held, as `load` takes `dtype`; bits of packed weights, None
-        where the model is not quantised.
 
     Raises:
         InputError: the model cannot be used, memory is too small, or the hours are too few.
@@ -194,10 +197,10 @@ def _plan_and_make_rounds(
         source = load_model_and_prompts(run)
     responder = BatchResponder(source.answering, source.tokenizer, 1, options.seed, run.wait)
     if plan is None:
-        plan = make_adapt_plan(run, source, responder)
+        plan = time_and_make_plan_without_rounds(run, source, responder)
     plan = replace(plan, base={"model": options.model, "folder": str(options.path.resolve())})
-    run.say(model_and_streams_lines(plan, source))
-    plan = add_round_for_more_hours(run, plan, source)
+    run.say(model_streams_and_costs_lines(plan, source))
+    plan = append_round_if_more_hours_and_say(run, plan, source)
     plan.write(options.out / PLAN_FILE)
     responder = replace(responder, batch_size=plan.rates.answers_at_once)
     restore_or_clear_interrupted_write(options.adapter_folder)
@@ -208,5 +211,5 @@ def _plan_and_make_rounds(
             with name_file_in_os_errors(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)
-    bits = (source.base.get("quantization") or {}).get("bits")
-    return plan, source.dtype, bits
+    base_bits = (source.base.get("quantization") or {}).get("bits")
+    return _MadeRounds(plan, source.dtype, base_bits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +34,13 @@ class NumberedPrompt:
     temp: float = 0.0  # greedy
 
 
+class NumberedAnswer(NamedTuple):
+    """An answer's token ids, and the number of the `NumberedPrompt` that it answers."""
+
+    number: int
+    tokens: list[int]  # with the end token where the model gave one
+
+
 @dataclass(frozen=True)
 class BatchResponder:
     """Answers many prompts at once with mlx-lm's `BatchGenerator`: each request greedily, or
@@ -46,9 +53,9 @@ class BatchResponder:
     seed: int = 0
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
-    def iterate_answers(
+    def yield_answers_as_they_end(
         self, requests: Sequence[NumberedPrompt], max_tokens: int
-    ) -> Iterator[tuple[int, list[int]]]:
+    ) -> Iterator[NumberedAnswer]:
         """Decode answers together, and yield each as it ends, so not in the order of `requests`.
 
         At most `batch_size` are decoded at once. `wait` is called after each step, in which each of
@@ -60,8 +67,7 @@ class BatchResponder:
             max_tokens: of the longest answer.
 
         Yields:
-            The request's own `number`, not its place in the list, and the tokens of its answer, the
-            end token included where the model gave one.
+            Each answer, with its request's own `number`, not its place in the list.
         """
         if not requests:
             return
@@ -72,7 +78,9 @@ class BatchResponder:
             completion_batch_size=self.batch_size,
             prefill_batch_size=min(self.batch_size, PREFILL_AT_ONCE),
         )
-        samplers = [self._make_sampler(request) if request.temp else None for request in requests]
+        samplers = [
+            self._make_seeded_sampler(request) if request.temp else None for request in requests
+        ]
         ids = generator.insert([[*request.prompt] for request in requests], samplers=samplers)
         by_id = dict(zip(ids, requests, strict=True))
         try:
@@ -80,11 +88,12 @@ class BatchResponder:
                 self.wait()
                 for one in (one for one in responses if one.finish_reason is not None):
                     request = by_id[one.uid]
-                    yield request.number, list(one.all_tokens[len(request.prompt) :])
+                    tokens = list(one.all_tokens[len(request.prompt) :])
+                    yield NumberedAnswer(request.number, tokens)
         finally:
             generator.close()
 
-    def _make_sampler(self, request: NumberedPrompt) -> Callable[[mx.array], mx.array]:
+    def _make_seeded_sampler(self, request: NumberedPrompt) -> Callable[[mx.array], mx.array]:
         """Return a function that draws token ids [B] from log probabilities [B, V] at the request's
         temperature, after min-p.
 
@@ -116,7 +125,7 @@ class BatchResponder:
         """
         known = dict(part.done)
         left = [request for request in requests if request.number not in known]
-        made = self.iterate_answers(left, max_tokens)
+        made = self.yield_answers_as_they_end(left, max_tokens)
         for number, tokens in bar(made, "answers", initial=len(known), total=len(requests)):
             part.append([number, tokens])
             known[number] = tokens
@@ -133,9 +142,9 @@ class BatchResponder:
 
         Returns:
             At most `wanted` questions, in the order of their numbers, those that differ in case,
-            spaces and punctuation alone once. Fewer where good ones are rare: it stops after a
-            number of tries in proportion to `wanted`, or earlier where after ten rounds fewer than
-            one in six is good.
+            spaces and punctuation alone once. Fewer where good ones are rare: it stops after
+            six tries a wanted question, or earlier where after ten rounds fewer than one in six is
+            good.
 
         Raises:
             InputError, ValueError: the chat template has no user turn to continue, see
@@ -154,7 +163,7 @@ class BatchResponder:
                 NumberedPrompt(number, prefix, 1.0) for number in numbers if number not in known
             ]
             label = f"questions, {len(found)} of {wanted}"
-            asked = self.iterate_answers(requests, max_tokens)
+            asked = self.yield_answers_as_they_end(requests, max_tokens)
             for number, tokens in bar(asked, label, total=len(requests)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""

@@ -40,9 +40,9 @@ class TrainConfig:
     Speculative Streaming (arXiv 2402.11131).
 
     `draft_vocab_size` None is `DRAFT_VOCAB_SIZE` where streams draft from a vocabulary of twice
-    that or more, else 0; `with_draft_vocab_size` fills it in. `stream_init` and `stream_init_rank`
-    are f of eq. 3 and its rank; None chooses low_rank of rank 32, or identity (which has none)
-    where streams rotate, where there are none, or where the rank is given as 0.
+    that or more, else 0; `with_default_draft_vocab_size` fills it in. `stream_init` and
+    `stream_init_rank` are f of eq. 3 and its rank; None chooses low_rank of rank 32, or identity
+    (which has none) where streams rotate, where there are none, or where the rank is given as 0.
     """
 
     num_streams: int = setting(
@@ -168,7 +168,7 @@ class TrainConfig:
         Raises:
             InputError: a setting is out of bounds, or does not go with another.
         """
-        self._choose_stream_init()
+        self._fill_in_missing_stream_init()
         check_settings(self, do=_DO)
         rotated = self.stream_design == "value_rotation"
         identity = self.stream_init == "identity"
@@ -207,7 +207,7 @@ class TrainConfig:
             found = f"--{name.replace('_', '-')} {getattr(self, name)}"
             require(ok, found, expected=expected, do=_DO)
 
-    def _choose_stream_init(self) -> None:
+    def _fill_in_missing_stream_init(self) -> None:
         """Fill in `stream_init` and `stream_init_rank` where they are None; what is given stays.
 
         The kind is low_rank where there are stream embeddings and the rank is not given as 0, else
@@ -223,15 +223,16 @@ class TrainConfig:
         object.__setattr__(self, "stream_init", kind)
         object.__setattr__(self, "stream_init_rank", rank)
 
-    def with_draft_vocab_size(self, vocab_size: int) -> TrainConfig:
-        """Return the settings with `draft_vocab_size` chosen for a model of `vocab_size` tokens.
+    def with_default_draft_vocab_size(self, model_vocab_size: int) -> TrainConfig:
+        """Return the settings with `draft_vocab_size` chosen, for a model of `model_vocab_size`
+        tokens, where it is None; a size that was given stays.
 
-        It is `DRAFT_VOCAB_SIZE` where there are streams and the vocabulary has twice that or more,
-        else 0. A size that was given stays.
+        It becomes `DRAFT_VOCAB_SIZE` where there are streams and the model has twice as many tokens
+        or more, else 0.
         """
         if self.draft_vocab_size is not None:
             return self
-        pays = self.num_streams > 0 and vocab_size >= 2 * DRAFT_VOCAB_SIZE
+        pays = self.num_streams > 0 and model_vocab_size >= 2 * DRAFT_VOCAB_SIZE
         return replace(self, draft_vocab_size=DRAFT_VOCAB_SIZE if pays else 0)
 
     @property
@@ -248,7 +249,7 @@ class TrainConfig:
         return weights if len(weights) == self.num_streams else weights * self.num_streams
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+    def from_dict_ignoring_unknown(cls, values: Mapping[str, Any]) -> TrainConfig:
         """Build from JSON values; lists become tuples, unknown keys are ignored, missing ones have
         their defaults.
 
@@ -275,7 +276,7 @@ class TrainConfig:
         per_epoch = -(-num_examples // self.batch_size)
         return max(1, round(self.epochs * per_epoch))
 
-    def rate(self, step: int, num_steps: int) -> float:
+    def learning_rate_at(self, step: int, num_steps: int) -> float:
         """Return the learning rate of a step: linearly rising in the warm-up, then as the schedule
         says.
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -67,16 +67,24 @@ class Example:
         return self.turns or ((self.start, len(self.tokens)),)
 
 
+class _PromptAndAnswer(NamedTuple):
+    """Token ids of a prompt, and of the answer that is to be learned."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
 @dataclass(frozen=True)
 class Encoder:
-    """Turns lines of training data into token ids, see `encode`."""
+    """Turns lines of training data into token ids, see
+    `encode_unless_prompt_too_long`."""
 
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
     end_token: int | None  # put behind an answer that has none; None for no end token
     max_length: int  # tokens of an example at most
 
-    def encode(self, line: dict[str, Any]) -> Example | None:
+    def encode_unless_prompt_too_long(self, line: dict[str, Any]) -> Example | None:
         """Tokenise a line of training data, of one of the forms at the top of this file.
 
         Texts are put under the template and get the end token behind the answer; token ids are
@@ -101,12 +109,14 @@ class Encoder:
             answer = list(line["completion_tokens"])
         elif "completion" in line and isinstance(line.get("prompt"), str):
             asked = [{"role": "user", "content": line["prompt"]}]
-            prompt, answer = self._encode_chat([*asked, {"content": line["completion"]}], None)
+            prompt, answer = self._encode_prompt_and_answer(
+                [*asked, {"content": line["completion"]}], None
+            )
         elif "messages" in line:
             turns = normalise_turns(line["messages"])
             if turns and turns[-1]["role"] != "assistant":
                 raise ValueError("its last turn is not the assistant's")
-            prompt, answer = self._encode_chat(turns, line.get("tools"))
+            prompt, answer = self._encode_prompt_and_answer(turns, line.get("tools"))
         elif isinstance(line.get("text"), str):
             text = encode(line["text"], self.tokenizer) if line["text"] else []
             prompt = text[:1]
@@ -120,7 +130,9 @@ class Encoder:
         tokens = [index(token) for token in (*prompt, *answer)][: self.max_length]
         return Example(np.array(tokens, np.int32), len(prompt))
 
-    def _encode_chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+    def _encode_prompt_and_answer(
+        self, turns: list[dict[str, Any]], tools: Any
+    ) -> _PromptAndAnswer:
         """Tokenise a conversation as a prompt and the answer of its last turn, with the tool calls
         that this may have.
 
@@ -129,9 +141,9 @@ class Encoder:
             tools: for the template; None for none.
 
         Returns:
-            Tokens of all turns but the last, up to where an answer starts; and those of the answer
-            with the end token, if there is one. Tool calls are written as the template does it;
-            what it writes behind the first end token is cut.
+            The prompt: all turns but the last, up to where an answer starts; and the answer, with
+            the end token if there is one. Tool calls are written as the template does it; what it
+            writes behind the first end token is cut.
 
         Raises:
             ValueError: the template is not for several turns, refuses them, or writes the tool
@@ -144,7 +156,7 @@ class Encoder:
         )
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
-            return prompt, self._encode_answer(turns[-1]["content"])
+            return _PromptAndAnswer(prompt, self._encode_answer(turns[-1]["content"]))
         # How a model calls a tool, its template alone knows.
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
@@ -153,7 +165,7 @@ class Encoder:
         end = self.end_token
         if end is not None and end in answer:
             del answer[answer.index(end) + 1 :]
-        return prompt, answer
+        return _PromptAndAnswer(prompt, answer)
 
     def _encode_answer(self, text: str) -> list[int]:
         """Return the tokens of an answer's text, without special tokens but for the end token at
@@ -186,7 +198,7 @@ def read_examples(
     for number, text in progress(lines) if progress else lines:
         where = f"{path}, line {number}"
         try:
-            example = encoder.encode(parse_json(text))
+            example = encoder.encode_unless_prompt_too_long(parse_json(text))
         except InputError as error:
             raise error.at(where) from error
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -316,6 +328,14 @@ class Packing:
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
 
+class BatchAnswer(NamedTuple):
+    """One answer of a batch, and where it stands there."""
+
+    row: int
+    anchors: slice  # of `Batch.anchors[row]`, those of this answer
+    tokens: np.ndarray  # [A] ids
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Texts side by side: B of them, T columns; K anchors in the text with most; G streams each."""
@@ -339,10 +359,11 @@ class Batch:
         return positions
 
     @property
-    def visible(self) -> np.ndarray:
+    def causal_visible(self) -> np.ndarray:
         """[B, T, T] bool, which node row (second axis) sees which (third axis).
 
-        A row sees itself and earlier ones of its text; padding before the text sees itself alone.
+        A row sees itself and earlier ones of its text, other packed examples among them; padding
+        before the text sees itself alone.
         """
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
@@ -355,23 +376,23 @@ class Batch:
         """[B, T, T] bool, which node rows (third axis) the streams of each node row (second axis)
         see.
 
-        As `visible`; of packed texts only the attention sinks and what begins at `firsts`.
+        As `causal_visible`; of packed texts only the attention sinks and what begins at `firsts`.
         """
         if self.firsts is None:
-            return self.visible
-        return np.asarray(hide_outside_window(self.visible, self.positions, self.firsts))
+            return self.causal_visible
+        return np.asarray(hide_outside_window(self.causal_visible, self.positions, self.firsts))
 
-    def part_of_rank(self, rank: int, size: int) -> Batch:
-        """Return the texts of one rank as a batch: every `size`-th from number `rank` on, counted
-        from 0.
+    def every_nth_text_of_rank(self, rank: int, num_ranks: int) -> Batch:
+        """Return the texts of one rank as a batch: every `num_ranks`-th from number `rank` on,
+        counted from 0.
 
         Its `whole` is this batch. A rank without texts gets the first text, without targets.
 
         Args:
             rank: which part.
-            size: how many ranks share the batch.
+            num_ranks: how many ranks share the batch.
         """
-        rows = np.arange(rank, len(self.tokens), size)
+        rows = np.arange(rank, len(self.tokens), num_ranks)
         share = min(1, len(rows))
         rows = rows if share else np.zeros(1, int)
         arrays = {name: array[rows] for name, array in vars(self).items() if array is not None}
@@ -397,15 +418,14 @@ class Batch:
         found = np.take_along_axis(self.tokens, np.minimum(at, self.tokens.shape[1] - 1), axis=1)
         return np.where(at < np.take_along_axis(self.ends, self.anchors, axis=1), found, -1)
 
-    def answers(self) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Yield each answer, row by row: the row, the slice of `anchors[row]` that is the answer's,
-        and its token ids.
-        """
+    def answers_with_anchors(self) -> Iterator[BatchAnswer]:
+        """Yield each answer, row by row; of packed texts several in a row."""
         for row, ends in enumerate(self.ends):
             place = 0
             for end in np.unique(ends[ends > 0]):
                 answer = self.tokens[row, int(np.argmax(ends == end)) + 1 : end]
-                yield row, slice(place, place := place + len(answer)), answer
+                anchors = slice(place, place := place + len(answer))
+                yield BatchAnswer(row, anchors, answer)
 
 
 def collate(
@@ -474,8 +494,8 @@ class BatchPlan:
         batch_size: int,
         seed: int,
         rank: int = 0,
-        size: int = 1,
-        packing: Packing | None = None,
+        num_ranks: int = 1,
+        half_packing: Packing | None = None,
     ) -> None:
         """Keep the arguments; nothing is drawn before the first call of `batch`.
 
@@ -484,15 +504,15 @@ class BatchPlan:
             batch_size: examples of a step, over all ranks.
             seed: of the run.
             rank: of this process.
-            size: processes that share each batch.
-            packing: joins the examples of half of each epoch's batches, drawn at random; None joins
-                none.
+            num_ranks: processes that share each batch.
+            half_packing: joins the examples of half of each epoch's batches, drawn at random; None
+                joins none.
         """
         self._examples = examples
         self._batch_size = batch_size
         self._seed = seed
-        self._part = (rank, size)
-        self._packing = packing
+        self._part = (rank, num_ranks)
+        self._packing = half_packing
         self._epoch = -1
         self._batches: list[np.ndarray] = []
         self._joined: set[int] = set()
@@ -508,14 +528,14 @@ class BatchPlan:
             self._batches = draw_epoch_batches(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
             if self._packing is not None:
-                self._draw_and_shuffle_packed_batches()
+                self._shuffle_half_and_mark_for_packing()
         packing = self._packing if place in self._joined else None
         batch = collate(self._examples, self._batches[place], packing)
-        return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
+        return batch if self._part == (0, 1) else batch.every_nth_text_of_rank(*self._part)
 
-    def _draw_and_shuffle_packed_batches(self) -> None:
-        """Draw half of the epoch's batches to be packed, rounded up, and shuffle their examples
-        among them.
+    def _shuffle_half_and_mark_for_packing(self) -> None:
+        """Draw half of the epoch's batches, rounded up, shuffle their examples among them, and mark
+        them; `batch` packs them.
 
         `_batches` is changed, and `_joined` set to the numbers of the drawn batches.
         """

@@ -38,7 +38,7 @@ from .data import (
     read_examples,
 )
 from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves
+from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves_if_matplotlib
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
@@ -106,13 +106,14 @@ class Trainer(ABC):
         finally:
             work.unlink(missing_ok=True)
 
-    def resume(self, path: Path, identity: str, differs: str = "") -> None:
+    def resume_if_saved(self, path: Path, identity: str, differing_options: str = "") -> None:
         """Go on from a saved state, see `restore`; do nothing where there is no file.
 
         Args:
             path: of the state's file.
             identity: of this run.
-            differs: what another run has other than this one, for the message; may be empty.
+            differing_options: what another run has other than this one, for the message; may be
+                empty.
 
         Raises:
             InputError: the file cannot be read, or is another run's.
@@ -127,10 +128,10 @@ class Trainer(ABC):
                 expected="the state of a stopped run",
                 do="delete it to start again",
             ) from error
-        differs = differs or "other data or another model to start from"
+        difference = differing_options or "other data or another model to start from"
         require(
             found == identity,
-            f"{path.parent} holds a run with {differs}",
+            f"{path.parent} holds a run with {difference}",
             expected="the settings that it was started with",
             do="give those, or another --out",
         )
@@ -139,7 +140,7 @@ class Trainer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that a training run is made of, read and checked, see `prepare_job`."""
+    """All that a training run is made of, read and checked, see `read_and_check_job`."""
 
     options: RunOptions
     train: TrainConfig
@@ -148,6 +149,7 @@ class Job:
     valid: Sequence[Example]
     draft_vocab: np.ndarray | None
     weights: str  # a digest of the model's stored weights
+    base_folder: Path  # of the base model
     packing: Packing | None = None
 
     @property
@@ -167,7 +169,7 @@ class Job:
         """
         start = [] if init is None else [weights_and_configs_digest(init)]
         config = replace(self.config, base_model="").to_dict()
-        return self._digest(self.train.to_dict(), config, *more, *start)
+        return self._digest_with_weights_and_examples(self.train.to_dict(), config, *more, *start)
 
     def lower_identity(self, *more: Any) -> str:
         """Return a digest of what decides the frozen layers' results: the base's weights, their
@@ -176,7 +178,9 @@ class Job:
         It is the same for runs that differ only in the layers above. It is SHA-256 in hexadecimal.
         """
         config = self.config
-        return self._digest(config.num_layers, config.insertion_layer, *more)
+        return self._digest_with_weights_and_examples(
+            config.num_layers, config.insertion_layer, *more
+        )
 
     def lower_function(
         self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
@@ -202,10 +206,10 @@ class Job:
         if size > self.options.cache_gb * 2**30:
             return objective.lower
         store = LowerStore(self.options.out / file, self.examples, objective, identity)
-        store.fill(label)
-        return lambda batch: (store.get if batch.firsts is None else objective.lower)(batch)
+        store.fill_missing(label)
+        return lambda batch: (store.read_batch if batch.firsts is None else objective.lower)(batch)
 
-    def _digest(self, *values: Any) -> str:
+    def _digest_with_weights_and_examples(self, *values: Any) -> str:
         """Return the SHA-256, in hexadecimal, over the base's weights, JSON values, and the tokens
         and answers of all training examples.
         """
@@ -234,9 +238,9 @@ def read_base_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def prepare_job(
+def read_and_check_job(
     options: RunOptions, train: TrainConfig, start: StreamAdapter | None = None
-) -> tuple[Job, Path]:
+) -> Job:
     """Read a run's data, find its base model, and choose settings and draft vocabulary.
 
     The model is downloaded where it is not here; its weights are only digested, not loaded. Of the
@@ -249,15 +253,12 @@ def prepare_job(
         start: the adapter whose settings, draft vocabulary and template are kept, where `train`
             trains a part of it; None for a new adapter.
 
-    Returns:
-        The job, and the base model's folder.
-
     Raises:
         InputError: the model or the data cannot be used, such as token ids that the model has not.
     """
     path = resolve_model(options.model)
     base = read_base_settings(path)
-    train = train.with_draft_vocab_size(base["vocab_size"])
+    train = train.with_default_draft_vocab_size(base["vocab_size"])
     words = load_tokenizer(path, base)
     if start is None:
         config = make_stream_config(train, base, options, [words.eos_token_id])
@@ -266,14 +267,14 @@ def prepare_job(
         options = replace(options, template=config.prompt_template)
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
 
-    def read(name: str) -> list[Example]:
-        """Read the file of examples `name` in the data folder.
+    def read_checked_examples(file_name: str) -> list[Example]:
+        """Read a file of examples in the data folder.
 
         Raises:
             InputError: it cannot be read, or has token ids that the model has not.
         """
-        file = options.data / name
-        examples = read_examples(file, encoder, lambda lines: bar(lines, name))
+        file = options.data / file_name
+        examples = read_examples(file, encoder, lambda lines: bar(lines, file_name))
         low = min(int(example.tokens.min()) for example in examples)
         high = max(int(example.tokens.max()) for example in examples)
         require(  # ids that a file gives as they are may be another model's
@@ -284,8 +285,8 @@ def prepare_job(
         )
         return examples
 
-    examples = read("train.jsonl")
-    valid = read("valid.jsonl")[: options.valid_count]
+    examples = read_checked_examples("train.jsonl")
+    valid = read_checked_examples("valid.jsonl")[: options.valid_count]
     if start is None:
         longest = max(len(example.tokens) for example in examples)
         config = replace(config, stream_window=max(config.stream_window, longest))
@@ -297,9 +298,8 @@ def prepare_job(
     packing = None
     if train.pack:
         packing = Packing(train.pack, find_tokens_between_turns(words), config.stream_window)
-    return Job(
-        options, train, config, examples, valid, vocab, sampled_weights_digest(path), packing
-    ), path
+    digest = sampled_weights_digest(path)
+    return Job(options, train, config, examples, valid, vocab, digest, path, packing)
 
 
 def make_stream_config(
@@ -345,11 +345,11 @@ def run_to_end(
     prog: str,
     dtype: str,
     identity: str,
-    lower: Callable[[], Lower],
-    write: Callable[[Validation], Path | None],
+    make_lower: Callable[[], Lower],
+    write_trained: Callable[[Validation], Path],
     keep_best: bool = False,
-    wait: Callable[[], None] = lambda: None,
-    validated: Callable[[Validation], None] = lambda validate: None,
+    before_step: Callable[[], None] = lambda: None,
+    after_validation: Callable[[Validation], None] = lambda validation: None,
 ) -> None:
     """Take the steps of a run that are left; log, validate, save, and write what was trained.
 
@@ -364,13 +364,13 @@ def run_to_end(
         prog: the command's module, for records.
         dtype: of the frozen layers, for records.
         identity: of the run, see `Job.identity`.
-        lower: called once, after the state is read; returns what gives the frozen layers' results
-            of a batch.
-        write: writes what was trained, and returns where, or None for the run's folder.
-        keep_best: validate before the first step of a new run too, and call `write` whenever tokens
-            per call are the most so far, by the log; otherwise once, at the end.
-        wait: called before each step.
-        validated: called after each validation but that before the first step.
+        make_lower: called once, after the state is read; returns what gives the frozen layers'
+            results of a batch.
+        write_trained: writes what was trained, and returns where.
+        keep_best: validate before the first step of a new run too, and call `write_trained`
+            whenever tokens per call are the most so far, by the log; otherwise once, at the end.
+        before_step: called before each step.
+        after_validation: called after each validation but that before the first step.
 
     Raises:
         InputError: the folder holds another run, cannot be written, or a gradient is not finite.
@@ -392,48 +392,51 @@ def run_to_end(
         settings["draft_vocab_coverage"] = round(
             draft_vocab_coverage(job.valid, job.draft_vocab), 4
         )
-    trainer.resume(state, identity, _describe_differing_options(out / SETTINGS_FILE, settings))
+    trainer.resume_if_saved(
+        state, identity, _describe_differing_options(out / SETTINGS_FILE, settings)
+    )
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
-    lower_of = lower()
+    lower_of = make_lower()
     objective = trainer.objective
     size = options.tree_size
     batches = batches_by_length(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
     with busy("reading held-out answers"):
-        validate, of_packed = (
+        validation, of_packed = (
             Validation(objective, one, size, largest) for one in (batches, texts)
         )
     last = min(options.max_steps or job.num_steps, job.num_steps)
     rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
     plan = BatchPlan(job.examples, *rule)
     first = trainer.step
-    result = None
+    written = out
     if keep_best and not record.entries:
-        record.add({"step": 0, **validate()})
+        record.add({"step": 0, **validation.measure_losses_and_tokens_per_call()})
     best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
     for step in bar(range(first, last), "training", initial=first, total=last, unit="step"):
-        wait()
+        before_step()
         batch = plan.batch(step)
         entry = trainer.advance(batch, lower_of(batch))
         if trainer.step % options.valid_every == 0 or trainer.step == last:
-            entry |= validate()
-            if rate := of_packed().get("tokens_per_call"):
+            entry |= validation.measure_losses_and_tokens_per_call()
+            packed = of_packed.measure_losses_and_tokens_per_call()
+            if rate := packed.get("tokens_per_call"):
                 entry["packed_tokens_per_call"] = rate
-            _log_losses(entry, job.num_steps)
-            validated(validate)
+            _log_validation(entry, job.num_steps)
+            after_validation(validation)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if keep_best and entry.get("tokens_per_call", 0.0) > best:
             best = entry["tokens_per_call"]
-            result = write(validate)
+            written = write_trained(validation)
         if trainer.step % options.save_every == 0 or trainer.step == last:
             trainer.save(state, identity)
     if not keep_best:
-        result = write(validate)
-    draw_curves(record.entries, out / PICTURE_FILE, out.name)
-    logger.info("%s: step %d of %d", result or out, trainer.step, job.num_steps)
+        written = write_trained(validation)
+    draw_curves_if_matplotlib(record.entries, out / PICTURE_FILE, out.name)
+    logger.info("%s: step %d of %d", written, trainer.step, job.num_steps)
 
 
 def _describe_differing_options(path: Path, settings: Mapping[str, Any]) -> str:
@@ -473,7 +476,7 @@ def check_gradient_is_finite(norm: float, step: int) -> None:
     )
 
 
-def _log_losses(entry: dict[str, float], num_steps: int) -> None:
+def _log_validation(entry: dict[str, float], num_steps: int) -> None:
     """Log a validation: the step, the held-out losses, and tokens per call where the entry has
     them.
 
@@ -490,7 +493,7 @@ def _log_losses(entry: dict[str, float], num_steps: int) -> None:
     logger.info("step %.0f of %d: %s%s", entry["step"], num_steps, losses, rate)
 
 
-def check_lora_scale(source: Path, found: float, expected: float) -> None:
+def require_same_lora_scale(source: Path, found: float, expected: float) -> None:
     """Raise InputError where LoRA weights to start from have another scale, alpha / rank, than the
     new run's.
 
@@ -509,26 +512,32 @@ def check_lora_scale(source: Path, found: float, expected: float) -> None:
     )
 
 
-def check_start_streams(
-    source: Path, found: StreamConfig, wanted: StreamConfig, *, loses_task: bool
-) -> None:
-    """Raise InputError where the streams in `source` would mean something else in the new run.
-
-    That is so where they draft beside a LoRA that it has not, or `_OF_STREAMS` differ; the latter
-    is not looked at where the source has no streams.
+def require_task_lora_kept(source: Path, *, start_has_it: bool, run_has_it: bool) -> None:
+    """Raise InputError where streams to start from draft beside the LoRA of a task, which the new
+    run has not.
 
     Args:
-        source: folder of the weights to start from, for messages.
-        found: the settings there.
-        wanted: those of the new run.
-        loses_task: whether they draft beside a task's LoRA, which the new run has not.
+        source: folder of the weights to start from, for the message.
+        start_has_it: whether these streams draft beside such a LoRA.
+        run_has_it: whether the new run has one; which, is not compared.
     """
     require(
-        not loses_task,
+        run_has_it or not start_has_it,
         f"the streams in {source} draft beside the LoRA of a task",
         expected="that LoRA on every row",
         do="give --task-lora, or --train-only streams",
     )
+
+
+def require_same_stream_design(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
+    """Raise InputError for the first of `_OF_STREAMS` in which streams to start from differ from
+    those of the new run; nothing is compared where `found` has no streams.
+
+    Args:
+        source: folder of the weights to start from, for the message.
+        found: the settings there.
+        wanted: those of the new run.
+    """
     for name in _OF_STREAMS if found.num_streams else ():
         before = getattr(found, name)
         now = getattr(wanted, name)
@@ -540,17 +549,19 @@ def check_start_streams(
         )
 
 
-def check_start_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise InputError unless for each array of `found` the new run has one of the same name and
+def require_run_has_start_shapes(
+    source: Path, start_arrays: Mapping[str, Any], run_arrays: Mapping[str, Any]
+) -> None:
+    """Raise InputError unless for each array to start from the new run has one of the same name and
     shape.
 
     Args:
         source: folder of the weights to start from, for the message.
-        found: arrays there, by name.
-        wanted: those of the new run; it may have more.
+        start_arrays: those there, by name.
+        run_arrays: those of the new run, by name; it may have more.
     """
-    for name, array in found.items():
-        here = list(wanted[name].shape) if name in wanted else None
+    for name, array in start_arrays.items():
+        here = list(run_arrays[name].shape) if name in run_arrays else None
         require(
             list(array.shape) == here,
             f"{source} has {name} of shape {list(array.shape)}",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -47,7 +47,12 @@ from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotat
 from ..settings import StreamConfig
 from .config import Part, TrainConfig
 from .data import Batch
-from .job import check_lora_scale, check_start_shapes, check_start_streams
+from .job import (
+    require_run_has_start_shapes,
+    require_same_lora_scale,
+    require_same_stream_design,
+    require_task_lora_kept,
+)
 from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
@@ -66,8 +71,8 @@ class Rows:
     key_positions: mx.array  # [B, keys]
 
     def mask_in_window(self, window: int | None) -> mx.array:
-        """Return `mask` for a layer with a sliding window of `window` tokens, the row's own among
-        them, and keys before it hidden; `mask` itself for None.
+        """Return [B, 1, R, keys] bool: `mask` without the keys that stand `window` tokens or more
+        before the row; `mask` itself for None.
         """
         if window is None:
             return self.mask
@@ -92,7 +97,7 @@ class Layout:
         are no groups.
         """
         positions = mx.array(batch.positions)
-        nodes = Rows(positions, mx.array(batch.visible[:, None]), positions)
+        nodes = Rows(positions, mx.array(batch.causal_visible[:, None]), positions)
         cuts = range(0, batch.anchors.shape[1] if num_streams else 0, _ANCHORS_AT_ONCE)
         parts = [batch.anchors[:, first : first + _ANCHORS_AT_ONCE] for first in cuts]
         visible = batch.stream_visible
@@ -182,6 +187,13 @@ class _LayerCache:
         return self.kept
 
 
+class LastStates(NamedTuple):
+    """What the last layer gives, before the final norm."""
+
+    nodes: mx.array  # [B, T, D]
+    streams: mx.array  # [B, K * G, D], anchor by anchor; [B, 0, D] without streams
+
+
 class TrainedModel:
     """A base model whose streams, LoRA and pruning adapter can be replaced, so that it is a
     function of them: for gradients.
@@ -222,25 +234,25 @@ class TrainedModel:
         self.draft_head = self._fused.draft_head
         self._start = trainable_weights(adapter)
         self.weights = trainable_weights(adapter, part)
-        self.bind(self.weights)
+        self.bind_and_reset_others(self.weights)
 
     @property
     def adapter(self) -> StreamAdapter:
         """The adapter with the weights that are bound now, which are float32."""
         return replace_weights(self._adapter, self.weights)
 
-    def write(self, folder: Path, validate: Validation) -> Path:
+    def measure_and_write(self, folder: Path, validation: Validation) -> Path:
         """Write the adapter with the weights that are bound now into a folder, see
-        `write_validated_adapter`; return the folder.
+        `measure_and_write_adapter`; return the folder.
         """
-        return write_validated_adapter(folder, self.adapter, validate)
+        return measure_and_write_adapter(folder, self.adapter, validation)
 
     @property
     def _streams(self) -> StreamWeights:
         assert self._fused.streams is not None
         return self._fused.streams
 
-    def bind(self, weights: Weights) -> None:
+    def bind_and_reset_others(self, weights: Weights) -> None:
         """Put `weights` into the model, by their names in the adapter's files, and keep them as
         `self.weights`.
 
@@ -266,7 +278,7 @@ class TrainedModel:
             nodes = self._run(index, nodes, layout.nodes, _LayerCache(layout.nodes))
         return nodes
 
-    def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
+    def upper_before_norm(self, nodes: mx.array, layout: Layout) -> LastStates:
         """Run node rows, and then their streams, through the layers from the insertion layer on.
 
         Args:
@@ -274,8 +286,7 @@ class TrainedModel:
             layout: of the batch.
 
         Returns:
-            The last hidden states before the final norm: of nodes [B, T, D], and of streams [B, K *
-            G, D], anchor by anchor; [B, 0, D] without streams.
+            The last hidden states, to which the final norm is not applied.
         """
         started = nodes
         views = []
@@ -296,7 +307,7 @@ class TrainedModel:
                     own = _LayerCache(rows, view, self._fused.rotation)
                     states = self._run(index, states, rows, own)
             streams.append(states)
-        return nodes, mx.concatenate(streams, axis=1)
+        return LastStates(nodes, mx.concatenate(streams, axis=1))
 
     def early_exit(self, nodes: mx.array) -> mx.array:
         """Return node states with the pruning adapter's correction added, as the LM head takes them
@@ -387,7 +398,9 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     return adapter.with_trained(lora, streams=streams_from_tensors(every))
 
 
-def bind_weights_of_adapter(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
+def bind_weights_that_adapter_has(
+    model: TrainedModel, adapter: StreamAdapter, source: Path
+) -> None:
     """Bind the weights of another adapter to a model, as far as that has them.
 
     The adapter may lack parts, such as streams where it is a LoRA alone; these keep the model's
@@ -403,32 +416,35 @@ def bind_weights_of_adapter(model: TrainedModel, adapter: StreamAdapter, source:
             or a shape differs.
     """
     require_same_base(adapter, model.backbone)
-    loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
-    check_start_streams(source, adapter.config, model.config, loses_task=loses_task)
+    start_has_it = bool(adapter.task_lora)
+    run_has_it = bool(model.adapter.task_lora)
+    require_task_lora_kept(source, start_has_it=start_has_it, run_has_it=run_has_it)
+    require_same_stream_design(source, adapter.config, model.config)
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
     for lora in adapter.trained_lora.values():
-        check_lora_scale(source, lora.scale, max(scales, default=lora.scale))
+        require_same_lora_scale(source, lora.scale, max(scales, default=lora.scale))
     found = trainable_weights(adapter)
-    check_start_shapes(source, found, model.weights)
+    require_run_has_start_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
-    model.bind(weights)
+    model.bind_and_reset_others(weights)
 
 
-def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
+def measure_and_write_adapter(folder: Path, adapter: StreamAdapter, validation: Validation) -> Path:
     """Measure tokens per call on held-out text, and write an adapter with them in its settings.
 
     Args:
         folder: an older one is replaced as a whole when the new one is written.
         adapter: it stays as it is.
-        validate: replays with trees of `RECORDED_TREE_SIZES`; nothing is recorded without streams.
+        validation: replays with trees of `RECORDED_TREE_SIZES`; without streams nothing is
+            recorded.
 
     Returns:
         The folder.
     """
     config = replace(
         adapter.config,
-        tokens_per_call=validate.tokens_per_call_by_size(RECORDED_TREE_SIZES) or None,
+        tokens_per_call=validation.tokens_per_call_by_tree_size(RECORDED_TREE_SIZES) or None,
     )
     with atomic_folder(folder) as work:
         write_adapter_in_place(work, replace(adapter, config=config))
@@ -444,8 +460,8 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     """
     streams = adapter.streams
     size = adapter.config.hidden_size
-    condition = streams.condition or new_condition(train, size)
-    root_init = streams.root_init or new_root_init(train, size)
+    condition = streams.condition or draw_condition_or_none(train, size)
+    root_init = streams.root_init or draw_root_init_or_none(train, size)
     config = replace(
         adapter.config,
         condition_rank=train.condition_rank,
@@ -456,25 +472,27 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     return replace(adapter, config=config, streams=streams)
 
 
-def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
+def draw_root_init_or_none(train: TrainConfig, hidden_size: int) -> LowRank | None:
     """Draw what the root token and the last hidden state add to f of eq. 3: a low-rank map from 2
-    `size` to `size`.
+    `hidden_size` to `hidden_size` numbers.
 
     It is zero until it is trained. None where `train.root_init_rank` is 0.
     """
     rng = np.random.default_rng([train.seed, 2])
-    return new_low_rank(rng, train.root_init_rank, 2 * size, size)
+    return draw_low_rank_or_none(rng, train.root_init_rank, 2 * hidden_size, hidden_size)
 
 
-def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
+def draw_low_rank_or_none(
+    rng: np.random.Generator, rank: int, inputs: int, size: int
+) -> LowRank | None:
     """Draw a low-rank map from `inputs` to `size` numbers, whose second factor is zero; None for
     rank 0.
     """
     return LowRank(_uniform(rng, rank, inputs, inputs), mx.zeros((size, rank))) if rank else None
 
 
-def new_condition(train: TrainConfig, size: int) -> Condition | None:
-    """Draw a condition for hidden size `size`, from the run's seed; None where
+def draw_condition_or_none(train: TrainConfig, hidden_size: int) -> Condition | None:
+    """Draw a condition for hidden size `hidden_size`, from the run's seed; None where
     `train.condition_rank` is 0.
 
     Its last factor is zero, so it changes no guess until it is trained.
@@ -483,8 +501,8 @@ def new_condition(train: TrainConfig, size: int) -> Condition | None:
     rng = np.random.default_rng([train.seed, 1])
     if not rank:
         return None
-    embed, gate = (_uniform(rng, rank, size, size) for _ in range(2))
-    return Condition(embed, gate, mx.zeros((size, rank)))
+    embed, gate = (_uniform(rng, rank, hidden_size, hidden_size) for _ in range(2))
+    return Condition(embed, gate, mx.zeros((hidden_size, rank)))
 
 
 def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> mx.array:
@@ -525,11 +543,11 @@ def new_adapter(
         embeddings = mx.array(drawn.astype(np.float32))
     streams = StreamWeights(
         embeddings,
-        new_low_rank(rng, config.stream_init_rank, size, size),
-        new_root_init(train, size),
-        new_low_rank(rng, config.prune_rank, size, size),
+        draw_low_rank_or_none(rng, config.stream_init_rank, size, size),
+        draw_root_init_or_none(train, size),
+        draw_low_rank_or_none(rng, config.prune_rank, size, size),
         None if draft_vocab is None else mx.array(draft_vocab),
-        new_condition(train, size),
+        draw_condition_or_none(train, size),
     )
     layers = range(config.insertion_layer, config.num_layers)
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())

@@ -23,7 +23,7 @@ from .config import TrainConfig
 from .data import Batch
 from .job import Trainer, check_gradient_is_finite
 from .mlx_model import Layout, TrainedModel, Weights, anchor_indices
-from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, split_rows
+from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, TermKind, split_rows
 
 _BLOCK = 256
 _ROWS_AT_ONCE = 256
@@ -60,7 +60,7 @@ def linear_cross_entropy(
         of the rows.
         """
         logits = logits_of(rows).astype(mx.float32)
-        losses, probs = cross_entropies(mx.stop_gradient(logits), wanted)
+        losses, probs = cross_entropies_and_probs(mx.stop_gradient(logits), wanted)
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
@@ -92,7 +92,7 @@ def linear_cross_entropy(
     return total, mx.stop_gradient(losses)
 
 
-def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+def cross_entropies_and_probs(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """Return cross-entropies [R] in nats and probabilities [R, V] of float32 logits [R, V].
 
     Sums are taken a block of tokens at a time. MLX's CPU backend adds one number after the other:
@@ -113,7 +113,7 @@ def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.a
     return (mx.log(mass) + top - chosen)[:, 0], powers / mass
 
 
-def load_base_for_training(path: Path, dtype: str, name: str = Origin.name) -> Backbone:
+def load_base_in_trainable_dtype(path: Path, dtype: str, name: str = Origin.name) -> Backbone:
     """Load the base model of a folder for training, in a type that small gradients survive.
 
     Quantised weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
@@ -171,7 +171,7 @@ class MlxObjective(Objective):
         layout = self._layout(batch)
         states = self.model.lower(layout)
         if self.train.keeps_streams:  # streams before the norm, in the columns of their anchors
-            _, streams = self.model.upper(states, layout)
+            _, streams = self.model.upper_before_norm(states, layout)
             rows = streams.reshape(*batch.anchors.shape, self.state_size)
             states = mx.zeros((*batch.tokens.shape, self.state_size), rows.dtype)
             states[anchor_indices(batch.anchors)] = rows
@@ -186,7 +186,7 @@ class MlxObjective(Objective):
         """Return the states of which `to_bits` made these integers."""
         return mx.array(bits).view(self.model.backbone.dtype)
 
-    def loss(
+    def loss_and_term_means(
         self, weights: Weights, batch: Batch, lower: mx.array, step: int
     ) -> tuple[mx.array, list[mx.array]]:
         """Return eq. 5's weighted sum, and the mean of each of its terms.
@@ -195,30 +195,32 @@ class MlxObjective(Objective):
             weights: bound to the model first; the gradient reaches them.
             batch: B texts.
             lower: [B, T, state_size] as `lower` returns it.
-            step: decides which anchors teach the pruning adapter, see `terms`.
+            step: decides which anchors teach the pruning adapter, see `loss_terms`.
 
         Returns:
-            The sum; and the means in nats a token, in the order of `terms`, 0 for one without
+            The sum; and the means in nats a token, in the order of `loss_terms`, 0 for one without
             targets. Of one rank's part of a batch, both are shares that add up over the ranks.
         """
-        self.model.bind(weights)
+        self.model.bind_and_reset_others(weights)
         states = self._hidden_states_by_kind(batch, lower)
         total = mx.array(0.0)
         means = {}
-        terms = self.terms(batch, step)
-        whole = {term.name: term.num_targets for term in self.terms(batch.whole or batch, step)}
+        terms = self.loss_terms(batch, step)
+        whole = {
+            term.name: term.num_targets for term in self.loss_terms(batch.whole or batch, step)
+        }
         for drafting in (False, True):
             own = [t for t in terms if self._uses_draft_head(t) == drafting and t.num_targets]
             if not own:
                 continue
-            part, losses = self._cross_entropy(own, states, drafting, whole)
+            part, losses = self._weighted_sum_and_row_losses(own, states, drafting, whole)
             total = total + part
             ends = np.cumsum([term.num_targets for term in own])
             for term, rows in zip(own, mx.split(losses, ends[:-1].tolist()), strict=True):
                 means[term.name] = rows.sum() / whole[term.name]
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
-    def _hidden_states_by_kind(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
+    def _hidden_states_by_kind(self, batch: Batch, lower: mx.array) -> dict[TermKind, mx.array]:
         """Return hidden states before the final norm, by the kinds of rows that terms name.
 
         Args:
@@ -234,7 +236,7 @@ class MlxObjective(Objective):
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
-        nodes, streams = self.model.upper(lower, self._layout(batch))
+        nodes, streams = self.model.upper_before_norm(lower, self._layout(batch))
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
 
     def mean_losses(self, batch: Batch, lower: mx.array) -> dict[str, float]:
@@ -245,19 +247,19 @@ class MlxObjective(Objective):
             batch: B texts.
             lower: as `lower` returns it for the batch.
         """
-        _, means = self.loss(self.model.weights, batch, lower, 0)
+        _, means = self.loss_and_term_means(self.model.weights, batch, lower, 0)
         return self.name_losses(batch, 0, means)
 
     def name_losses(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
-        """Read the means that `loss` has returned from the device, by "NAME_loss".
+        """Read the means that `loss_and_term_means` has returned from the device, by "NAME_loss".
 
         Args:
-            batch: as given to `loss`.
-            step: as given to `loss`.
+            batch: as given to `loss_and_term_means`.
+            step: as given to `loss_and_term_means`.
             means: of the terms, in order; may be empty.
         """
         values = to_list(mx.stack(means)) if means else []
-        names = [f"{term.name}_loss" for term in self.terms(batch, step)]
+        names = [f"{term.name}_loss" for term in self.loss_terms(batch, step)]
         return dict(zip(names, values, strict=True))
 
     def rank_candidates(
@@ -296,10 +298,10 @@ class MlxObjective(Objective):
         """Whether a term's rows go to the draft head, and not to the whole LM head."""
         return term.kind in (STREAM, GIVEN) and self.draft_vocab is not None
 
-    def _cross_entropy(
+    def _weighted_sum_and_row_losses(
         self,
         terms: list[Term],
-        states: dict[str, mx.array],
+        states: dict[TermKind, mx.array],
         uses_draft_head: bool,
         whole_targets: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
@@ -358,17 +360,17 @@ class Adam:
         for names, _, optimizer in self._groups:
             optimizer.init({name: weights[name] for name in names})
 
-    def update(self, gradients: Weights, weights: Weights, rate: float) -> Weights:
+    def update(self, gradients: Weights, weights: Weights, learning_rate: float) -> Weights:
         """Return new weights after a step of AdamW; the moments and the step count change.
 
         Args:
             gradients: by name, of all weights.
             weights: by name; they stay as they are.
-            rate: learning rate of the step, multiplied for stream embeddings.
+            learning_rate: of the step, multiplied for stream embeddings.
         """
         updated: Weights = {}
         for names, multiple, optimizer in self._groups:
-            optimizer.learning_rate = rate * multiple
+            optimizer.learning_rate = learning_rate * multiple
             own = {name: gradients[name] for name in names}
             updated |= optimizer.apply_gradients(own, {name: weights[name] for name in names})
         return {name: updated[name] for name in weights}
@@ -391,7 +393,7 @@ class Adam:
             optimizer.state |= {"step": arrays["step"], **own}
 
 
-def read_saved_step(path: Path) -> int:
+def read_saved_step_or_0(path: Path) -> int:
     """Return the step count of a state file that `MlxTrainer` wrote; 0 where there is none that can
     be read.
     """
@@ -434,9 +436,11 @@ class MlxTrainer(Trainer):
             batch: this rank's part.
             lower: as `MlxObjective.lower` gives it for this batch.
         """
-        gradient_of = mx.value_and_grad(self.objective.loss)
+        gradient_of = mx.value_and_grad(self.objective.loss_and_term_means)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
-        self.objective.model.bind(self.weights)  # in the place of what MLX traced with
+        self.objective.model.bind_and_reset_others(
+            self.weights
+        )  # in the place of what MLX traced with
         return self._sum_over_ranks(gradients, means)
 
     def _sum_over_ranks(
@@ -467,12 +471,12 @@ class MlxTrainer(Trainer):
             InputError: the gradient is not finite; the weights are changed by then.
         """
         train = self.objective.train
-        rate = train.rate(self.step, self.num_steps)
+        rate = train.learning_rate_at(self.step, self.num_steps)
         gradients, means = self.gradients(batch, lower)
         gradients, norm = _clip_gradients(gradients, train.clip_norm)
         self.weights = self.optimizer.update(gradients, self.weights, rate)
         mx.eval(self.weights, self.optimizer.state, means, norm)
-        self.objective.model.bind(self.weights)
+        self.objective.model.bind_and_reset_others(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
         check_gradient_is_finite(float(norm), self.step + 1)
@@ -501,20 +505,21 @@ class MlxTrainer(Trainer):
         mx.eval(arrays)
         return metadata.get("identity", ""), arrays
 
-    def resume(self, path: Path, identity: str, differs: str = "") -> None:
-        """Go on from a saved state, as `Trainer.resume`; all ranks take the state that rank 0 has
-        found.
+    def resume_if_saved(self, path: Path, identity: str, differing_options: str = "") -> None:
+        """Go on from a saved state, as `Trainer.resume_if_saved`; all ranks take the state that
+        rank 0 has found.
 
         Args:
             path: of the state's file; where there is none, the state stays.
             identity: of this run, hexadecimal digits.
-            differs: what another run has other than this one, for the message; may be empty.
+            differing_options: what another run has other than this one, for the message; may be
+                empty.
 
         Raises:
             InputError: the file cannot be read or is another run's, or this rank has other data or
                 settings than rank 0.
         """
-        super().resume(path, identity, differs)
+        super().resume_if_saved(path, identity, differing_options)
         if self._group is None:
             return
         own = mx.array(list(bytes.fromhex(identity)))
@@ -537,4 +542,4 @@ class MlxTrainer(Trainer):
         self.weights = {name: state[f"weight {name}"] for name in self.weights}
         self.optimizer.state = state
         self.step = to_int(state["step"])
-        self.objective.model.bind(self.weights)
+        self.objective.model.bind_and_reset_others(self.weights)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 
@@ -26,10 +26,13 @@ from .replay import Guesses, Replay, replay
 RECORDED_TREE_SIZES = (2, 3, 4, 6, 8, 12, 16)
 """Nodes of the trees whose tokens per call an adapter's settings record."""
 
-MAIN = "main"
-STREAM = "stream"
-GIVEN = "given"
-PRUNE = "prune"
+TermKind = Literal["main", "stream", "given", "prune"]
+"""Whose hidden states a term's rows are: the nodes'; the streams'; the streams', each corrected by
+the token before the one that it guesses; or the early exit's."""
+MAIN: Final = "main"
+STREAM: Final = "stream"
+GIVEN: Final = "given"
+PRUNE: Final = "prune"
 STRIDE = 4
 """One anchor in so many, a different one each step, teaches the pruning adapter, and streams
 beside a condition what they guess without it: perf/README.md, "Objectives"."""
@@ -48,13 +51,11 @@ class Term:
     """One part of eq. 5: the mean cross-entropy of some rows, and its weight."""
 
     name: str  # what the log calls it, without "_loss"
-    # which hidden states its rows are of: `MAIN`, `STREAM`, `PRUNE`, or `GIVEN`: a stream's,
-    # corrected by the token before the one that it guesses
-    kind: str
+    kind: TermKind
     rows: np.ndarray  # [B, k] places in these, batch and rows flattened
     targets: np.ndarray  # [B, k] ids, or places in the draft vocabulary; -1 where a row has none
     weight: float  # alpha
-    previous: np.ndarray | None = None  # [B, k] that token; None for other kinds
+    previous: np.ndarray | None = None  # [B, k] the token before, of `GIVEN`; None for other kinds
 
     @property
     def num_targets(self) -> int:
@@ -136,7 +137,7 @@ class Objective(ABC):
             condition, see `DraftVocab.rank_stream_tokens`.
         """
 
-    def terms(self, batch: Batch, step: int) -> list[Term]:
+    def loss_terms(self, batch: Batch, step: int) -> list[Term]:
         """Return the terms of eq. 5 for a batch, with their rows and targets.
 
         These are the main stream's where LoRA on every row is trained; each stream's own and, where
@@ -175,7 +176,7 @@ class Objective(ABC):
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
         """Return what the streams guess along every answer of a batch, `count` candidates each, in
-        the order of `Batch.answers`.
+        the order of `Batch.answers_with_anchors`.
 
         Args:
             batch: B texts.
@@ -185,11 +186,12 @@ class Objective(ABC):
         tokens, logprobs = self.rank_candidates(batch, lower, count)
         return [
             Guesses(tokens[row, places], logprobs[row, places], answer)
-            for row, places, answer in batch.answers()
+            for row, places, answer in batch.answers_with_anchors()
         ]
 
-    def replay(self, batch: Batch, lower: Any, size: int) -> Replay | None:
-        """Count the target calls of decoding the batch's answers with best trees of `size` nodes.
+    def replay(self, batch: Batch, lower: Any, size: int) -> Replay:
+        """Count the target calls of decoding the batch's answers with best trees of `size` nodes;
+        there must be a stream or more.
 
         Args:
             batch: B texts.
@@ -197,10 +199,8 @@ class Objective(ABC):
             size: nodes of a tree, the root included.
 
         Returns:
-            Tokens and calls, the prompts' calls counted; None where there are no streams.
+            Tokens and calls, the prompts' calls counted.
         """
-        if not self.train.num_streams:
-            return None
         return replay(self.guesses(batch, lower, self.num_candidates_for_tree(size)), size)
 
     def num_candidates_for_tree(self, size: int) -> int:
@@ -216,25 +216,29 @@ class Validation:
     """Held-out examples: their losses, and the target calls that decoding them would take."""
 
     def __init__(
-        self, objective: Objective, batches: Sequence[Batch], size: int, largest: int = 0
+        self,
+        objective: Objective,
+        batches: Sequence[Batch],
+        tree_size: int,
+        keep_guesses_to_size: int = 0,
     ) -> None:
         """Compute the frozen layers' results of all batches, which stay in memory.
 
         Args:
             objective: of the training.
             batches: of the examples.
-            size: nodes of the trees that are replayed.
-            largest: nodes of the largest tree whose replay is asked for by
-                `tokens_per_call_by_size` before the weights change: what is guessed for it is kept,
-                as guessing takes most of the time. 0 keeps nothing.
+            tree_size: nodes of the trees that are replayed.
+            keep_guesses_to_size: nodes of the largest tree whose replay is asked for by
+                `tokens_per_call_by_tree_size` before the weights change: what is guessed for it is
+                kept, as guessing takes most of the time. 0 keeps nothing.
         """
         self._objective = objective
-        self._size = size
-        self._largest = largest if objective.train.num_streams else 0
+        self._tree_size = tree_size
+        self._largest = keep_guesses_to_size
         self._guesses: list[Guesses] = []
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
-    def __call__(self) -> dict[str, float]:
+    def measure_losses_and_tokens_per_call(self) -> dict[str, float]:
         """Measure the held-out examples under the weights as they are now.
 
         Returns:
@@ -248,32 +252,31 @@ class Validation:
         for batch, lower in bar(self._batches, "validating"):
             for name, value in self._objective.mean_losses(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
-            found = self._replay_and_keep_guesses(batch, lower)
-            replays += [] if found is None else [found]
+            if self._objective.train.num_streams:
+                replays.append(self._replay_and_keep_guesses(batch, lower))
         entry = {name: round(value / len(self._batches), 4) for name, value in sums.items()}
         if replays:
             whole = Replay(sum(r.num_tokens for r in replays), sum(r.num_calls for r in replays))
             entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
         return entry
 
-    def _replay_and_keep_guesses(self, batch: Batch, lower: Any) -> Replay | None:
-        """Replay a batch with trees of `size` nodes; None without streams.
-
-        The guesses are kept where `tokens_per_call_by_size` will want them.
+    def _replay_and_keep_guesses(self, batch: Batch, lower: Any) -> Replay:
+        """Replay a batch with trees of `tree_size` nodes, and keep the guesses where
+        `keep_guesses_to_size` asks for it; there must be a stream or more.
         """
         if not self._largest:
-            return self._objective.replay(batch, lower, self._size)
+            return self._objective.replay(batch, lower, self._tree_size)
         count = self._objective.num_candidates_for_tree(self._largest)
         found = self._objective.guesses(batch, lower, count)
         self._guesses += found
-        return replay(found, self._size)
+        return replay(found, self._tree_size)
 
-    def tokens_per_call_by_size(self, sizes: Sequence[int]) -> dict[int, float]:
+    def tokens_per_call_by_tree_size(self, sizes: Sequence[int]) -> dict[int, float]:
         """Return tokens per call, 1 at least and without the prompts' calls, by nodes of the tree;
         empty without streams.
 
-        The guesses that the last call of this object kept are replayed where they are enough; else
-        new ones are made.
+        The guesses that `measure_losses_and_tokens_per_call` has kept last are replayed where they
+        are enough; else new ones are made.
 
         Args:
             sizes: nodes of trees, the root included.
@@ -308,7 +311,7 @@ class LowerStore:
     def __init__(
         self, path: Path, examples: Sequence[Example], objective: Objective, identity: str = ""
     ) -> None:
-        """Open the file, or make one of the full size, which `fill` fills.
+        """Open the file, or make one of the full size, which `fill_missing` fills.
 
         A file of another identity or size is deleted first, with the note of what is done.
 
@@ -329,7 +332,7 @@ class LowerStore:
         shape = int(ends[-1]), objective.state_size
         self._mark = path.with_name(path.name + ".json")
         size = int(ends[-1]) * objective.state_size * objective.state_bytes
-        is_own = self._read_progress().get("identity") == identity
+        is_own = self._read_progress_or_empty().get("identity") == identity
         if not path.exists() or path.stat().st_size != size or not is_own:
             self._mark.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -345,7 +348,7 @@ class LowerStore:
         self._path = path
         self._states: np.ndarray = np.memmap(path, _BITS[objective.state_bytes], "r", shape=shape)
 
-    def fill(self, label: str = "") -> None:
+    def fill_missing(self, label: str = "") -> None:
         """Compute what is not in the file yet, with a progress bar called `label`.
 
         Progress is noted every 16 batches and at the end, so that a stopped run goes on from there.
@@ -354,7 +357,7 @@ class LowerStore:
             InputError: the disk is full.
         """
         batches = batches_by_length(self._examples, _BATCH_SIZE)
-        done = self._read_progress().get("batches", 0)
+        done = self._read_progress_or_empty().get("batches", 0)
         if done == len(batches):
             return
         try:  # a write through the mapping, where the disk is full, would end the process
@@ -377,7 +380,7 @@ class LowerStore:
             file.seek(index * self._states.strides[0])
             file.write(states[pad : pad + length].tobytes())
 
-    def get(self, batch: Batch) -> Any:
+    def read_batch(self, batch: Batch) -> Any:
         """Read [B, T, state_size] of a batch that is not packed, as the objective's `lower` gives
         it; zeros at its padding.
         """
@@ -393,7 +396,7 @@ class LowerStore:
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
-    def _read_progress(self) -> dict[str, Any]:
+    def _read_progress_or_empty(self) -> dict[str, Any]:
         """Return how many "batches" are in the file, and of which "identity"; empty where there is
         no whole note.
         """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .mlx_trainer import read_saved_step
+from .mlx_trainer import read_saved_step_or_0
 
 ENDED_FILE = "ended"  # of a round's folder
 ANSWERS_FILE = "answers.part"  # likewise
@@ -94,7 +94,7 @@ def describe_round_progress(folder: Path, num_answers: int, num_steps: int, stat
     """
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
-    step = read_saved_step(folder / state_file)
+    step = read_saved_step_or_0(folder / state_file)
     answers = _count_finished_rows(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"

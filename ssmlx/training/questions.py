@@ -8,14 +8,16 @@ import math
 import random
 import re
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import require
 from ..templates import bounded_rendering, frozen_at_new_year_2026
 
 LISTS = Path(__file__).with_name("questions.txt")
-SPLITS = ("train", "valid", "test")
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 # Of each list, this share is for valid and as much for test.
 HELD_OUT = 0.15
 SHARE = 2.0  # the most prompts of one template, as a multiple of the mean
@@ -33,7 +35,7 @@ _MARKER = "\u2063user text\u2063"
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
-WRITTEN = {"train": 2700, "valid": 100, "test": 100}
+WRITTEN: Mapping[Split, int] = {"train": 2700, "valid": 100, "test": 100}
 """Prompts that ship, by what they are for: those of one share nothing with those of another."""
 Lists = dict[str, list[str]]
 """What goes into each slot, and the "templates", "plain" prompts and "follow-ups"."""
@@ -52,7 +54,7 @@ def read_question_lists() -> Lists:
     return lists
 
 
-def split_question_lists() -> dict[str, Lists]:
+def split_question_lists() -> dict[Split, Lists]:
     """Split the lines of every section of `questions.txt` into "train", "valid" and "test".
 
     Of each section 15 %, and one line at least, are for "valid" and as many for "test". The split
@@ -62,7 +64,7 @@ def split_question_lists() -> dict[str, Lists]:
         By split, the shuffled lines by section.
     """
     rng = random.Random(0)
-    splits: dict[str, Lists] = {split: {} for split in SPLITS}
+    splits: dict[Split, Lists] = {split: {} for split in SPLITS}
     for name, items in read_question_lists().items():
         shuffled = rng.sample(items, len(items))
         held = max(1, round(HELD_OUT * len(items)))
@@ -72,7 +74,7 @@ def split_question_lists() -> dict[str, Lists]:
     return splits
 
 
-def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
+def draw_plain_and_filled_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     """Draw `count` different prompts: plain ones for at most a half, then filled templates, every
     template in turn.
 
@@ -155,7 +157,7 @@ def sometimes_make_casual(text: str, rng: random.Random) -> str:
     return text
 
 
-def draw_shipped_prompts(seed: int) -> dict[str, list[str]]:
+def draw_shipped_prompts(seed: int) -> dict[Split, list[str]]:
     """Return the prompts that ship, drawn by a seed, as "train", "valid" and "test" of the sizes in
     `WRITTEN`.
 
@@ -163,7 +165,9 @@ def draw_shipped_prompts(seed: int) -> dict[str, list[str]]:
     """
     lists = split_question_lists()
     return {
-        split: draw_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
+        split: draw_plain_and_filled_prompts(
+            lists[split], WRITTEN[split], random.Random(f"{seed} {split}")
+        )
         for split in SPLITS
     }
 

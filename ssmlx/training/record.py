@@ -23,13 +23,13 @@ class Record:
         are deleted from the file.
         """
         self._path = path
-        kept = [entry for entry in read_record(path) if entry["step"] <= step]
+        kept = [entry for entry in read_log_entries(path) if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     @property
     def entries(self) -> list[dict[str, Any]]:
         """All entries, read from the file."""
-        return read_record(self._path)
+        return read_log_entries(self._path)
 
     def add(self, entry: dict[str, Any]) -> None:
         """Append an entry, which has its "step", to the file."""
@@ -37,7 +37,7 @@ class Record:
             file.write(json.dumps(entry) + "\n")
 
 
-def read_record(path: Path) -> list[dict[str, Any]]:
+def read_log_entries(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a log, up to the first line that is no JSON; none where there is no
     file.
     """
@@ -52,7 +52,7 @@ def read_record(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
+def draw_curves_if_matplotlib(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
     """Draw losses and tokens per call against steps into a picture file; do nothing where
     matplotlib is missing.
 

@@ -10,6 +10,7 @@ from which size on the best tree would have held it, and so serves every tree at
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,15 +74,15 @@ def replay(guesses: Sequence[Guesses], size: int) -> Replay:
         All answers' tokens and calls together.
     """
     levels = guesses[0].tokens.shape[1] if guesses else 0
-    after = count_calls(
-        [depths_within(smallest_tree_sizes(one, levels, size), size) for one in guesses]
+    after = count_tokens_and_calls_after_prompts(
+        [depths_within(smallest_tree_sizes_or_never(one, levels, size), size) for one in guesses]
     )
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
 
 
-def count_calls(depths: Sequence[Ints]) -> Replay:
-    """Count tokens and calls after the prompts', over answers of which it is known how far a draft
-    behind each token holds.
+def count_tokens_and_calls_after_prompts(depths: Sequence[Ints]) -> Replay:
+    """Count the target calls that give all answers, each but for its first token, which the
+    prompt's call gives: a call gives one token and as many more as the draft agrees with.
 
     Args:
         depths: of each answer [A], how many tokens of a draft behind each token agree with it.
@@ -102,14 +103,14 @@ def depths_within(needed: Ints, limit: int) -> Ints:
     has, from the first on.
 
     Args:
-        needed: [A, levels] as `smallest_tree_sizes` gives it.
+        needed: [A, levels] as `smallest_tree_sizes_or_never` gives it.
         limit: nodes, the root included.
     """
     depths: Ints = (needed <= limit).sum(axis=1).astype(np.int32)
     return depths
 
 
-def answer_candidate_slots(guesses: Guesses) -> Ints:
+def answer_slots_or_never(guesses: Guesses) -> Ints:
     """Return [A, G] which candidate of each stream, counted from 0, is the token that the answer
     has there.
 
@@ -123,25 +124,29 @@ def answer_candidate_slots(guesses: Guesses) -> Ints:
     return np.where(hits.any(axis=2), hits.argmax(axis=2), NEVER).astype(np.int32)
 
 
-def answer_path_edges(guesses: Guesses) -> tuple[Ints, Floats]:
-    """Find the answer's own path among the candidates.
+class AnswerPath(NamedTuple):
+    """Where an answer's own tokens stand among the candidates."""
 
-    Returns:
-        [A, G] `answer_candidate_slots`, `NEVER` also where the stream before has `NEVER` and
-        candidates depend on it; and [A, G, C] the log probabilities of each stream's candidates on
-        that path.
-    """
-    slots = answer_candidate_slots(guesses)
+    # [A, G] as `answer_slots_or_never`; `NEVER` also where the stream before has `NEVER` and
+    # candidates depend on it
+    slots: Ints
+    candidate_logprobs: Floats  # [A, G, C] of all of each stream's candidates, on that path
+
+
+def find_answer_path(guesses: Guesses) -> AnswerPath:
+    """Find the answer's own path among the candidates."""
+    slots = answer_slots_or_never(guesses)
     edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
     if edges.shape[2] == 1:  # not given the one before
         before[:] = 0
     rows = np.where(before < NEVER, before, 0)[:, :, None, None]
     among = np.take_along_axis(edges, rows, axis=2)[:, :, 0]
-    return np.where(before < NEVER, slots, NEVER).astype(np.int32), among
+    path_slots = np.where(before < NEVER, slots, NEVER).astype(np.int32)
+    return AnswerPath(path_slots, among)
 
 
-def smallest_tree_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
+def smallest_tree_sizes_or_never(guesses: Guesses, levels: int, largest: int) -> Ints:
     """Return [A, levels] nodes, the root included, of the smallest best tree that has the answer's
     tokens down to each level.
 
@@ -153,17 +158,17 @@ def smallest_tree_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
         levels: of the tree below the root, at most G.
         largest: nodes.
     """
-    slots, among = answer_path_edges(guesses)
+    slots, among = find_answer_path(guesses)
     own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
     is_held = np.logical_and.accumulate(slots[:, :levels] < NEVER, axis=1)
     scores = np.cumsum(own[:, :levels, 0], axis=1, dtype=np.float32)
-    others = path_scores_of_best_tree(guesses.edges[:, :levels], largest)
+    others = path_scores_covering_best_tree(guesses.edges[:, :levels], largest)
     better = (others[:, None] > scores[:, :, None]).sum(axis=2)
     needed = np.where(is_held, better + 2, NEVER)  # with the root and itself
     return np.where(needed <= largest, needed, NEVER).astype(np.int32)
 
 
-def path_scores_of_best_tree(edges: Floats, size: int) -> Floats:
+def path_scores_covering_best_tree(edges: Floats, size: int) -> Floats:
     """Return [A, n] log probabilities of paths, among them those of every node of the best tree of
     `size` nodes, but for its root.
 

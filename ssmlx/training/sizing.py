@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ from ..errors import InputError, require
 from ..generation.head_start import time_and_store_costs
 from ..generation.learned import learned_of
 from ..json_files import read_json
-from ..loading.adapt_runs import Run
+from ..loading.adapt_runs import StoredRun
 from ..loading.attach import attach_adapter
 from ..loading.folders import CONFIG_FILE
 from ..loading.lora_files import Loras
@@ -100,7 +100,7 @@ def candidate_layers(num_layers: int) -> dict[int, float]:
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
-def time_candidate_layers(
+def time_candidate_layers_and_keep_costs(
     backbone: Backbone,
     base: dict[str, Any],
     options: RunOptions,
@@ -113,7 +113,7 @@ def time_candidate_layers(
 
     What a call costs does not depend on what the streams have learned. So the costs are written to
     this machine's cost tables: of adapters of these sizes, where costs that answers have taught are
-    not replaced but returned; and of the base model, for `forecast_adapt_speedup`.
+    not replaced but returned; and of the base model, for `forecast_speedup_of_adapting`.
 
     Args:
         backbone: the base model, which stays as it is.
@@ -128,7 +128,7 @@ def time_candidate_layers(
     """
     found: dict[int, StepCosts] = {}
     for num_layers in candidate_layers(base["num_hidden_layers"]):
-        train = stream_train_config(num_layers).with_draft_vocab_size(base["vocab_size"])
+        train = stream_train_config(num_layers).with_default_draft_vocab_size(base["vocab_size"])
         config = make_stream_config(train, base, options, [])
         adapter = new_adapter(
             backbone.clone_sharing_weights(), config, train, _placeholder_vocab(train), lora
@@ -152,21 +152,21 @@ def _untrained_cost_name(num_layers: int) -> str:
     return f"untrained streams in {num_layers} layers"
 
 
-def forecast_adapt_speedup(model: StreamFusedModel) -> float | None:
+def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
     """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
 
     Args:
-        model: without streams; its cost table on this machine is read.
+        base_model: without streams; its cost table on this machine is read.
 
     Returns:
         The speed-up with the best number of layers, by timed calls with untrained streams, or else
         by the cost of rows alone; None where neither was timed.
     """
-    frozen = learned_of(model)[0].costs.frozen(0)
+    frozen = learned_of(base_model)[0].costs.frozen(0)
     known = frozen.known
     rows = {n for name, n in known if name == ROWS and n in TIMED_SIZES}
     speeds = []
-    depth = len(model.backbone.layers)
+    depth = len(base_model.backbone.layers)
     for num_layers, kept in candidate_layers(depth).items():
         name = _untrained_cost_name(num_layers)
         costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
@@ -179,7 +179,7 @@ def forecast_adapt_speedup(model: StreamFusedModel) -> float | None:
     return max(speeds, default=None)
 
 
-def forecast_run_speedup(run: Run) -> float | None:
+def forecast_unfinished_run_speedup(run: StoredRun) -> float | None:
     """Forecast how much faster than plain decoding an unfinished run's streams are as they are now.
 
     Returns:
@@ -209,8 +209,9 @@ def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
 
 
 def _expected_speedup(costs: StepCosts, kept: float) -> float:
-    """Return the speed of the best tree, as a multiple of plain decoding's, if of the drafts that
-    the adapter `chat` gets accepted the share `kept` is accepted.
+    """Return the speed of the fastest tree, as a multiple of plain decoding's.
+
+    Drafts are taken to be accepted `kept` times as often as those of the adapter `chat`.
 
     Args:
         costs: plain calls that a call takes, by nodes of `TIMED_SIZES`.
@@ -312,7 +313,7 @@ def measure_rates(
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _time_answers_and_choose_batch(responder, prompt, answer_tokens, most_bytes)
+    timed = _time_answers_at_largest_batch(responder, prompt, answer_tokens, most_bytes)
     twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -329,10 +330,10 @@ def measure_rates(
     most_probed = _PROBED[-1]
     batch_size, for_steps = _largest_fitting_batch(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
-    validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
+    validation = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
     with _measure_seconds_and_peak() as validated:
-        validate()
-        validate.tokens_per_call_by_size(TIMED_SIZES)
+        validation.measure_losses_and_tokens_per_call()
+        validation.tokens_per_call_by_tree_size(TIMED_SIZES)
     return Rates(
         answer_tokens_per_second=timed.tokens_per_second,
         train_seconds_per_token=step.seconds / most_probed / answer_tokens,
@@ -357,7 +358,7 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _time_answers_and_choose_batch(
+def _time_answers_at_largest_batch(
     responder: BatchResponder, prompt: list[int], answer_tokens: int, most_bytes: int
 ) -> _AnswerTimes:
     """Time answers to one prompt, and choose how many at once the memory allows.
@@ -380,20 +381,22 @@ def _time_answers_and_choose_batch(
         InputError: not even one answer at a time fits.
     """
     # The first calls take longer.
-    list(responder.iterate_answers([NumberedPrompt(0, prompt[-8:])], 2))
+    list(responder.yield_answers_as_they_end([NumberedPrompt(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
         texts = [NumberedPrompt(number, prompt) for number in range(count)]
         with _measure_seconds_and_peak() as prompts:
-            list(replace(responder, batch_size=count).iterate_answers(texts, length))
+            list(replace(responder, batch_size=count).yield_answers_as_they_end(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
     at_once, memory = _largest_fitting_batch(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [NumberedPrompt(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _measure_seconds_and_peak() as spent:
-        found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
+        found = list(
+            replace(responder, batch_size=at_once).yield_answers_as_they_end(texts, _PROBED_TOKENS)
+        )
     few, many = _PROBED
     # What texts share is their calls, which take about the same; so the rest is their prompts.
     of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
@@ -430,9 +433,16 @@ def _measure_seconds_and_peak() -> Iterator[_Usage]:
     spent.peak = mx.get_peak_memory()
 
 
+class _FittingBatch(NamedTuple):
+    """How many texts a batch has, and the bytes that it should take."""
+
+    size: int
+    num_bytes: int
+
+
 def _largest_fitting_batch(
     sizes: Sequence[int], peaks: Mapping[int, int], most_bytes: int, what: str
-) -> tuple[int, int]:
+) -> _FittingBatch:
     """Choose the largest of some batch sizes that fits into memory, by a line through two measured
     ones.
 
@@ -441,9 +451,6 @@ def _largest_fitting_batch(
         peaks: measured bytes by batch size, of exactly two, the smaller first.
         most_bytes: bytes that may be used.
         what: is done in such batches, for the message.
-
-    Returns:
-        The size, and the bytes that it should take.
 
     Raises:
         InputError: none fits.
@@ -457,7 +464,7 @@ def _largest_fitting_batch(
         expected=f"at most {most_bytes / 2**30:.1f}",
         do="give --memory-gb more, or a smaller --model",
     )
-    return fitting[0], used[fitting[0]]
+    return _FittingBatch(fitting[0], used[fitting[0]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,7 +497,7 @@ def plan_round(
     *,
     held_out: int = 0,
     check_seconds: float = 0.0,
-    spent: float = 0.0,
+    spent_seconds: float = 0.0,
 ) -> Round:
     """Plan how many new answers, and how many passes over all answers, fit into the hours.
 
@@ -506,7 +513,7 @@ def plan_round(
         before: the round before, whose answers are trained on again; None for the first.
         held_out: answers that each validation scores.
         check_seconds: that the check of the finished adapter takes.
-        spent: seconds that the run has taken so far; they are subtracted in a first round only.
+        spent_seconds: that the run has taken so far; they are subtracted in a first round only.
 
     Returns:
         The round, whose `hours` and `answers` include those of the rounds before.
@@ -526,7 +533,7 @@ def plan_round(
     # One more is before the first step.
     other_seconds = (1 + validations) * each + check_seconds
     # Of a first round, what was spent has measured all this.
-    left = given - other_seconds - (0.0 if before else spent)
+    left = given - other_seconds - (0.0 if before else spent_seconds)
     seconds = (1 - RESERVE) * max(left, _LEAST_SHARE * given)
     new = max(0, int((seconds - old * train_seconds) / (make_seconds + train_seconds)))
     return Round(
@@ -537,11 +544,11 @@ def plan_round(
         train_seconds=(old + new) * train_seconds,
         validations=validations,
         other_seconds=other_seconds,
-        spent_before=spent,
+        spent_before=spent_seconds,
     )
 
 
-def shorten_round_to_hours(planned: Round, before: Round | None, spent: float) -> Round:
+def cut_passes_to_hours(planned: Round, before: Round | None, spent_seconds: float) -> Round:
     """Return a round with fewer passes where its answers took so long that the hours would not do;
     `planned` itself where they do.
 
@@ -553,10 +560,10 @@ def shorten_round_to_hours(planned: Round, before: Round | None, spent: float) -
     Args:
         planned: the round, whose answers are made.
         before: the round before, whose hours and seconds do not count; None for the first.
-        spent: seconds that the run has taken so far.
+        spent_seconds: that the run has taken so far.
     """
     given = 3600 * (planned.hours - (before.hours if before else 0.0))
-    since = spent - (planned.spent_before if before else 0.0)
+    since = spent_seconds - (planned.spent_before if before else 0.0)
     left = given - planned.other_seconds - since
     share = max(_LEAST_SHARE, left / planned.train_seconds)
     if share >= 1:
