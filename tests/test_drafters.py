@@ -358,7 +358,7 @@ def test_the_window_sees_what_the_paper_says():
     drafter = LookaheadDrafter(LookaheadConfig(window=3, ngram=3, guesses=2))
     drafter.start([7])
     drafter._window = [[1, 2, 3], [4, 5, 6]]
-    drafter._pool.add([9, 1, 8])
+    drafter._pool.add_and_forget_oldest([9, 1, 8])
     tree = draft_behind(drafter, 9)
     tokens = tree.tokens.tolist()
     ancestors = np.array(tree.ancestors)

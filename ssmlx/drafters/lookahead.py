@@ -159,7 +159,8 @@ class LookaheadDrafter:
             node = nodes[0][column]
         for rest in self._pool.continuations_of(root):
             trie.add(rest)
-        self._last_level = trie.indices_in_tree()[nodes[-1]].tolist()
+        in_tree = trie.indices_in_tree()
+        self._last_level = [int(in_tree[node]) for node in nodes[-1]]
         return trie.to_padded_tree(num_levels)
 
 
