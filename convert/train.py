@@ -160,7 +160,9 @@ def train_streams(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
-    lower_identity = job.lower_identity(args.dtype, *task)
+    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(
+        args.dtype, *task
+    )
 
     def write_adapter_or_checkpoint(validation: Validation) -> Path:
         """Write the checkpoint to --out, or with --train-only the adapter, measured, into a folder
@@ -183,7 +185,9 @@ def train_streams(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         identity=job.identity(args.dtype, *task, init=args.init),
         write_trained=write_adapter_or_checkpoint,
-        make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+        make_lower=lambda: job.lower_function(
+            objective, STORE_FILE, identity_of_frozen_part_and_examples
+        ),
     )
 
 

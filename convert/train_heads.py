@@ -357,7 +357,9 @@ def train_heads(args: argparse.Namespace) -> None:
         args.dtype, lora, asdict(settings), weights_and_configs_digest(args.init)
     )
     trainer = TorchTrainer(objective, job.num_steps)
-    lower_identity = job.lower_identity("final norm", args.dtype, lora)
+    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(
+        "final norm", args.dtype, lora
+    )
 
     def write_heads(_: Validation) -> Path:
         """Write the heads to --out, as their kind is published; return --out."""
@@ -372,7 +374,7 @@ def train_heads(args: argparse.Namespace) -> None:
         identity=identity,
         write_trained=write_heads,
         make_lower=lambda: job.lower_function(
-            objective, STORE_FILE, lower_identity, "frozen model"
+            objective, STORE_FILE, identity_of_frozen_part_and_examples, "frozen model"
         ),
     )
 

@@ -34,7 +34,7 @@ from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
 from .run.results import RESULTS, explain_broken_result
 from .run.tasks import SQL
-from .run.timing import TimedAnswer, answer_with_ssmlx, collect_timed_answer
+from .run.timing import TimedAnswer, answer_with_ssmlx, timed_answer_from_responses
 
 PROG = "perf.export"
 
@@ -174,7 +174,7 @@ def compare_package(
         if units is not None:
             list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
         answers = [
-            collect_timed_answer(
+            timed_answer_from_responses(
                 exported.stream_generate(package, prompt, max_tokens=args.max_tokens)
             )
             for prompt in prompts

@@ -41,7 +41,7 @@ def timed(monkeypatch):
         asked.append([*sizes])
         return CallTimings({n: COSTS[n] for n in sizes if n in COSTS}, [0.02] * 3)
 
-    monkeypatch.setattr(head_start, "measure_call_costs", measure)
+    monkeypatch.setattr(head_start, "measure_costs_in_plain_calls", measure)
     return asked
 
 

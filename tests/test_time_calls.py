@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ssmlx.generation import time_calls
-from ssmlx.generation.time_calls import measure_call_costs
+from ssmlx.generation.time_calls import measure_costs_in_plain_calls
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 
@@ -37,7 +37,7 @@ def slowed(monkeypatch, seconds_of):
 @pytest.mark.slow
 def test_a_slow_tree_is_dear(model, monkeypatch):
     slowed(monkeypatch, lambda nodes: 0.5 if nodes == 4 else 0.1)
-    costs = measure_call_costs(model, TEXT, (4, 2, 3), seconds=0).costs
+    costs = measure_costs_in_plain_calls(model, TEXT, (4, 2, 3), seconds=0).costs
     assert list(costs) == [2, 3, 4]
     assert costs[4] > 2 * max(costs[2], costs[3])
     assert min(costs.values()) > 0.5
@@ -46,16 +46,16 @@ def test_a_slow_tree_is_dear(model, monkeypatch):
 @pytest.mark.slow
 def test_nothing_larger_is_timed_than_what_can_pay(model, monkeypatch):
     slowed(monkeypatch, lambda nodes: 0.8 if nodes >= 4 else 0.1)
-    costs = measure_call_costs(model, TEXT, (2, 4, 8, 16), seconds=0).costs
+    costs = measure_costs_in_plain_calls(model, TEXT, (2, 4, 8, 16), seconds=0).costs
     assert list(costs) == [2, 4] and costs[4] > 1 + model.num_streams
 
 
 def test_the_first_round_ends_where_its_time_does(model, monkeypatch):
     slowed(monkeypatch, lambda nodes: 0.1)
-    long = measure_call_costs(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=1.5)
+    long = measure_costs_in_plain_calls(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=1.5)
     assert len(long.plain_seconds) == 3 and min(long.plain_seconds) > 0.1
     assert {2} <= {*long.costs} <= {2, 4}  # each size takes half a second
-    none = measure_call_costs(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=0.05)
+    none = measure_costs_in_plain_calls(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=0.05)
     assert not none.costs and not none.plain_seconds
 
 
@@ -65,5 +65,5 @@ def test_the_least_of_the_rounds_counts(model, monkeypatch):
     rounds = iter([0.0, 0.5, 0.9, 1.1])
     monkeypatch.setattr(time_calls, "_time_few_calls", lambda *_: [next(times)])
     monkeypatch.setattr(time_calls.time, "perf_counter", lambda: next(rounds))
-    timings = measure_call_costs(model, TEXT, (2, 3), seconds=1.0)
+    timings = measure_costs_in_plain_calls(model, TEXT, (2, 3), seconds=1.0)
     assert timings.costs == {2: 1.5, 3: 2.5} and timings.plain_seconds == [1.0, 3.0, 8.0]

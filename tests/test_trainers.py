@@ -155,7 +155,7 @@ def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **
     model = TrainedModel(backbone, adapter)
     rng = np.random.default_rng(3)
     drawn = {name: rng.normal(0, 0.2, array.shape) for name, array in model.weights.items()}
-    model.bind_and_reset_others(
+    model.bind_and_reset_others_to_start(
         {name: mx.array(array, mx.float32) for name, array in drawn.items()}
     )
     return MlxObjective(model, train, draft_vocab)

@@ -102,8 +102,8 @@ class GpuProfile(Profile):
     axis = 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Take the reference's parts; its attention modules compute `grouped_attention` from then
-        on.
+        """Take the reference's parts, as `Profile` does, which merges LoRA of scope "all" into its
+        weights. The base's attention modules compute `grouped_attention` from then on.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

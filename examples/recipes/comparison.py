@@ -50,7 +50,7 @@ class Step:
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
 
-    def command_with_real_folders(self, args: argparse.Namespace) -> list[str]:
+    def command_with_folders_and_max_steps(self, args: argparse.Namespace) -> list[str]:
         """Return the command's words with real folders; with --max-steps, with fewer steps and
         prompts.
 
@@ -146,13 +146,15 @@ def _run_unfinished_steps(args: argparse.Namespace) -> int:
     """Run the chosen steps that are not finished, one after the other, and record each in
     OUT/comparison.json.
 
+    A finished step is run anew where the record lacks the digest of a file that it reads.
+
     Returns:
         The exit code of the first step that fails, after which none is run; 0 where all are
         finished.
 
     Raises:
-        InputError: a file is missing or another one, --only names no step, or OUT holds a run with
-            another --max-steps.
+        InputError: a file is missing or another one, --only names no step, OUT holds a run with
+            another --max-steps, or steps of one task would not be trained equally much.
     """
     record = args.out / MANIFEST.name
     source = record if record.is_file() else MANIFEST
@@ -181,7 +183,7 @@ def _run_unfinished_steps(args: argparse.Namespace) -> int:
             if name in step.input_files() or not name.startswith(("OUT/", "DATA/")):
                 check_or_fill_digest_of_file(name, files, args)
         if not step.finished:
-            words = step.command_with_real_folders(args)
+            words = step.command_with_folders_and_max_steps(args)
             step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)

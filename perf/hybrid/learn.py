@@ -266,8 +266,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def make_or_read_tokenizer_and_tokens(
     out: Path, data: Path, documents: Path, vocab_size: int
 ) -> tuple[Tokenizer, dict[str, np.ndarray]]:
-    """Make the tokenizer and the training text's tokens, and write them into `out`; read them where
-    they are there.
+    """Make the tokenizer and the tokens of each source's training part, and write them into `out`.
+
+    The sources are `read_sources`': tasks, documents and Python's own library. Both are read
+    instead where `out` has tokens.npz.
 
     Args:
         out: folder for tokenizer.json and tokens.npz; it exists.

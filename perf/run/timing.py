@@ -62,10 +62,10 @@ def answer_with_ssmlx(
         config: how to decode.
         loaded: draft model, heads or earlier answers, as `stream_generate` takes them.
     """
-    return collect_timed_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
+    return timed_answer_from_responses(stream_generate(model, tokenizer, prompt, config, **loaded))
 
 
-def collect_timed_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
+def timed_answer_from_responses(responses: Iterable[GenerationResponse]) -> TimedAnswer:
     """Collect all responses of `stream_generate`, one or more, into one answer.
 
     Times are those that the responses carry. Each response after the first becomes a call; peak

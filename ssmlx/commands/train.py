@@ -117,7 +117,9 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [weights_and_configs_digest(args.init)] if start else []
     task = [weights_and_configs_digest(args.task_lora)] if args.task_lora else []
-    lower_identity = job.lower_identity(str(backbone.dtype), *kept, *task)
+    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(
+        str(backbone.dtype), *kept, *task
+    )
     with wired_limit(backbone.model):
         run_to_end(
             job,
@@ -128,7 +130,9 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
             write_trained=lambda validation: model.measure_and_write(
                 options.out / TRAINED_FOLDER, validation
             ),
-            make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+            make_lower=lambda: job.lower_function(
+                objective, STORE_FILE, identity_of_frozen_part_and_examples
+            ),
         )
 
 

@@ -129,7 +129,7 @@ class DraftCache:
         the first step.
 
         Yields:
-            An empty list before each piece, for others to take their turn.
+            None before each piece, for others to take their turn.
         """
         self._go_back(common_prefix_length(self.text[: self.offset], tokens[:-1]))
         kept = self.offset
@@ -243,7 +243,7 @@ class DraftModelDrafter:
         first step.
 
         Yields:
-            An empty list before each forward pass; each is counted in `draft_calls`, from 0 again.
+            None before each forward pass; each is counted in `draft_calls`, from 0 again.
         """
         self._cache = self._model.claim_idle_or_new_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)

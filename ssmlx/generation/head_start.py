@@ -15,7 +15,7 @@ from ..policy.costs import ROWS
 from ..prompts import encode
 from .learned import learned_of
 from .plan import Plan
-from .time_calls import measure_call_costs
+from .time_calls import measure_costs_in_plain_calls
 
 STREAMS = "streams"
 """The registered name of the drafter whose calls are timed, where the model has it."""
@@ -53,13 +53,13 @@ def time_and_store_costs(
     What answers have taught of a size is worth more, and stays.
 
     Args:
-        model, tokens, sizes, seconds, first_round_seconds: see `measure_call_costs`.
+        model, tokens, sizes, seconds, first_round_seconds: see `measure_costs_in_plain_calls`.
 
     Returns:
         Plain calls that a call with n nodes takes, by each n that was timed, as the table has them
         now.
     """
-    timings = measure_call_costs(
+    timings = measure_costs_in_plain_calls(
         model, tokens, sizes, seconds=seconds, first_round_seconds=first_round_seconds
     )
     learned, _ = learned_of(model)

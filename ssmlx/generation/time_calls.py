@@ -74,7 +74,7 @@ class NewestTokenRepeater:
         return trie.to_padded_tree(shape.levels)
 
 
-def measure_call_costs(
+def measure_costs_in_plain_calls(
     model: StreamFusedModel,
     tokens: Sequence[int],
     sizes: Sequence[int] = (2, 3, 4, 6, 8, 12, 16),

@@ -227,7 +227,7 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
     objective = MlxObjective(model, train, job.draft_vocab)
     dtype = str(twin.dtype)
     lora = options.lora_digests
-    lower_identity = job.lower_identity(dtype, *lora)
+    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(dtype, *lora)
     trainer = MlxTrainer(objective, job.num_steps)
     pace = StepPace(run.clock, job.num_steps)
 
@@ -253,7 +253,9 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
             keep_best=True,
             before_step=before_step,
             after_validation=after_validation,
-            make_lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
+            make_lower=lambda: job.lower_function(
+                objective, STORE_FILE, identity_of_frozen_part_and_examples
+            ),
         )
     (folder / STORE_FILE).unlink(missing_ok=True)
 

@@ -171,7 +171,7 @@ class Job:
         config = replace(self.config, base_model="").to_dict()
         return self._digest_with_weights_and_examples(self.train.to_dict(), config, *more, *start)
 
-    def lower_identity(self, *more: Any) -> str:
+    def identity_of_frozen_part_and_examples(self, *more: Any) -> str:
         """Return a digest of what decides the frozen layers' results: the base's weights, their
         depth, training examples and `more`.
 

@@ -234,7 +234,7 @@ class TrainedModel:
         self.draft_head = self._fused.draft_head
         self._start = trainable_weights(adapter)
         self.weights = trainable_weights(adapter, part)
-        self.bind_and_reset_others(self.weights)
+        self.bind_and_reset_others_to_start(self.weights)
 
     @property
     def adapter(self) -> StreamAdapter:
@@ -252,7 +252,7 @@ class TrainedModel:
         assert self._fused.streams is not None
         return self._fused.streams
 
-    def bind_and_reset_others(self, weights: Weights) -> None:
+    def bind_and_reset_others_to_start(self, weights: Weights) -> None:
         """Put `weights` into the model, by their names in the adapter's files, and keep them as
         `self.weights`.
 
@@ -427,7 +427,7 @@ def bind_weights_that_adapter_has(
     require_run_has_start_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
-    model.bind_and_reset_others(weights)
+    model.bind_and_reset_others_to_start(weights)
 
 
 def measure_and_write_adapter(folder: Path, adapter: StreamAdapter, validation: Validation) -> Path:

@@ -64,7 +64,7 @@ def linear_cross_entropy(
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
-    def sum_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def sum_rows_and_gradient_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return the sum, each row's loss [R] and the sum's gradient [R, D], chunk by chunk."""
         losses: list[mx.array] = []
         gradients: list[mx.array] = []
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         """Return the stored gradient of `hidden`, times that of the sum."""
         return (found[2] * upstream[0]).astype(hidden.dtype)
 
-    summed: Any = mx.custom_function(sum_by_chunks)
+    summed: Any = mx.custom_function(sum_rows_and_gradient_by_chunks)
     summed.vjp(gradient_of_hidden)
     total, losses, _ = summed(hidden)
     return total, mx.stop_gradient(losses)
@@ -201,7 +201,7 @@ class MlxObjective(Objective):
             The sum; and the means in nats a token, in the order of `loss_terms`, 0 for one without
             targets. Of one rank's part of a batch, both are shares that add up over the ranks.
         """
-        self.model.bind_and_reset_others(weights)
+        self.model.bind_and_reset_others_to_start(weights)
         states = self._hidden_states_by_kind(batch, lower)
         total = mx.array(0.0)
         means = {}
@@ -438,7 +438,7 @@ class MlxTrainer(Trainer):
         """
         gradient_of = mx.value_and_grad(self.objective.loss_and_term_means)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
-        self.objective.model.bind_and_reset_others(
+        self.objective.model.bind_and_reset_others_to_start(
             self.weights
         )  # in the place of what MLX traced with
         return self._sum_over_ranks(gradients, means)
@@ -476,7 +476,7 @@ class MlxTrainer(Trainer):
         gradients, norm = _clip_gradients(gradients, train.clip_norm)
         self.weights = self.optimizer.update(gradients, self.weights, rate)
         mx.eval(self.weights, self.optimizer.state, means, norm)
-        self.objective.model.bind_and_reset_others(self.weights)
+        self.objective.model.bind_and_reset_others_to_start(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
         check_gradient_is_finite(float(norm), self.step + 1)
@@ -542,4 +542,4 @@ class MlxTrainer(Trainer):
         self.weights = {name: state[f"weight {name}"] for name in self.weights}
         self.optimizer.state = state
         self.step = to_int(state["step"])
-        self.objective.model.bind_and_reset_others(self.weights)
+        self.objective.model.bind_and_reset_others_to_start(self.weights)
