@@ -173,16 +173,12 @@ class Batches:
     """Decodes the answers that are open at once. On the thread that runs MLX alone.
 
     Args:
-        fits: whether there is memory for rows that are as long as the longest of them.
+        fits: called with the bytes that padding rows of a batch would take; whether there is
+            memory for them.
     """
 
     def __init__(self, fits: Fits = always_fits) -> None:
-        """Begin without answers; nothing is run.
-
-        Args:
-            fits: called with the bytes that padding rows of a batch would take; whether there is
-                memory for them.
-        """
+        """Begin without answers; nothing is run."""
         self._fits = fits
         self._groups: dict[CacheKey, _Group] = {}
         self._prompts: deque[_OpenAnswer] = deque()

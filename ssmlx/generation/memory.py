@@ -128,7 +128,7 @@ class CacheSize:
         per_token: of each token that there is room for.
     """
 
-    fixed: int  # of a state that does not grow with the text, such as that of recurrent layers
+    fixed: int
     per_token: int
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The caches of a step that verifies a tree: the only file that changes a cache.
+"""The caches of a step that verifies a tree: which rows of a text count, and where they go.
 
 Each layer keeps its state itself (`layer_state`); a cache knows which tokens are committed, and
 which paths are not counted yet. A step's rows (tree nodes, and in the upper layers the streams)

@@ -44,7 +44,7 @@ class _Entry:
     tokens: Tokens
     cache: TreeCache
     owner: weakref.ref[PromptCache]
-    is_written: bool = False  # to the folder, or need not be
+    is_written: bool = False
 
     def __post_init__(self) -> None:
         self.nbytes = self.cache.nbytes

@@ -1,4 +1,4 @@
-"""What every trainer computes of a batch: eq. 5, and how decoding held-out text would go.
+"""The terms of eq. 5 for a batch, whose loss each trainer computes; and how decoding would go.
 
 What the frozen lower layers say of an example never changes: it is computed once, and kept in a
 file as long as the data has tokens, whose part that is in use stays in memory.
