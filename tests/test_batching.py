@@ -11,6 +11,7 @@ from real import tokens_of, words
 
 import ssmlx
 from ssmlx.answers import run_on_mlx_thread
+from ssmlx.decoding import loop
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
 from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.generation import batching, prompt_pieces
@@ -51,11 +52,11 @@ def cost_batches(monkeypatch, cost):
 def together(monkeypatch):
     """Two answers go together at once, whatever rows cost; and what calls were made."""
     made = []
-    read = batching.prefill
+    read = loop.append_piece_and_wait
     step = Batch.step_or_note_error
     monkeypatch.setattr(Plan, "expected_fastest_call", ExpectedCall(1.0, 1.0))
     cost_batches(monkeypatch, 1.001)
-    monkeypatch.setattr(batching, "prefill", lambda *a: made.append("piece") or read(*a))
+    monkeypatch.setattr(loop, "append_piece_and_wait", lambda *a: made.append("piece") or read(*a))
     monkeypatch.setattr(Batch, "step_or_note_error", lambda self: made.append("call") or step(self))
     return made
 
@@ -216,14 +217,15 @@ def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
 def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypatch, drafter):
     """Pieces are bounded in time, and calls get as much of it as pieces: 10 tokens here."""
     sizes = []
-    read = batching.prefill
+    read = loop.append_piece_and_wait
 
-    def slowly(model, tokens, cache):
+    def slowly(model, tokens, cache, taps):
         time.sleep(0.002 * len(tokens))
-        read(model, tokens, cache)
+        found = read(model, tokens, cache, taps)
         sizes.append(len(tokens))
+        return found
 
-    monkeypatch.setattr(batching, "prefill", slowly)
+    monkeypatch.setattr(loop, "append_piece_and_wait", slowly)
     monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.02)
     monkeypatch.setattr(prompt_pieces, "LEAST_PIECE", 2)
     monkeypatch.setattr(prompt_pieces, "UNTIMED_PIECE", 4)
@@ -249,6 +251,24 @@ def test_a_prompt_may_be_given_up(ask, together, batches):
     answer.close()
     assert not batches._prompts
     assert next(ask([45, 2] * 40)).cached_tokens == 16
+
+
+def test_what_keeping_a_prompt_raises_is_its_answers_error(ask, batches, monkeypatch):
+    expected = tokens_of(ask(QUESTIONS[1], alone=True))
+    put = ssmlx.PromptCache.put
+    lengths = []
+
+    def failing_once(self, model, tokens, cache):
+        lengths.append(len(tokens))
+        return put(self, model, tokens, cache) if len(lengths) > 1 else 1 / 0
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ssmlx.PromptCache, "put", failing_once)
+        answer = ask([46, 2] * 20, shares_prompt=True)
+        with pytest.raises(ZeroDivisionError):
+            list(answer)
+    assert answer.is_over and not batches._prompts and lengths[0] == 40
+    assert tokens_of(ask(QUESTIONS[1])) == expected
 
 
 def test_a_mask_is_told_the_tokens_before(ask, together):

@@ -4,12 +4,13 @@ import json
 import logging
 from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
@@ -18,11 +19,12 @@ from test_every_class import OWN, PROMPT, SIZES, random_weights
 from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
 
 import ssmlx
+from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import RankedTokens, Sampling
 from ssmlx.decoding.step import DraftTotals
-from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, load_mtp
+from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, PairCache, load_mtp
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
@@ -33,6 +35,7 @@ from ssmlx.policy.acceptance import AcceptancePrior
 from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import CostTable
 from ssmlx.policy.offers import LevelsOffer
+from ssmlx.prompt_cache import PromptCache
 from ssmlx.settings import GenerateConfig
 
 VOCAB = SIZES["vocab_size"]
@@ -649,6 +652,96 @@ def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
                 answers[1].close()
         assert heard[0] == expected[0] and heard[2] == expected[2]
         assert heard[1] == expected[1][: len(heard[1])]
+
+
+def head_trained_on(model, texts):
+    """A head that has learned what stands two tokens on in `texts`, of pairs that see all before.
+
+    On the MLX thread.
+    """
+    backbone = model.backbone
+    tap = len(backbone.layers)
+    module = MtpModule(backbone.args, type(backbone.layers[0]))
+    module.load_weights(list(head_tensors("qwen3_5_moe").items()))
+    batches = []
+    for text in texts:
+        found = {tap: None}
+        backbone.append(mx.array(text), model.make_cache(), found)
+        hidden = backbone.final_norm(found[tap])[:, :-2]
+        embedded = backbone.token_embeddings(mx.array([text[1:-1]]))
+        batches.append((embedded, hidden, mx.array([text[2:]])))
+    mx.eval(batches)
+
+    def loss(module):
+        found = mx.array(0.0)
+        for embedded, hidden, targets in batches:
+            rows = PairCache().writer_from_pair(0)
+            out = module.run_pairs_before_norm(embedded, hidden, rows)
+            logits = backbone.lm_head(module.norm(out))
+            found += nn.losses.cross_entropy(logits, targets, reduction="mean")
+        return found
+
+    optimizer = optim.Adam(1e-2)
+    step = nn.value_and_grad(module, loss)
+    for _ in range(40):
+        optimizer.update(module, step(module)[1])
+        mx.eval(module.parameters())
+    return MtpHead(module, backbone)
+
+
+def test_an_engine_shows_the_head_its_prompts(folder):
+    """Calls bring as many tokens as in `stream_generate`, in one answer and in two at once."""
+    prompts = [[11, 3, 4, 11, 3, 9, 2, 2], [5, 6, 5, 9, 6, 5, 7, 8, 5, 6] * 3]
+    settings = {"max_tokens": 40, "prefill_step_size": 4}
+    drafting = {"decoding": "speculative", **settings}
+
+    def by_call(segments):
+        return [one.tokens for one in segments if one is not None]
+
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        model, tokenizer = engine.model(), engine.tokenizer
+        stream = partial(ssmlx.stream_generate, model, tokenizer)
+        plain = [tokens_of(stream(one, decoding="plain", **settings)) for one in prompts]
+        texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, plain, strict=True)]
+        head = run_on_mlx_thread(lambda: head_trained_on(model, texts))
+        streams = [list(stream(one, drafter=head, **drafting)) for one in prompts]
+        assert [tokens_of(one) for one in streams] == plain
+        expected = [by_call(one) for one in streams]
+        assert all(max(map(len, calls)) > 2 for calls in expected), "some drafts are accepted"
+        ask = partial(engine.stream, drafter=head, **drafting)
+        # The second time, the prompt cache holds the prompt, and the head's its pairs.
+        for prompt, calls in zip(prompts, expected, strict=True):
+            kept = PromptCache()
+            for _ in range(2):
+                assert by_call(ask(prompt, prompt_cache=kept)) == calls
+        head.drop_idle()
+        kept = PromptCache()
+        for _ in range(2):
+            answers = [ask(prompt, prompt_cache=kept) for prompt in prompts]
+            columns = zip(*zip_longest(*answers), strict=True)
+            assert [by_call(one) for one in columns] == expected
+
+
+def test_a_prompt_that_is_given_up_leaves_the_head_idle(folder):
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        head = load_mtp(engine.model())
+        settings = {"drafter": head, "decoding": "speculative", "prefill_step_size": 4}
+        for turns in range(6):
+            answer = engine.stream([5, 6, 7, 8] * 5, prompt_cache=PromptCache(), **settings)
+            for _ in range(turns):
+                run_on_mlx_thread(answer._source.compute_next)
+            assert bool(head._caches) == (turns > 1), "it starts with the first piece"
+            answer.close()
+            assert not any(owner() for _, owner in head._caches)
+            head.drop_idle()
+
+
+def test_an_answer_with_a_mask_starts_no_head(folder):
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        head = load_mtp(engine.model())
+        settings = {"drafter": head, "decoding": "speculative", "max_tokens": 4}
+        assert tokens_of(engine.stream(PROMPT, mask=lambda _, logits: logits, **settings))
+        assert not head._caches
 
 
 def test_generate_drafts_by_the_head_of_the_model_and_of_a_folder(folder, tmp_path, capsys):

@@ -13,9 +13,9 @@ from real import words, write_tiny_adapter
 from test_server import CHAT, COMPLETIONS, chat, client_of, reply
 
 import ssmlx
+from ssmlx.decoding import loop
 from ssmlx.decoding.batch import Batch
 from ssmlx.decoding.draft_shape import ExpectedCall
-from ssmlx.generation import batching
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import Limits, RequestHandler
@@ -65,14 +65,14 @@ def test_choices_share_their_prompt_and_their_calls(client, monkeypatch):
     alone = [choices(client, prompt=words(50), **{**SAMPLED, "seed": 3 + n})[0] for n in range(3)]
     pieces = []
     rows = []
-    read = batching.prefill
+    read = loop.append_piece_and_wait
     step = Batch.step_or_note_error
 
-    def reading(model, tokens, cache):
+    def reading(model, tokens, cache, taps):
         pieces.extend(tokens)
-        read(model, tokens, cache)
+        return read(model, tokens, cache, taps)
 
-    monkeypatch.setattr(batching, "prefill", reading)
+    monkeypatch.setattr(loop, "append_piece_and_wait", reading)
     monkeypatch.setattr(
         Batch, "step_or_note_error", lambda self: rows.append(len(self.members)) or step(self)
     )

@@ -15,7 +15,7 @@ from real import words
 from test_server import CHAT, COMPLETIONS, drive
 
 import ssmlx
-from ssmlx.generation import batching
+from ssmlx.decoding import loop
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import Limits, RequestHandler
@@ -44,14 +44,15 @@ def app(engine):
 def pieces(monkeypatch):
     """The pieces of prompts that were processed, each of which takes 0.1 s."""
     done = []
-    read = batching.prefill
+    read = loop.append_piece_and_wait
 
     def slowly(*given):
         time.sleep(0.1)
-        read(*given)
+        found = read(*given)
         done.append(given)
+        return found
 
-    monkeypatch.setattr(batching, "prefill", slowly)
+    monkeypatch.setattr(loop, "append_piece_and_wait", slowly)
     return done
 
 
@@ -115,7 +116,7 @@ def test_an_error_behind_the_headers_is_an_event_and_the_clients_own(app, monkey
     def failing(*given):
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(batching, "prefill", failing)
+    monkeypatch.setattr(loop, "append_piece_and_wait", failing)
     for path, body in ASKED.items():
         start, *told = asyncio.run(drive(app, {**body, "stream": True}, path=path))
         text = b"".join(one["body"] for one in told).decode()

@@ -45,6 +45,8 @@ from .stopwatch import PendingCall, Stopwatch
 
 Stops = Callable[[Sequence[int]], bool]
 """Given the tokens that a call advanced by: whether the answer ends with them."""
+StepSize = int | Callable[[], int]
+"""Tokens of a piece of a prompt, at most; or a function that is asked before each piece."""
 
 
 def never_stops(tokens: Sequence[int]) -> bool:
@@ -76,7 +78,7 @@ def prefill_in_pieces(
     model: StreamFusedModel,
     tokens: list[int],
     cache: TreeCache,
-    step_size: int,
+    step_size: StepSize,
     *,
     taps: tuple[int, ...] = (),
     on_taps: Callable[[int, Taps], None] | None = None,
@@ -90,7 +92,7 @@ def prefill_in_pieces(
         model: the target.
         tokens: of the prompt; they may be none.
         cache: holds what comes before them; gets their keys and values.
-        step_size: tokens of a piece, at most.
+        step_size: see `StepSize`.
         taps: layers whose input is wanted.
         on_taps: called behind each piece, with its first token's index in `tokens` and the taps of
             its R rows, [1, R, D] by layer; None for not.
@@ -98,16 +100,31 @@ def prefill_in_pieces(
     Yields:
         None before each piece and behind the last; nothing where there are no tokens.
     """
-    for first in range(0, len(tokens), step_size):
+    first = 0
+    while first < len(tokens):
         yield
-        found: LayerInputs = dict.fromkeys(taps)
-        model.backbone.append(mx.array(tokens[first : first + step_size]), cache, found)
-        mx.eval(cache.state)
+        size = step_size() if callable(step_size) else step_size
+        found = append_piece_and_wait(model, tokens[first : first + size], cache, taps)
         if on_taps is not None:
-            on_taps(first, filled_taps(found))
+            on_taps(first, found)
         mx.clear_cache()
+        first += size
     if tokens:
         yield
+
+
+def append_piece_and_wait(
+    model: StreamFusedModel, tokens: list[int], cache: TreeCache, taps: tuple[int, ...]
+) -> Taps:
+    """Run a piece of a prompt through the model, commit it to the cache, and wait for it.
+
+    Returns:
+        By layer of `taps`, [1, R, D] its input at the R tokens.
+    """
+    found: LayerInputs = dict.fromkeys(taps)
+    model.backbone.append(mx.array(tokens), cache, found)
+    mx.eval(cache.state)
+    return filled_taps(found)
 
 
 def plain_decode(
@@ -117,7 +134,7 @@ def plain_decode(
     *,
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prefill_step_size: StepSize = PREFILL_STEP_SIZE,
 ) -> Steps:
     """Decode plainly, endlessly: the same model without drafting.
 
@@ -131,7 +148,7 @@ def plain_decode(
             prompt and every token so far, that one included.
         context: the tokens that `cache` holds, for samplers that read the text.
         sampler: decides the target's tokens; greedy unless given.
-        prefill_step_size: prompt tokens of a forward pass, at most.
+        prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
 
     Yields:
         None while the prompt is processed, then a step of one token for each target call.
@@ -161,7 +178,7 @@ def speculative_decode(
     prune: PruneConfig = NO_PRUNING,
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prefill_step_size: StepSize = PREFILL_STEP_SIZE,
     stops: Stops = never_stops,
 ) -> Steps:
     """Decode with drafts, endlessly: process the prompt, then verify a draft tree in each call.
@@ -188,7 +205,7 @@ def speculative_decode(
         prune: which nodes to drop half-way up; off unless given.
         sampler: decides the target's tokens; greedy unless given.
         acceptance: when a drafted token counts as the target's; exact unless given.
-        prefill_step_size: prompt tokens of a forward pass, at most.
+        prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
         stops: given the tokens of a call before they are yielded: whether no more will be asked
             for. The next call is not launched then, and is not wasted.
 
@@ -254,7 +271,7 @@ class _SpeculativeLoop:
         self.drafting: list[mx.array] = []  # the tree that was drafted last
 
     def process_prompt_and_start_drafters(
-        self, prompt: list[int], step_size: int
+        self, prompt: list[int], step_size: StepSize
     ) -> Iterator[None]:
         """Commit the prompt but its last token to the cache, and start drafters.
 
@@ -263,7 +280,7 @@ class _SpeculativeLoop:
 
         Args:
             prompt: one token or more.
-            step_size: prompt tokens of a forward pass, at most.
+            step_size: prompt tokens of a forward pass, see `StepSize`.
 
         Yields:
             None: before each piece and behind the last, and before each call of a model that a

@@ -9,7 +9,8 @@ Nothing runs unless somebody reads: whoever asks for a token that is not there m
 brings one to every row. A reader that falls behind leaves the batch until it has caught up.
 
 Prompts take turns too, in pieces; the first piece of a new prompt goes before those of others. How
-long a piece is, and when calls come before it, `prompt_pieces` says.
+long a piece is, and when calls come before it, `prompt_pieces` says. A piece is processed by the
+answer's own decoding loop, which shows it to the drafters that need to see prompts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
 
 from ..decoding.batch import Batch, Mask, Row
-from ..decoding.loop import Stops, never_stops, prefill
+from ..decoding.loop import Stops, never_stops
 from ..decoding.step import Step, Steps
 from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
@@ -56,12 +57,24 @@ READER_SECONDS = 0.001
 
 @dataclass(eq=False, kw_only=True)
 class _OpenAnswer(Row):
-    """An open answer: its row in a batch, its plan, and what is left of its prompt."""
+    """An open answer: its row in a batch, its plan, and its own decoding loop."""
 
     plan: Plan
     group: _Group
-    todo: list[int] = field(default_factory=list)  # of the prompt
+    # of `decode_plan`, on the whole prompt; None once it decodes, and where it has joined a batch
+    steps: Any = None
     on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of its prompt that are not processed yet; the last one is never counted."""
+        return len(self.text) - 1 - self.cache.offset
+
+    def close_own_loop(self) -> None:
+        """End its own loop, if there is one; the cache stays as it is."""
+        if self.steps is not None:
+            self.steps.close()
+            self.steps = None
 
 
 class _Group:
@@ -237,8 +250,16 @@ class Batches:
             len(text),
             plan=plan,
             group=group,
-            todo=prompt[:-1],
             on_prompt=on_prompt,
+        )
+        row.steps = decode_plan(
+            plan if mask is None else replace(plan, drafters=()),
+            model,
+            prompt,
+            cache,
+            context=context,
+            stops=stops,
+            prefill_step_size=lambda: self._next_piece_length(row),
         )
         try:
             yield from self._process_prompt_in_turns(row)
@@ -249,6 +270,7 @@ class Batches:
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
+            row.close_own_loop()
             group.batch.remove_and_restore_cache(row)
             if row in group.open:
                 group.open.remove(row)
@@ -267,17 +289,15 @@ class Batches:
         Raises:
             Exception: what processing a piece of it has raised, in whichever answer's turn.
         """
-        if not row.todo:
+        if not row.num_left:
             self._start_decoding(row)
             return
         self._prompts.appendleft(row)
         tries = READER_TRIES
         calls = self._schedule.num_calls
-        while row.todo:
+        while row in self._prompts:
             yield
-            if row.error is not None:
-                raise row.error
-            if not row.todo:  # somebody else's turn has done the rest
+            if row not in self._prompts:  # somebody else's turn has done the rest
                 break
             if calls != self._schedule.num_calls:
                 tries = READER_TRIES
@@ -288,6 +308,8 @@ class Batches:
                 self._process_next_piece_or_note_error()
                 tries = READER_TRIES
         yield
+        if row.error is not None and row not in row.group.open:
+            raise row.error
 
     @property
     def _must_decode_first(self) -> bool:
@@ -327,7 +349,7 @@ class Batches:
         """Tokens of a row's prompt that its next turn is to process."""
         is_alone = len(self._prompts) == 1 and not self._is_decoding
         step_size = row.plan.config.prefill_step_size
-        return self._schedule.next_piece_length(len(row.todo), step_size, is_alone=is_alone)
+        return self._schedule.next_piece_length(row.num_left, step_size, is_alone=is_alone)
 
     def _process_next_piece_or_note_error(self) -> None:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
@@ -337,20 +359,21 @@ class Batches:
         out of the line. The schedule is told what the piece took.
         """
         row = self._prompts[0]
-        piece = row.todo[: self._next_piece_length(row)]
-        self._prompts.popleft()
+        before = row.num_left
         started = time.perf_counter()
         try:
-            prefill(row.model, piece, row.cache)
+            while row.num_left == before:  # the loop stops once before its first piece
+                next(row.steps)
             seconds = time.perf_counter() - started
-            del row.todo[: len(piece)]
-            if not row.todo and row.on_prompt is not None:
+            if not row.num_left and row.on_prompt is not None:
                 row.on_prompt()
         except Exception as error:
             row.error = error
             return
-        self._schedule.record_piece(len(piece), seconds)
-        if row.todo:
+        finally:
+            self._prompts.popleft()
+        self._schedule.record_piece(before - row.num_left, seconds)
+        if row.num_left:
             self._prompts.append(row)
         else:
             self._start_decoding(row)
@@ -365,7 +388,13 @@ class Batches:
         row.group.open.append(row)
         row.group.update_is_batched()
         if row.group.is_batched or row.mask is not None:
-            row.group.batch.queue_to_join(row)
+            self._join_batch(row)
+
+    @staticmethod
+    def _join_batch(row: _OpenAnswer) -> None:
+        """Have `row` join its group's batch, which takes its cache: its own loop ends."""
+        row.close_own_loop()
+        row.group.batch.queue_to_join(row)
 
     def _decode_batched(self, row: _OpenAnswer) -> Iterator[Step]:
         """Yield steps of a token each of `row`, by calls of its batch, as long as answers share
@@ -389,7 +418,7 @@ class Batches:
                 if row.error is not None:
                     raise RuntimeError("a call for several answers failed") from row.error
                 if row not in batch.members:
-                    batch.queue_to_join(row)
+                    self._join_batch(row)
                     group.update_is_batched()
                 while self._prompts and not self._must_decode_first:
                     self._process_next_piece_or_note_error()
@@ -400,13 +429,14 @@ class Batches:
     def _decode_alone(self, row: _OpenAnswer) -> Steps:
         """Yield a step for each call of `row` alone, with drafts, until answers share calls.
 
-        Then its cache holds all of its text but the last token, computed. The mode is chosen anew
+        Its own loop goes on, or a new one begins behind its text, if it was in a batch. In the end
+        its cache holds all of its text but the last token, computed. The mode is chosen anew
         behind each call. The tokens are appended to `row.text`.
 
         Args:
             row: has no row in the batch.
         """
-        steps: Any = decode_plan(
+        steps: Any = row.steps or decode_plan(
             row.plan,
             row.model,
             row.text[-1:],
@@ -414,6 +444,7 @@ class Batches:
             context=row.text[:-1],
             stops=row.stops,
         )
+        row.steps = None
         with closing(steps):
             started = time.perf_counter()
             for step in steps:

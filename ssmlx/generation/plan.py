@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..decoding.draft_shape import Always, DraftController, ExpectedCall, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
-from ..decoding.loop import Stops, never_stops, plain_decode, speculative_decode
+from ..decoding.loop import StepSize, Stops, never_stops, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling
 from ..decoding.step import Steps
 from ..drafters.lookup import NAME, PromptLookupDrafter
@@ -345,6 +345,7 @@ def decode_plan(
     *,
     context: Sequence[int] = (),
     stops: Stops = never_stops,
+    prefill_step_size: StepSize | None = None,
 ) -> Steps:
     """Decode under a plan: without end, until the iterator is closed.
 
@@ -359,6 +360,7 @@ def decode_plan(
         context: the tokens in the cache; may be left out where nothing reads them.
         stops: asked with the tokens of a call whether the answer ends with them: then no call is
             begun ahead. Not asked where nothing drafts.
+        prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
 
     Returns:
         An iterator over a step for each call; None between pieces of the prompt, and where a
@@ -376,7 +378,7 @@ def decode_plan(
     shared: dict[str, Any] = {
         "context": context,
         "sampler": plan.sampling,
-        "prefill_step_size": plan.config.prefill_step_size,
+        "prefill_step_size": prefill_step_size or plan.config.prefill_step_size,
     }
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)
