@@ -31,7 +31,15 @@ from . import completions, messages, responses
 from .fields import check_fields_and_list_unknown
 from .handler import RequestHandler
 from .request_prompts import AGAIN
-from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
+from .requests import (
+    AnswerRequest,
+    Begun,
+    Body,
+    DetailedHTTPException,
+    RequestError,
+    StreamItem,
+    Waiting,
+)
 
 ResponseWriter = (
     completions.TextCompletionWriter | messages.MessagesWriter | responses.ResponsesWriter
@@ -365,14 +373,16 @@ class AnswerResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
-        """Yield all items of the answer, `Waiting` included.
+        """Yield all items of the answer, `Begun` and `Waiting` included.
 
-        Before each `Waiting` of a stream is yielded, the headers are sent where nothing was sent
-        yet, else a keep-alive.
+        Before one of these is yielded, a stream's headers are sent where nothing was sent yet; else
+        a `Waiting` sends a keep-alive.
         """
         async for part in self._parts:
-            if self._stream and isinstance(part, Waiting):
-                text = self._writer.keep_alive(part) if self._is_begun else ""
+            if self._stream and isinstance(part, Begun | Waiting):
+                text = ""
+                if self._is_begun and isinstance(part, Waiting):
+                    text = self._writer.keep_alive(part)
                 await self._send_headers_then_text(send, text)
             yield part
 

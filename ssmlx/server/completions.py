@@ -318,13 +318,13 @@ class TextCompletionWriter:
         end.
 
         Args:
-            parts: of all choices, each with its `ChoiceEnd`; a `Waiting` is passed over.
+            parts: of all choices, each with its `ChoiceEnd`; what is no `Part` is passed over.
         """
         head = {**self.reply, "object": self.kind_of_chunk}
         if self._has_usage:
             head["usage"] = None
         async for part in parts:
-            if isinstance(part, Waiting):
+            if not isinstance(part, Part):
                 continue
             self._thought += part.tokens if isinstance(part, ReasoningPart) else 0
             chunk = {**head, "choices": [self._add_part(part)]}

@@ -22,7 +22,7 @@ from ..settings import GenerateConfig, check_settings, setting
 from .choices import Choice
 from .concurrency import AnswerSlots, PromptProgress, RequestSlots, merge_answers
 from .request_prompts import AGAIN, PromptReader, stopping_error
-from .requests import AnswerRequest, DetailedHTTPException, StreamItem, TextPart, Waiting
+from .requests import AnswerRequest, Begun, DetailedHTTPException, StreamItem, TextPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ class RequestHandler:
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
-        Where anything is generated, a `Waiting` says that the first choice has begun; only an
-        echoed prompt may come before it. Another one comes after each silence.
+        Where anything is generated, `Begun` says that the first choice has begun; only an
+        echoed prompt may come before it. After each silence comes a `Waiting`.
 
         Args:
             ask: the request, with a known model's name.
@@ -185,7 +185,7 @@ class RequestHandler:
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
         it finds it in the prompt cache. It then waits for a slot. When the answer of the request's
-        first choice has begun, a `Waiting` is yielded. Where nothing is to be generated, the end
+        first choice has begun, `Begun` is yielded. Where nothing is to be generated, the end
         comes right behind the echoed prompt. The tokens of the choice are counted when it has
         ended.
 
@@ -211,7 +211,7 @@ class RequestHandler:
                         self._open_answer, choice, progress
                     ) as answer:
                         if choice.number == 0:
-                            yield Waiting()
+                            yield Begun()
                         async for last in answer:
                             prompt.is_read.set()
                             for part in choice.response_parts_or_empty_text(last):

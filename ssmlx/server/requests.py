@@ -116,15 +116,20 @@ class ChoiceEnd:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """No part of an answer: the request's first answer has begun."""
+
+
+@dataclass(frozen=True)
 class Waiting:
-    """No part of an answer: the answer has begun, or no part has come for a while."""
+    """No part of an answer: none has come for a while."""
 
     done: int = 0  # tokens of the prompts that were processed
     total: int = 0
 
 
 Part = TextPart | ToolCallPart | ChoiceEnd
-StreamItem = Part | Waiting
+StreamItem = Part | Begun | Waiting
 Event = tuple[str | None, Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
 

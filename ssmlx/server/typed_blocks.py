@@ -18,11 +18,11 @@ from .requests import (
     Body,
     ChoiceEnd,
     Event,
+    Part,
     RequestError,
     StreamItem,
     TextPart,
     ToolCallPart,
-    Waiting,
 )
 
 GroupMark = Literal["answer begins", "group begins", "part", "group ends", "answer ends"]
@@ -214,7 +214,7 @@ async def mark_groups_of_parts(
     """Yield parts, with marks between groups: parts of the same type in a row, such as text or
     reasoning. Each call is a group of its own.
 
-    Empty texts and every `Waiting` are left out, but for the first item.
+    Empty texts, `Begun` and every `Waiting` are left out, but for the first item.
 
     Yields:
         (mark, item): "answer begins" once, with the first item; for each group "group begins", with
@@ -226,7 +226,7 @@ async def mark_groups_of_parts(
         if run is None:
             run = type(None)
             yield "answer begins", part
-        if isinstance(part, Waiting) or (isinstance(part, TextPart) and not part.text):
+        if not isinstance(part, Part) or (isinstance(part, TextPart) and not part.text):
             continue
         if type(part) is not run or isinstance(part, ToolCallPart):
             if run is not type(None):
