@@ -147,7 +147,7 @@ def test_an_end_token_is_told_as_others_tell_it(engine, base, tmp_path):
     """So that whoever drops the one token that had to be written drops none of the prompt."""
     end = next(engine.stream([8, 9], adapter="none", max_tokens=1)).tokens
     own = write_tiny_adapter(tmp_path / "own", base, scope="streams", end_token_ids=end)
-    handler = RequestHandler(engine, {"tiny": str(own)}, prompts=[PromptCache()])
+    handler = RequestHandler(engine, {"tiny": str(own)}, prompt_caches=[PromptCache()])
     client = client_of(make_app(handler, ssmlx.GenerateConfig()))
     body = {"prompt": [8, 9], "max_tokens": 1, "logprobs": 0, "echo": True}
     (found,), _ = choices(client, **body)

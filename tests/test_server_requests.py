@@ -25,7 +25,7 @@ def serve(engine):
     """A client of an application with the tiny model as `tiny`."""
 
     def make(config=None, **more):
-        handler = RequestHandler(engine, {"tiny": None}, prompts=[PromptCache()], **more)
+        handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()], **more)
         config = config or ssmlx.GenerateConfig(max_tokens=LENGTH)
         return client_of(make_app(handler, config))
 

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
+from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
 from . import completions, messages, responses
 from .fields import check_fields_and_list_unknown
@@ -98,7 +99,7 @@ class Routes:
         Raises:
             HTTPException: the host or origin is refused.
         """
-        self._check_access_and_find_key_index(request)
+        self._check_access_and_find_prompt_cache(request)
         return _chat_page()
 
     async def get_health(self, request: Request) -> Response:
@@ -107,7 +108,7 @@ class Routes:
         Raises:
             HTTPException: the host or origin is refused.
         """
-        self._check_access_and_find_key_index(request)
+        self._check_access_and_find_prompt_cache(request)
         return JSONResponse({"status": "ok"})
 
     async def get_metrics(self, request: Request) -> Response:
@@ -116,7 +117,7 @@ class Routes:
         Raises:
             HTTPException: the host, origin or key is refused.
         """
-        self._check_access_and_find_key_index(request)
+        self._check_access_and_find_prompt_cache(request)
         counts = generate_latest(self.handler.metrics.registry)
         return Response(counts, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
@@ -126,7 +127,7 @@ class Routes:
         Raises:
             HTTPException: the host, origin or key is refused.
         """
-        self._check_access_and_find_key_index(request)
+        self._check_access_and_find_prompt_cache(request)
         names = [*self.handler.models]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
@@ -137,7 +138,7 @@ class Routes:
         Raises:
             HTTPException: the model is unknown (404), or the host, origin or key is refused.
         """
-        self._check_access_and_find_key_index(request)
+        self._check_access_and_find_prompt_cache(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
             raise self.handler.unknown_model_error(name)
@@ -178,10 +179,10 @@ class Routes:
             HTTPException, InputError: as `_read_request` does, or the host, origin or key is
                 refused.
         """
-        key_index = self._check_access_and_find_key_index(request)
+        prompt_cache = self._check_access_and_find_prompt_cache(request)
         read, writer = APIS[request.url.path]
         ask, headers = await self._read_request(request, read)
-        reply = AnswerResponse(self.handler, ask, writer(ask), key_index)
+        reply = AnswerResponse(self.handler, ask, writer(ask), prompt_cache)
         reply.headers.update(headers)
         return reply
 
@@ -192,7 +193,7 @@ class Routes:
             HTTPException, InputError: as `_read_request` does, or the host, origin or key is
                 refused.
         """
-        self._check_access_and_find_key_index(request)
+        self._check_access_and_find_prompt_cache(request)
         ask, headers = await self._read_request(request, messages.read_message)
         prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_seeded_config, ask)
         return JSONResponse({"input_tokens": len(prompt)}, headers=headers)
@@ -223,9 +224,9 @@ class Routes:
         ask = self.handler.with_served_model_or_404(read(body, self.config))
         return ask, {IGNORED: _header_text(ignored)} if ignored else {}
 
-    def _check_access_and_find_key_index(self, request: Request) -> int:
-        """Return the index of the request's API key in `keys`; 0 where none is needed: if there are
-        no keys, and for the page and /health.
+    def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
+        """Return the prompt cache of the request's API key; the first one where no key is needed:
+        if there are no keys, and for the page and /health.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
         name may resolve to this machine, cannot use it. A request without `Origin` passes.
@@ -239,14 +240,14 @@ class Routes:
         if not self._is_known_host(headers.get("origin", "//localhost")):
             raise HTTPException(403, "pages of other places may not ask here")
         if not self.keys or request.url.path in OPEN:
-            return 0
+            return self.handler.prompt_caches[0]
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
         # All are compared, so that the time that it takes says nothing.
         same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
             raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
-        return same.index(True)
+        return self.handler.prompt_caches[same.index(True)]
 
     def _is_known_host(self, address: str) -> bool:
         """Whether the host name of a URL is one of this server's; False where it is no URL. The
@@ -364,7 +365,11 @@ class AnswerResponse(StreamingResponse):
     """
 
     def __init__(
-        self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, key_index: int
+        self,
+        handler: RequestHandler,
+        ask: AnswerRequest,
+        writer: ResponseWriter,
+        prompt_cache: PromptCache,
     ) -> None:
         """Prepare the response; the answer begins when it is sent.
 
@@ -372,10 +377,10 @@ class AnswerResponse(StreamingResponse):
             handler: answers the request.
             ask: the request; its `stream` decides the form.
             writer: writes the answer's parts in the API's form.
-            key_index: index of the API key, 0 without keys.
+            prompt_cache: of the client.
         """
         self._limits = handler.limits
-        self._parts = handler.merged_parts_of_choices(ask, key_index)
+        self._parts = handler.merged_parts_of_choices(ask, prompt_cache)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
@@ -483,7 +488,7 @@ def make_app(
         config: settings for what a request does not say; its `max_tokens` is a maximum. None for
             the defaults.
         hosts: names by which the server may be addressed, in lower case.
-        keys: API keys; without any, nobody needs one.
+        keys: API keys, in the order of the handler's prompt caches; without any, nobody needs one.
     """
     routes = Routes(handler, config or GenerateConfig(), hosts, keys)
     failures = (Exception, HTTPException, InputError, TimeoutError)

@@ -83,8 +83,8 @@ class RequestHandler:
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
-    # processed prompts of each API key, which nobody else's answers begin with
-    prompts: Sequence[PromptCache] = ()
+    # of each API key: its processed prompts, which nobody else's answers begin with
+    prompt_caches: Sequence[PromptCache] = ()
     loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
     limits: Limits = field(default_factory=Limits)
@@ -95,7 +95,7 @@ class RequestHandler:
         count, and give all users the engine's prompt cache where no caches are given.
         """
         self.context_length: int | None = self.engine.model().backbone.context_length
-        self.prompts = self.prompts or (self.engine.prompt_cache,)
+        self.prompt_caches = self.prompt_caches or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
         self.metrics = PrometheusMetrics()
         self.metrics.report_pool(self.engine.memory_pool)
@@ -107,7 +107,7 @@ class RequestHandler:
         then write prompts that are kept on disk.
         """
         self.engine.close()
-        for one in self.prompts:
+        for one in self.prompt_caches:
             one.close()
 
     def with_served_model_or_404(self, ask: AnswerRequest) -> AnswerRequest:
@@ -139,7 +139,7 @@ class RequestHandler:
         return self.reader.first_prompt_and_seeded_config(ask)
 
     async def merged_parts_of_choices(
-        self, ask: AnswerRequest, key_index: int = 0
+        self, ask: AnswerRequest, prompt_cache: PromptCache
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
@@ -148,7 +148,7 @@ class RequestHandler:
 
         Args:
             ask: the request, with a known model's name.
-            key_index: of the API key, whose prompt cache is used.
+            prompt_cache: of the client.
 
         Raises:
             InputError: it cannot be followed.
@@ -165,7 +165,7 @@ class RequestHandler:
             tokenizer = self.engine.tokenizer
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
-                Choice(ask, number, prompt, config, tokenizer, key_index)
+                Choice(ask, number, prompt, config, tokenizer, prompt_cache)
                 for number, prompt in enumerate(own)
             ]
             answers = [
@@ -282,7 +282,7 @@ class RequestHandler:
             choice.prompt.tokens,
             choice.config,
             adapter=self.models[ask.model],
-            prompt_cache=self.prompts[choice.key_index],
+            prompt_cache=choice.prompt_cache,
             drafter=self.loaded,
             mask=self.reader.make_mask_or_none(ask),
             progress=progress,
@@ -304,6 +304,6 @@ class RequestHandler:
             choice.prompt.tokens,
             top=choice.config.logprobs or 0,
             adapter=self.models[choice.ask.model],
-            prompt_cache=self.prompts[choice.key_index] if choice.ask.writes else None,
+            prompt_cache=choice.prompt_cache if choice.ask.writes else None,
             progress=progress,
         )
