@@ -183,3 +183,10 @@ def test_many_answers_leave_room_for_others(serve):
 def test_too_many_answers_are_refused(client):
     found = client.post(COMPLETIONS, json={"prompt": PROMPTS * 20, "n": 4})
     assert found.status_code == 400 and "256 answers" in found.json()["error"]["message"]
+
+
+def test_an_echoed_prompt_is_followed_by_its_answer_without_a_comment_between(client):
+    body = {"prompt": words(9), "echo": True, "stream": True, "max_tokens": 2}
+    found = client.post("/v1/completions", json=body)
+    assert found.status_code == 200 and found.text.count("data: ") > 2
+    assert all(one.startswith("data: ") for one in found.text.split("\n\n") if one)
