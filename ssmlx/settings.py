@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
@@ -98,7 +98,8 @@ class Allowed:
     """The values that a setting may have.
 
     A number has to be at least `least`, above `above`, below `below` and at most `most`; one above
-    0 also at least `smallest`. With `choices`, it has to be one of these.
+    0 also at least `smallest`; with `whole`, a whole number. With `choices`, a value has to be one
+    of these, and nothing else is asked.
     """
 
     least: float = -math.inf
@@ -106,21 +107,19 @@ class Allowed:
     below: float = math.inf
     most: float = math.inf
     smallest: float = 0.0  # of those above 0
+    whole: bool = False
     choices: tuple[Any, ...] = ()
     # what a message calls it, such as "--tree-size", or with the value's place in it, such as
     # "--prune threshold={}"; None for "--" and the field's name
     option: str | None = None
 
-    def holds(self, value: Any, *, whole: bool) -> bool:
-        """Whether a value is allowed. NaN and infinity are not, and bool is no number.
-
-        Args:
-            value: of any type.
-            whole: whether it has to be a whole number; not asked where there are `choices`.
+    def holds(self, value: Any) -> bool:
+        """Whether a value, of any type, is allowed. NaN and infinity are not, and bool is no
+        number.
         """
         if self.choices:
             return value in self.choices
-        if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+        if not isinstance(value, Integral if self.whole else Real) or isinstance(value, bool):
             return False
         number: Any = value
         inside = self.least <= number <= self.most and self.above < number < self.below
@@ -160,6 +159,15 @@ def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
     return field(default=default, metadata={"allowed": Allowed(**allowed), "help": help})
 
 
+def allowed_values(one: Field[Any]) -> Allowed | None:
+    """Return what a field of a settings class may have; None for one that `setting` did not make.
+
+    Numbers have to be whole if "int" is in the field's annotation.
+    """
+    allowed: Allowed | None = one.metadata.get("allowed")
+    return allowed and replace(allowed, whole="int" in str(one.type))
+
+
 def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
     """Check every field of a settings object that `setting` made; other fields are passed over.
 
@@ -177,21 +185,20 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
         InputError: a field has a value that is not allowed; the first one is named.
     """
     for one in fields(config):
-        allowed: Allowed | None = one.metadata.get("allowed")
+        allowed = allowed_values(one)
         values = getattr(config, one.name)
         kind = str(one.type)
         if allowed is None or (values is None and "None" in kind):
             continue
-        whole = "int" in kind
         option = allowed.option or "--" + one.name.replace("_", "-")
         option = option if "{}" in option else option + " {}"
         is_row = isinstance(values, list | tuple) and kind.startswith(("tuple", "Sequence"))
         for value in values if is_row else [values]:
             told = {"option": option.format(value), "name": one.name, "value": value}
-            number = "a whole number" if whole else "a number"
+            number = "a whole number" if allowed.whole else "a number"
             default = "choose one of them" if allowed.choices else f"choose {number} in that range"
             require(
-                allowed.holds(value, whole=whole),
+                allowed.holds(value),
                 found.format(**told),
                 expected=allowed.in_words(),
                 do=do or default,
@@ -349,15 +356,15 @@ def _check_and_sort_tokens_per_call(values: Any) -> dict[int, float] | None:
     if values is None:
         return None
     pairs = dict(values).items() if isinstance(values, Mapping) else [("", 0.0)]
-    nodes = Allowed(least=2, most=MAX_TREE_NODES)
+    nodes = Allowed(least=2, most=MAX_TREE_NODES, whole=True)
     tokens = Allowed(least=1, most=MAX_TREE_NODES)
     require(
         bool(pairs)
         and all(
             str(name).isdecimal()
             and len(str(name)) < 5
-            and nodes.holds(int(name), whole=True)
-            and tokens.holds(value, whole=False)
+            and nodes.holds(int(name))
+            and tokens.holds(value)
             for name, value in pairs
         ),
         f"tokens_per_call is {values!r}"[:80],

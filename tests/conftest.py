@@ -133,7 +133,7 @@ def serve(engine, adapter):
     from ssmlx.server.handler import RequestHandler
 
     def make(config=None, keys=(), **more):
-        given = {"prompts": [PromptCache()], **more}
+        given = {"prompt_caches": [PromptCache()], **more}
         handler = RequestHandler(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
         return make_app(handler, config or ssmlx.GenerateConfig(max_tokens=8), keys=keys)
 

@@ -316,7 +316,7 @@ def test_a_server_lists_and_answers_with_both(shelf):
     base, root = shelf
     with ssmlx.Engine(base, dtype="float32") as engine:
         models = {"tiny": None, "tiny:one": str(root / "one"), "tiny:two": str(root / "two")}
-        handler = RequestHandler(engine, models, prompts=[PromptCache()])
+        handler = RequestHandler(engine, models, prompt_caches=[PromptCache()])
         client = client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=LENGTH)))
         assert [one["id"] for one in client.get("/v1/models").json()["data"]] == list(models)
         texts = [said(reply(client, asking("w1 w2 w3", model=name))) for name in models]

@@ -123,7 +123,7 @@ def test_an_adapters_own_end_has_no_logprob_as_it_has_no_text(engine, base, adap
     answer = engine.stream(chat()["messages"], adapter=str(adapter), max_tokens=4)
     (*_, end) = (token for segment in answer for token in segment.tokens)
     own = write_tiny_adapter(tmp_path / "own", base, end_token_ids=(end,))
-    handler = RequestHandler(engine, {"tiny": str(own)}, prompts=[PromptCache()])
+    handler = RequestHandler(engine, {"tiny": str(own)}, prompt_caches=[PromptCache()])
     asked = chat(logprobs=True, max_tokens=9)
     (choice,) = reply(client_of(make_app(handler, ssmlx.GenerateConfig())), asked)[0]["choices"]
     told = "".join(one["token"] for one in choice["logprobs"]["content"])
@@ -258,8 +258,8 @@ def test_pages_of_other_places_cannot_ask(client):
 
 def test_keys_are_needed_and_keep_prompts_apart(serve):
     keys = [b"first-key", b"other-key"]
-    prompts = [PromptCache(), PromptCache()]
-    client = client_of(serve(keys=keys, prompts=prompts))
+    prompt_caches = [PromptCache(), PromptCache()]
+    client = client_of(serve(keys=keys, prompt_caches=prompt_caches))
     assert client.get("/health").status_code == client.get("/").status_code == 200
     for wrong in ("", "Bearer first", "Bearer ", "Basic first-key", "Bearer first-key\xe9"):
         raw = {"authorization": wrong.encode("latin-1")}
@@ -274,13 +274,13 @@ def test_keys_are_needed_and_keep_prompts_apart(serve):
 def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
     keys = [b"first-key", b"other-key"]
 
-    def known(body, prompts):
-        client = client_of(serve(keys=keys, prompts=prompts))
+    def known(body, prompt_caches):
+        client = client_of(serve(keys=keys, prompt_caches=prompt_caches))
         return [cached(reply(client, body, headers={"x-api-key": key})) for key in keys]
 
-    caches = command.make_prompt_cache_for_each_key(tmp_path, keys)
-    assert known(chat(words(9)), caches) == [0, 0]
-    caches[0].flush()
+    prompt_caches = command.make_prompt_cache_for_each_key(tmp_path, keys)
+    assert known(chat(words(9)), prompt_caches) == [0, 0]
+    prompt_caches[0].flush()
     again = known(chat(words(9)), command.make_prompt_cache_for_each_key(tmp_path, keys))
     assert again[0] > 9 and again[1] == 0
     assert files.main(["purge", str(tmp_path)]) == 0 and not [*tmp_path.rglob("*.safetensors")]

@@ -147,7 +147,7 @@ def test_an_end_token_is_told_as_others_tell_it(engine, base, tmp_path):
     """So that whoever drops the one token that had to be written drops none of the prompt."""
     end = next(engine.stream([8, 9], adapter="none", max_tokens=1)).tokens
     own = write_tiny_adapter(tmp_path / "own", base, scope="streams", end_token_ids=end)
-    handler = RequestHandler(engine, {"tiny": str(own)}, prompts=[PromptCache()])
+    handler = RequestHandler(engine, {"tiny": str(own)}, prompt_caches=[PromptCache()])
     client = client_of(make_app(handler, ssmlx.GenerateConfig()))
     body = {"prompt": [8, 9], "max_tokens": 1, "logprobs": 0, "echo": True}
     (found,), _ = choices(client, **body)
@@ -183,3 +183,10 @@ def test_many_answers_leave_room_for_others(serve):
 def test_too_many_answers_are_refused(client):
     found = client.post(COMPLETIONS, json={"prompt": PROMPTS * 20, "n": 4})
     assert found.status_code == 400 and "256 answers" in found.json()["error"]["message"]
+
+
+def test_an_echoed_prompt_is_followed_by_its_answer_without_a_comment_between(client):
+    body = {"prompt": words(9), "echo": True, "stream": True, "max_tokens": 2}
+    found = client.post("/v1/completions", json=body)
+    assert found.status_code == 200 and found.text.count("data: ") > 2
+    assert all(one.startswith("data: ") for one in found.text.split("\n\n") if one)

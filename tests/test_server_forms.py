@@ -222,7 +222,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(folder):
     with ssmlx.Engine(str(folder), dtype="float32") as engine:
-        handler = RequestHandler(engine, {"tiny": None}, prompts=[PromptCache()])
+        handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()])
         yield client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=1500)))
 
 

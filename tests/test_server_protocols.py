@@ -67,6 +67,7 @@ class Scripted:
 
     limits = Limits()
     models: ClassVar = {"tiny": None}
+    prompt_caches = (None,)
     context_length = None
 
     def __init__(self, text="Yes.", size=3, reason="stop", stop=None):
@@ -81,7 +82,7 @@ class Scripted:
     def first_prompt_and_seeded_config(self, ask):
         return [1] * 7, ask.config
 
-    async def merged_parts_of_choices(self, ask, key_index=0):
+    async def merged_parts_of_choices(self, ask, prompt_cache):
         self.ask = ask
         parser = AnswerParser(TOKENIZER, ask)
         said = [one for text in self.texts for one in parser.split_into_parts(TextPart(text, 2))]

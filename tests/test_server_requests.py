@@ -25,7 +25,7 @@ def serve(engine):
     """A client of an application with the tiny model as `tiny`."""
 
     def make(config=None, **more):
-        handler = RequestHandler(engine, {"tiny": None}, prompts=[PromptCache()], **more)
+        handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()], **more)
         config = config or ssmlx.GenerateConfig(max_tokens=LENGTH)
         return client_of(make_app(handler, config))
 
@@ -131,7 +131,6 @@ BODIES = {
     "/v1/chat/completions": {"messages": TURNS, "logprobs": True},
     "/v1/completions": {"prompt": "w1"},
     "/v1/messages": {"messages": TURNS, "max_tokens": 4},
-    "/v1/messages/count_tokens": {"messages": TURNS},
     "/v1/responses": {"input": "w1"},
 }
 
@@ -143,6 +142,10 @@ def test_the_fields_that_are_read_are_those_that_are_followed(path):
     write(read(body, ssmlx.GenerateConfig()))
     # What a reply repeats of the request may be without effect on it.
     assert body.read - (WITHOUT_EFFECT - FOLLOWED[path]) == FOLLOWED[path]
+
+
+def test_a_token_count_follows_the_fields_of_the_message_that_it_reads():
+    assert FOLLOWED["/v1/messages/count_tokens"] == FOLLOWED["/v1/messages"]
 
 
 @pytest.mark.parametrize("path", ["messages", "responses"])

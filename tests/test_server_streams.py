@@ -36,7 +36,7 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 def app(engine):
     """Its streams are silent for 20 ms at most; prompts are read in pieces of 16 tokens."""
     limits = Limits(silence=0.02)
-    handler = RequestHandler(engine, {"tiny": None}, prompts=[PromptCache()], limits=limits)
+    handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()], limits=limits)
     return make_app(handler, ssmlx.GenerateConfig(max_tokens=4, prefill_step_size=16))
 
 

@@ -65,7 +65,7 @@ def _are_modules(value: Any) -> bool:
 _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (None, lambda r: _is_whole(r) and r > 0, "a positive whole number"),
     "lora_alpha": (
-        8, lambda alpha: SCALE.holds(alpha, whole=False), f"a number, {SCALE.in_words()}"
+        8, lambda alpha: SCALE.holds(alpha), f"a number, {SCALE.in_words()}"
     ),
     "target_modules": (None, _are_modules, "a list of names, or all-linear"),
     "use_rslora": (False, lambda flag: isinstance(flag, bool), "true or false"),

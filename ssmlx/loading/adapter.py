@@ -381,7 +381,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         scale: Any = values.get(scale_name)
         what = f"{path} has {scale_name} {scale!r}"
         expected = f"a number, {SCALE.in_words()}"
-        require(SCALE.holds(scale, whole=False), what, expected=expected, do=_AGAIN)
+        require(SCALE.holds(scale), what, expected=expected, do=_AGAIN)
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 
     if values["fused"]:

@@ -53,7 +53,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return SCALE.holds(value, whole=False)
+    return SCALE.holds(value)
 
 
 def _is_flag(value: Any) -> bool:

@@ -210,10 +210,10 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listen_at(args.host, args.port)
     metal.choose_attention(drafter.attention)
-    caches = make_prompt_cache_for_each_key(args.prompt_cache, keys)
+    prompt_caches = make_prompt_cache_for_each_key(args.prompt_cache, keys)
     engine = Engine(
         args.model,
-        prompt_cache=caches[0],
+        prompt_cache=prompt_caches[0],
         memory_gb=args.memory,
         dtype=args.dtype,
         draft_head=drafter.draft_head,
@@ -227,7 +227,7 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
             engine.model(one), engine.tokenizer, config, loaded
         )  # refuses what does not fit
     handler = RequestHandler(
-        engine, models, caches, loaded, args.template_args or {}, limits, args.any_model
+        engine, models, prompt_caches, loaded, args.template_args or {}, limits, args.any_model
     )
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(handler, config, hosts, keys)

@@ -26,25 +26,35 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
+from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
 from . import completions, messages, responses
 from .fields import check_fields_and_list_unknown
 from .handler import RequestHandler
 from .request_prompts import AGAIN
-from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
+from .requests import (
+    AnswerRequest,
+    Begun,
+    Body,
+    DetailedHTTPException,
+    RequestError,
+    StreamItem,
+    Waiting,
+)
 
 ResponseWriter = (
     completions.TextCompletionWriter | messages.MessagesWriter | responses.ResponsesWriter
 )
 """Writes an answer's parts as events, at least one a part; `reply` is then the whole answer."""
-APIS: dict[str, tuple[Callable[[Body, GenerateConfig], AnswerRequest], type[ResponseWriter]]] = {
+RequestReader = Callable[[Body, GenerateConfig], AnswerRequest]
+"""Reads a request's body, by the server's settings for what it does not say."""
+APIS: dict[str, tuple[RequestReader, type[ResponseWriter]]] = {
     "/v1/chat/completions": (completions.read_chat, completions.ChatCompletionWriter),
     "/v1/completions": (completions.read_completion, completions.TextCompletionWriter),
     "/v1/messages": (messages.read_message, messages.MessagesWriter),
-    "/v1/messages/count_tokens": (messages.read_message, messages.MessagesWriter),
     "/v1/responses": (responses.read_response, responses.ResponsesWriter),
 }
-"""For each route of POST, the function that reads a request and the class that writes answers."""
+"""For each route of answers, the function that reads a request and the class that writes them."""
 OPEN = ("/", "/health")  # to those without a key, too
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -83,21 +93,41 @@ class Routes:
     hosts: Sequence[str]
     keys: Sequence[bytes]
 
-    async def get_page_health_metrics_or_models(self, request: Request) -> Response:
-        """Answer GET of the page, /health, /metrics and the list of models.
+    async def get_page(self, request: Request) -> Response:
+        """Answer GET of the chat page, which needs no key.
+
+        Raises:
+            HTTPException: the host or origin is refused.
+        """
+        self._check_access_and_find_prompt_cache(request)
+        return _chat_page()
+
+    async def get_health(self, request: Request) -> Response:
+        """Answer GET of /health, which needs no key.
+
+        Raises:
+            HTTPException: the host or origin is refused.
+        """
+        self._check_access_and_find_prompt_cache(request)
+        return JSONResponse({"status": "ok"})
+
+    async def get_metrics(self, request: Request) -> Response:
+        """Answer GET of the counters, in Prometheus's form.
 
         Raises:
             HTTPException: the host, origin or key is refused.
         """
-        self._check_access_and_find_key_index(request)
-        match request.url.path:
-            case "/":
-                return _chat_page()
-            case "/health":
-                return JSONResponse({"status": "ok"})
-            case "/metrics":
-                counts = generate_latest(self.handler.metrics.registry)
-                return Response(counts, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        self._check_access_and_find_prompt_cache(request)
+        counts = generate_latest(self.handler.metrics.registry)
+        return Response(counts, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def list_models(self, request: Request) -> Response:
+        """Answer GET of the list of models.
+
+        Raises:
+            HTTPException: the host, origin or key is refused.
+        """
+        self._check_access_and_find_prompt_cache(request)
         names = [*self.handler.models]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
@@ -108,7 +138,7 @@ class Routes:
         Raises:
             HTTPException: the model is unknown (404), or the host, origin or key is refused.
         """
-        self._check_access_and_find_key_index(request)
+        self._check_access_and_find_prompt_cache(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
             raise self.handler.unknown_model_error(name)
@@ -140,40 +170,63 @@ class Routes:
             "max_tokens": self.config.max_tokens,
         }
 
-    async def answer_or_count_tokens(self, request: Request) -> Response:
-        """Answer a POST: a whole answer, a stream of it, or a count of tokens.
+    async def answer(self, request: Request) -> Response:
+        """Answer a POST with a whole answer, or a stream of it.
 
-        An answer begins when the response is sent, so what it raises is not raised here. Tokens are
-        counted before the return. Names of fields that are ignored go into the header
-        `X-Ignored-Fields`.
+        The answer begins when the response is sent, so what it raises is not raised here.
 
         Raises:
-            HTTPException: the content type is not JSON (415), the model is unknown (404), the body
-                is too large (413) or too slow (408), or the host, origin or key is refused.
+            HTTPException, InputError: as `_read_request` does, or the host, origin or key is
+                refused.
+        """
+        prompt_cache = self._check_access_and_find_prompt_cache(request)
+        read, writer = APIS[request.url.path]
+        ask, headers = await self._read_request(request, read)
+        reply = AnswerResponse(self.handler, ask, writer(ask), prompt_cache)
+        reply.headers.update(headers)
+        return reply
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer a POST with the number of tokens of its prompt, as Anthropic's API does.
+
+        Raises:
+            HTTPException, InputError: as `_read_request` does, or the host, origin or key is
+                refused.
+        """
+        self._check_access_and_find_prompt_cache(request)
+        ask, headers = await self._read_request(request, messages.read_message)
+        prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_seeded_config, ask)
+        return JSONResponse({"input_tokens": len(prompt)}, headers=headers)
+
+    async def _read_request(
+        self, request: Request, read: RequestReader
+    ) -> tuple[AnswerRequest, dict[str, str]]:
+        """Read the body of a POST, and check its fields.
+
+        Args:
+            request: whose host, origin and key are checked already.
+            read: of the API.
+
+        Returns:
+            (ask, headers): the request, with the name of a model that is served, and headers of its
+            response: `X-Ignored-Fields`, which names the fields that are ignored, if there are any.
+
+        Raises:
+            HTTPException: the content type is not JSON (415), the model is unknown (404), or the
+                body is too large (413) or too slow (408).
             InputError: the body is no JSON object, or the request cannot be followed.
         """
-        key_index = self._check_access_and_find_key_index(request)
-        path = request.url.path
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
-        read, writer = APIS[path]
         body = await self._read_json_object_in_time(request)
-        ignored = check_fields_and_list_unknown(path, body)
+        ignored = check_fields_and_list_unknown(request.url.path, body)
         ask = self.handler.with_served_model_or_404(read(body, self.config))
-        reply: Response
-        if path.endswith("/count_tokens"):
-            prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_seeded_config, ask)
-            reply = JSONResponse({"input_tokens": len(prompt)})
-        else:
-            reply = AnswerResponse(self.handler, ask, writer(ask), key_index)
-        if ignored:
-            reply.headers[IGNORED] = _header_text(ignored)
-        return reply
+        return ask, {IGNORED: _header_text(ignored)} if ignored else {}
 
-    def _check_access_and_find_key_index(self, request: Request) -> int:
-        """Return the index of the request's API key in `keys`; 0 where none is needed: if there are
-        no keys, and for the page and /health.
+    def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
+        """Return the prompt cache of the request's API key; the first one where no key is needed:
+        if there are no keys, and for the page and /health.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
         name may resolve to this machine, cannot use it. A request without `Origin` passes.
@@ -187,14 +240,14 @@ class Routes:
         if not self._is_known_host(headers.get("origin", "//localhost")):
             raise HTTPException(403, "pages of other places may not ask here")
         if not self.keys or request.url.path in OPEN:
-            return 0
+            return self.handler.prompt_caches[0]
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
         # All are compared, so that the time that it takes says nothing.
         same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
             raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
-        return same.index(True)
+        return self.handler.prompt_caches[same.index(True)]
 
     def _is_known_host(self, address: str) -> bool:
         """Whether the host name of a URL is one of this server's; False where it is no URL. The
@@ -312,7 +365,11 @@ class AnswerResponse(StreamingResponse):
     """
 
     def __init__(
-        self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, key_index: int
+        self,
+        handler: RequestHandler,
+        ask: AnswerRequest,
+        writer: ResponseWriter,
+        prompt_cache: PromptCache,
     ) -> None:
         """Prepare the response; the answer begins when it is sent.
 
@@ -320,10 +377,10 @@ class AnswerResponse(StreamingResponse):
             handler: answers the request.
             ask: the request; its `stream` decides the form.
             writer: writes the answer's parts in the API's form.
-            key_index: index of the API key, 0 without keys.
+            prompt_cache: of the client.
         """
         self._limits = handler.limits
-        self._parts = handler.merged_parts_of_choices(ask, key_index)
+        self._parts = handler.merged_parts_of_choices(ask, prompt_cache)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
@@ -365,14 +422,16 @@ class AnswerResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
-        """Yield all items of the answer, `Waiting` included.
+        """Yield all items of the answer, `Begun` and `Waiting` included.
 
-        Before each `Waiting` of a stream is yielded, the headers are sent where nothing was sent
-        yet, else a keep-alive.
+        Before one of these is yielded, a stream's headers are sent where nothing was sent yet; else
+        a `Waiting` sends a keep-alive.
         """
         async for part in self._parts:
-            if self._stream and isinstance(part, Waiting):
-                text = self._writer.keep_alive(part) if self._is_begun else ""
+            if self._stream and isinstance(part, Begun | Waiting):
+                text = ""
+                if self._is_begun and isinstance(part, Waiting):
+                    text = self._writer.keep_alive(part)
                 await self._send_headers_then_text(send, text)
             yield part
 
@@ -429,18 +488,19 @@ def make_app(
         config: settings for what a request does not say; its `max_tokens` is a maximum. None for
             the defaults.
         hosts: names by which the server may be addressed, in lower case.
-        keys: API keys; without any, nobody needs one.
+        keys: API keys, in the order of the handler's prompt caches; without any, nobody needs one.
     """
     routes = Routes(handler, config or GenerateConfig(), hosts, keys)
     failures = (Exception, HTTPException, InputError, TimeoutError)
     app = Starlette(
         routes=[
-            *(
-                Route(path, routes.get_page_health_metrics_or_models)
-                for path in (*OPEN, "/metrics", "/v1/models")
-            ),
+            Route("/", routes.get_page),
+            Route("/health", routes.get_health),
+            Route("/metrics", routes.get_metrics),
+            Route("/v1/models", routes.list_models),
             Route("/v1/models/{name:path}", routes.get_model),
-            *(Route(path, routes.answer_or_count_tokens, methods=["POST"]) for path in APIS),
+            Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
+            *(Route(path, routes.answer, methods=["POST"]) for path in APIS),
         ],
         exception_handlers={kind: routes.error_response for kind in failures},
     )

@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api import GenerationResponse
 from ..json_files import parse_json
+from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
 from .logprobs import segment_logprobs
 from .request_prompts import Prompt
@@ -31,7 +32,7 @@ class Choice:
         prompt: Prompt,
         config: GenerateConfig,
         tokenizer: TokenizerWrapper,
-        key_index: int,
+        prompt_cache: PromptCache,
     ) -> None:
         """Begin a choice; nothing is decoded yet.
 
@@ -42,14 +43,14 @@ class Choice:
             config: the request's settings. The choice's seed is theirs plus its number among those
                 of its prompt.
             tokenizer: of the model.
-            key_index: of the API key, whose prompt cache is used.
+            prompt_cache: of the client.
         """
         own = number % ask.choices
         self.ask = ask
         self.number = number
         self.prompt = prompt
         self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
-        self.key_index = key_index
+        self.prompt_cache = prompt_cache
         self.is_first = own == 0  # of its prompt
         self._tokenizer = tokenizer
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)

@@ -17,7 +17,7 @@ from typing import Any, TypedDict, cast
 
 from .. import __version__
 from ..errors import quoted
-from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig
+from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig, allowed_values
 from . import requests
 from .grammars import read_grammar
 from .requests import (
@@ -34,15 +34,16 @@ from .requests import (
 )
 from .tool_choice import read_tool_choice
 
-_FIELDS = {one.name: one for one in fields(GenerateConfig) if "allowed" in one.metadata}
+_ALLOWED = {one.name: allowed for one in fields(GenerateConfig) if (allowed := allowed_values(one))}
+_SAMPLING = {one.name for one in fields(SamplingConfig)} - {"seed", "logprobs"}
+"""Settings of sampling, without those that mean more in a request."""
 SETTINGS = {
-    **{one.name: one.name for one in fields(SamplingConfig) if one.name in _FIELDS},
+    **{name: name for name in _ALLOWED if name in _SAMPLING},
     "temperature": "temp",
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
 }
 """Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
-del SETTINGS["seed"], SETTINGS["logprobs"]  # which mean more in a request
 FINGERPRINT = f"ssmlx-{__version__}"
 """What decodes: the package, for all that may change an answer comes with it."""
 _BIAS = Allowed(least=-100, most=100)
@@ -181,11 +182,7 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, own in SETTINGS.items():
         if body.get(name) is not None:
-            one = _FIELDS[own]
-            whole = "int" in str(one.type)
-            found[own] = requests.checked_number_or_none(
-                name, body[name], one.metadata["allowed"], must_be_whole=whole
-            )
+            found[own] = requests.checked_number_or_none(name, body[name], _ALLOWED[own])
     is_greedy = found.get("temp", config.temp) == 0
     ok = not is_greedy or config.acceptance.kind == "exact"
     found_temp = f"temperature is {found.get('temp')}"
@@ -226,7 +223,7 @@ def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[i
     """
     bias = requests.read_typed_or_default(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
-    ok = ok and all(_BIAS.holds(one, whole=False) for one in bias.values())
+    ok = ok and all(_BIAS.holds(one) for one in bias.values())
     expected = f"token ids, each with a number of {_BIAS.in_words()}"
     requests.check_field(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
@@ -318,13 +315,13 @@ class TextCompletionWriter:
         end.
 
         Args:
-            parts: of all choices, each with its `ChoiceEnd`; a `Waiting` is passed over.
+            parts: of all choices, each with its `ChoiceEnd`; what is no `Part` is passed over.
         """
         head = {**self.reply, "object": self.kind_of_chunk}
         if self._has_usage:
             head["usage"] = None
         async for part in parts:
-            if isinstance(part, Waiting):
+            if not isinstance(part, Part):
                 continue
             self._thought += part.tokens if isinstance(part, ReasoningPart) else 0
             chunk = {**head, "choices": [self._add_part(part)]}

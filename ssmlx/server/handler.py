@@ -22,7 +22,7 @@ from ..settings import GenerateConfig, check_settings, setting
 from .choices import Choice
 from .concurrency import AnswerSlots, PromptProgress, RequestSlots, merge_answers
 from .request_prompts import AGAIN, PromptReader, stopping_error
-from .requests import AnswerRequest, DetailedHTTPException, StreamItem, TextPart, Waiting
+from .requests import AnswerRequest, Begun, DetailedHTTPException, StreamItem, TextPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ class RequestHandler:
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
-    # processed prompts of each API key, which nobody else's answers begin with
-    prompts: Sequence[PromptCache] = ()
+    # of each API key: its processed prompts, which nobody else's answers begin with
+    prompt_caches: Sequence[PromptCache] = ()
     loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
     limits: Limits = field(default_factory=Limits)
@@ -95,7 +95,7 @@ class RequestHandler:
         count, and give all users the engine's prompt cache where no caches are given.
         """
         self.context_length: int | None = self.engine.model().backbone.context_length
-        self.prompts = self.prompts or (self.engine.prompt_cache,)
+        self.prompt_caches = self.prompt_caches or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
         self.metrics = PrometheusMetrics()
         self.metrics.report_pool(self.engine.memory_pool)
@@ -107,7 +107,7 @@ class RequestHandler:
         then write prompts that are kept on disk.
         """
         self.engine.close()
-        for one in self.prompts:
+        for one in self.prompt_caches:
             one.close()
 
     def with_served_model_or_404(self, ask: AnswerRequest) -> AnswerRequest:
@@ -139,16 +139,16 @@ class RequestHandler:
         return self.reader.first_prompt_and_seeded_config(ask)
 
     async def merged_parts_of_choices(
-        self, ask: AnswerRequest, key_index: int = 0
+        self, ask: AnswerRequest, prompt_cache: PromptCache
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
-        Where anything is generated, a `Waiting` says that the first choice has begun; only an
-        echoed prompt may come before it. Another one comes after each silence.
+        Where anything is generated, `Begun` says that the first choice has begun; only an
+        echoed prompt may come before it. After each silence comes a `Waiting`.
 
         Args:
             ask: the request, with a known model's name.
-            key_index: of the API key, whose prompt cache is used.
+            prompt_cache: of the client.
 
         Raises:
             InputError: it cannot be followed.
@@ -165,7 +165,7 @@ class RequestHandler:
             tokenizer = self.engine.tokenizer
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
-                Choice(ask, number, prompt, config, tokenizer, key_index)
+                Choice(ask, number, prompt, config, tokenizer, prompt_cache)
                 for number, prompt in enumerate(own)
             ]
             answers = [
@@ -185,7 +185,7 @@ class RequestHandler:
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
         it finds it in the prompt cache. It then waits for a slot. When the answer of the request's
-        first choice has begun, a `Waiting` is yielded. Where nothing is to be generated, the end
+        first choice has begun, `Begun` is yielded. Where nothing is to be generated, the end
         comes right behind the echoed prompt. The tokens of the choice are counted when it has
         ended.
 
@@ -211,7 +211,7 @@ class RequestHandler:
                         self._open_answer, choice, progress
                     ) as answer:
                         if choice.number == 0:
-                            yield Waiting()
+                            yield Begun()
                         async for last in answer:
                             prompt.is_read.set()
                             for part in choice.response_parts_or_empty_text(last):
@@ -282,7 +282,7 @@ class RequestHandler:
             choice.prompt.tokens,
             choice.config,
             adapter=self.models[ask.model],
-            prompt_cache=self.prompts[choice.key_index],
+            prompt_cache=choice.prompt_cache,
             drafter=self.loaded,
             mask=self.reader.make_mask_or_none(ask),
             progress=progress,
@@ -304,6 +304,6 @@ class RequestHandler:
             choice.prompt.tokens,
             top=choice.config.logprobs or 0,
             adapter=self.models[choice.ask.model],
-            prompt_cache=self.prompts[choice.key_index] if choice.ask.writes else None,
+            prompt_cache=choice.prompt_cache if choice.ask.writes else None,
             progress=progress,
         )

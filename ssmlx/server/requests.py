@@ -116,15 +116,20 @@ class ChoiceEnd:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """No part of an answer: the request's first answer has begun."""
+
+
+@dataclass(frozen=True)
 class Waiting:
-    """No part of an answer: the answer has begun, or no part has come for a while."""
+    """No part of an answer: none has come for a while."""
 
     done: int = 0  # tokens of the prompts that were processed
     total: int = 0
 
 
 Part = TextPart | ToolCallPart | ChoiceEnd
-StreamItem = Part | Waiting
+StreamItem = Part | Begun | Waiting
 Event = tuple[str | None, Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
 
@@ -203,20 +208,19 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
         raise RequestError(param, found, expected)
 
 
-def checked_number_or_none(name: str, value: Any, allowed: Allowed, *, must_be_whole: bool) -> Any:
+def checked_number_or_none(name: str, value: Any, allowed: Allowed) -> Any:
     """Check a field's number, and return it; None where it is absent.
 
     Args:
         name: the field, for the message.
         value: what the request has for it; None where it is absent.
-        allowed: the bounds of the number.
-        must_be_whole: whether it has to be a whole number; true and false are no numbers.
+        allowed: the bounds of the number; true and false are no numbers.
 
     Raises:
         RequestError: it is no such number, or out of bounds.
     """
-    ok = value is None or allowed.holds(value, whole=must_be_whole)
-    kind = "a whole number, " if must_be_whole else ""
+    ok = value is None or allowed.holds(value)
+    kind = "a whole number, " if allowed.whole else ""
     check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
     return value
 
@@ -229,10 +233,8 @@ def read_number(body: Body, name: str, least: float, most: float) -> Any:
     Raises:
         RequestError: it is no such number, or not from `least` to `most`.
     """
-    whole = isinstance(least, int)
-    return checked_number_or_none(
-        name, body.get(name), Allowed(least=least, most=most), must_be_whole=whole
-    )
+    allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
+    return checked_number_or_none(name, body.get(name), allowed)
 
 
 def read_typed_or_default(body: Body, field_name: str, kind: type, default: Any = None) -> Any:

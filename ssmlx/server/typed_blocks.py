@@ -18,24 +18,12 @@ from .requests import (
     Body,
     ChoiceEnd,
     Event,
+    Part,
     RequestError,
     StreamItem,
     TextPart,
     ToolCallPart,
-    Waiting,
 )
-
-_BLOCKS = {
-    "message": ("add_text", "role", "content"),
-    "thinking": ("add_reasoning", "thinking"),
-    "redacted_thinking": ("skip",),
-    "reasoning": ("add_reasoning", "content"),
-    "tool_use": ("add_tool_call", "id", "name", "input"),
-    "function_call": ("add_tool_call", "call_id", "name", "arguments"),
-    "tool_result": ("add_tool_result", "tool_use_id", "content"),
-    "function_call_output": ("add_tool_result", "call_id", "output"),
-}
-"""What becomes of a block or an item, by its type, and of which of its fields; others are texts."""
 
 GroupMark = Literal["answer begins", "group begins", "part", "group ends", "answer ends"]
 """What a stream of parts is cut into groups by: parts of the same type in a row."""
@@ -64,11 +52,25 @@ class Turns(list[dict[str, Any]]):
         Raises:
             RequestError: it is broken, or its type is unknown and it has no text.
         """
-        does, *names = _BLOCKS.get(str(block.get("type", "message")), ["add_text"])
-        if does == "skip":
-            return
-        fields = [block.get(name) for name in names] or [role, [block]]
-        getattr(self, does)(*fields)
+        match block.get("type", "message"):
+            case "message":
+                self.add_text(block.get("role"), block.get("content"))
+            case "thinking":
+                self.add_reasoning(block.get("thinking"))
+            case "reasoning":
+                self.add_reasoning(block.get("content"))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
+            case "function_call":
+                self.add_tool_call(block.get("call_id"), block.get("name"), block.get("arguments"))
+            case "tool_result":
+                self.add_tool_result(block.get("tool_use_id"), block.get("content"))
+            case "function_call_output":
+                self.add_tool_result(block.get("call_id"), block.get("output"))
+            case _:
+                self.add_text(role, [block])
 
     def add_text(self, role: Any, content: Any) -> None:
         """Add text to the last turn if that is `role`'s, behind a blank line, else to a new one.
@@ -212,7 +214,7 @@ async def mark_groups_of_parts(
     """Yield parts, with marks between groups: parts of the same type in a row, such as text or
     reasoning. Each call is a group of its own.
 
-    Empty texts and every `Waiting` are left out, but for the first item.
+    Empty texts, `Begun` and every `Waiting` are left out, but for the first item.
 
     Yields:
         (mark, item): "answer begins" once, with the first item; for each group "group begins", with
@@ -224,7 +226,7 @@ async def mark_groups_of_parts(
         if run is None:
             run = type(None)
             yield "answer begins", part
-        if isinstance(part, Waiting) or (isinstance(part, TextPart) and not part.text):
+        if not isinstance(part, Part) or (isinstance(part, TextPart) and not part.text):
             continue
         if type(part) is not run or isinstance(part, ToolCallPart):
             if run is not type(None):
