@@ -645,7 +645,8 @@ from tiny import make_model, make_tokenizer
 import ssmlx, ssmlx.engine
 
 pid = os.fork()
-print(ssmlx.generate(make_model(), make_tokenizer(), [1, 2], max_tokens=3), flush=True)
+answer = ssmlx.generate(make_model(), make_tokenizer(), [1, 2], max_tokens=3)
+os.write(1, (answer + "\\n").encode())  # in one piece, as both write at once
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if pid else 0)
 """
 
