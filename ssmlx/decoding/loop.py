@@ -428,9 +428,10 @@ class _SpeculativeLoop:
         """Draft and build the next call while a call is under way; read that one and launch.
 
         The drafting is launched at once, the next call behind the read: MLX writes in place only
-        into what nobody else holds. Where the answer ends with the tokens read, that call is
-        dropped, and the cache gets back what it held before it was built; should the answer be
-        asked to go on, it is built anew.
+        into what nobody else holds, so the snapshot of the cache is dropped before. Where the
+        answer ends with the tokens read, the built call is dropped instead, and the cache gets
+        back what it held before it was built, and then the accepted rows; should the answer be
+        asked to go on, the call is built anew on the same tree.
 
         Args:
             running: the call under way.

@@ -268,8 +268,9 @@ class AttentionState:
     def _write_keys_values(self, first: int, keys: mx.array, values: mx.array) -> None:
         """Write keys [1, H, R, Dh] and values [1, H', R, Dh'] of R rows from row `first` on.
 
-        The first call makes the buffers, of zeros, in the shapes and dtypes of its rows. Each of
-        both is written by itself: joining them first would take another kernel in every layer.
+        The first call makes the buffers, of zeros, in the shapes and dtypes of its rows: one where
+        both have one shape, else two. Into one, keys and values are written one after the other:
+        joining the rows first would take another kernel in every layer.
 
         Raises:
             ValueError: the rows do not fit, or `first` is negative; nothing is written.
