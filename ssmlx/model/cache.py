@@ -115,15 +115,29 @@ class RowsCache:
             committed tokens are left out, because the window hides them from every row.
         """
         first = max(0, self.end + 1 - window)
-        start = mx.array([self.end])
-        columns = [row_positions]
         dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
+        return WindowKeys(self.key_positions(row_positions, dropped), dropped)
+
+    def key_positions(self, row_positions: mx.array, num_left_out: int = 0) -> mx.array:
+        """The positions in the text of the keys that attention reads in a step.
+
+        Args:
+            row_positions: [R] of the step's rows.
+            num_left_out: how many of the first committed tokens are left out.
+
+        Returns:
+            Those of the step's rows, of all rows of each uncounted path, and of the committed
+            tokens from number `num_left_out` on, in this order.
+        """
+        columns = [row_positions]
+        start = mx.array([self.end])
         for path in self._paths:
             columns.append(start + indices(path.length))
             start = start + path.count
-        held = mx.arange(dropped, self._offset)
-        columns.append(mx.where(held < SINKS, held, held + self._skipped))
-        return WindowKeys(mx.concatenate(columns), dropped)
+        held = mx.arange(num_left_out, self._offset)
+        if self._skipped:
+            held = mx.where(held < SINKS, held, held + self._skipped)
+        return mx.concatenate([*columns, held])
 
     @property
     def nbytes(self) -> int:

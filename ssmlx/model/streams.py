@@ -506,14 +506,7 @@ class StreamFusedModel:
         if starts is None:
             mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
         else:
-            own = positions.array
-            committed = indices(cache.offset)
-            later = []
-            position = mx.array([cache.offset], mx.int32)
-            for path in cache.paths:
-                later.append(position + indices(path.length))
-                position = position + path.count
-            columns = mx.concatenate([own, *later, committed])
+            columns = cache.key_positions(positions.array)
             dense = cache.upper_masks.dense_mask(visible, cache, tree.topology)
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
             mask = hide_outside_window(dense, columns, firsts)
