@@ -14,6 +14,7 @@ from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
 from ..model.stages import LayerInputs
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
@@ -92,7 +93,7 @@ def plain_call(
     model: StreamFusedModel,
     token: mx.array,
     tail: mx.array,
-    cache: TreeCache,
+    cache: TextCache,
     sampler: Sampling = GREEDY,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..model.cache import TreeCache
 from ..model.shapes import indices
+from ..model.text_cache import TextCache
 from ..model.tree import Tree
 from .accept import Acceptance
 from .draft_shape import DraftShape
@@ -57,7 +57,7 @@ class Verified:
     stream_hidden: mx.array
     insertion_hidden: mx.array  # [1, M, D] hidden states of the nodes before the insertion layer
     position: mx.array  # [1] the root's position in the text
-    cache: TreeCache  # holds the accepted path: as its newest path, or committed already
+    cache: TextCache  # holds the accepted path: as its newest path, or committed already
     # by layer [1, M, D]: the input of the layers that a drafter taps
     taps: Taps = field(default_factory=dict)
 

@@ -32,6 +32,7 @@ from ..model.cache import TreeCache
 from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import CACHE_STEP, TextCache
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
@@ -54,8 +55,8 @@ def never_stops(tokens: Sequence[int]) -> bool:
     return False
 
 
-def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
-    """Clear MLX's buffer cache where the committed tokens have passed a multiple of 256.
+def free_outgrown_buffers(cache: TextCache, added: int) -> None:
+    """Clear MLX's buffer cache where the committed tokens have passed a multiple of `CACHE_STEP`.
 
     mlx-lm does so too: a growing cache leaves buffers behind that are too small for it.
 
@@ -63,11 +64,11 @@ def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
         cache: its committed tokens are counted; it stays as it is.
         added: tokens that it has grown by since the last call of this function.
     """
-    if cache.offset % 256 < added:
+    if cache.offset % CACHE_STEP < added:
         mx.clear_cache()
 
 
-def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> None:
+def prefill(model: StreamFusedModel, tokens: list[int], cache: TextCache) -> None:
     """Run `tokens` through the model and commit them to the cache, in pieces of the default
     size."""
     for _ in prefill_in_pieces(model, tokens, cache, PREFILL_STEP_SIZE):
@@ -77,7 +78,7 @@ def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> Non
 def prefill_in_pieces(
     model: StreamFusedModel,
     tokens: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     step_size: StepSize,
     *,
     taps: tuple[int, ...] = (),
@@ -114,7 +115,7 @@ def prefill_in_pieces(
 
 
 def append_piece_and_wait(
-    model: StreamFusedModel, tokens: list[int], cache: TreeCache, taps: tuple[int, ...]
+    model: StreamFusedModel, tokens: list[int], cache: TextCache, taps: tuple[int, ...]
 ) -> Taps:
     """Run a piece of a prompt through the model, commit it to the cache, and wait for it.
 
@@ -130,7 +131,7 @@ def append_piece_and_wait(
 def plain_decode(
     model: StreamFusedModel,
     prompt: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     *,
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
@@ -170,7 +171,7 @@ def plain_decode(
 def speculative_decode(
     model: StreamFusedModel,
     prompt: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     *,
     drafters: Sequence[Drafter],
     controller: DraftController | None = None,
@@ -244,7 +245,7 @@ class _SpeculativeLoop:
     def __init__(
         self,
         model: StreamFusedModel,
-        cache: TreeCache,
+        cache: TextCache,
         tokens: list[int],
         drafters: Mapping[str, Drafter],
         controller: DraftController,
@@ -319,7 +320,6 @@ class _SpeculativeLoop:
         first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
         running = _RunningCall(first, self.launch(first), None, is_prompts=True)
         yield from self.text.start_text_followers()
-        takes_chains = isinstance(self.cache, StateCache)
         while True:
             # `running` is under way; all before it are read.
             num_tokens = len(self.text.tokens)
@@ -328,10 +328,12 @@ class _SpeculativeLoop:
                 running = yield from self.launch_plain_then_read(running)
             elif drafts is None or self.text.needs_host_tokens(drafts):
                 running = yield from self.read_then_draft_and_launch(running)
-            elif running.is_prompts or self.prune.kind == "threshold" or takes_chains:
+            elif running.is_prompts or self.prune.kind == "threshold":
                 running = yield from self.draft_then_read_and_launch(running, drafts)
-            else:
-                running = yield from self.draft_and_build_then_read(running, drafts)
+            elif isinstance(self.cache, TreeCache):
+                running = yield from self.draft_and_build_then_read(running, drafts, self.cache)
+            else:  # a built call has changed such a cache
+                running = yield from self.draft_then_read_and_launch(running, drafts)
             metal.time_pending_shape()
             free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
 
@@ -423,7 +425,7 @@ class _SpeculativeLoop:
         return following
 
     def draft_and_build_then_read(
-        self, running: _RunningCall, drafts: DraftShape
+        self, running: _RunningCall, drafts: DraftShape, cache: TreeCache
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft and build the next call while a call is under way; read that one and launch.
 
@@ -436,6 +438,7 @@ class _SpeculativeLoop:
         Args:
             running: the call under way.
             drafts: what to draft behind it, by a drafter that needs no host tokens.
+            cache: the loop's.
 
         Yields:
             None where the drafter starts; then the call's step.
@@ -446,15 +449,15 @@ class _SpeculativeLoop:
         call = running.call
         yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(call, drafts)
-        before = self.cache.snapshot()
+        before = cache.snapshot()
         upcoming = self.build_call(tree, call.tail)
         mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
         self.drafting = tree.arrays
         mx.async_eval(self.drafting)
         step = self.read_release_and_report_call(running, drafts)
         if self.stops(step.tokens):
-            self.cache.forget_masks()
-            self.cache.restore(before)
+            cache.forget_masks()
+            cache.restore(before)
             del before, upcoming
             self.commit_accepted_rows(call, step)
             yield from self.watch.yield_untimed(step)
@@ -480,24 +483,24 @@ class _SpeculativeLoop:
         """
         streams = self.text.num_streams
         # A plain call appends to the committed tokens, so it cannot follow a path that is unread.
-        if tree.num_nodes == 1 and not streams and not self.cache.paths:
-            return plain_call(
-                self.model, tree.tokens, tail, self.cache, self.sampler, self.text.taps
-            )
-        if isinstance(self.cache, StateCache):
+        cache = self.cache
+        if tree.num_nodes == 1 and not streams and not cache.has_uncounted_paths:
+            return plain_call(self.model, tree.tokens, tail, cache, self.sampler, self.text.taps)
+        if isinstance(cache, StateCache):
             return verify_as_chain(
                 self.model,
                 tree,
-                self.cache,
+                cache,
                 sampler=self.sampler,
                 acceptance=self.acceptance,
                 tail=tail,
                 taps=self.text.taps,
             )
+        assert isinstance(cache, TreeCache)
         return verify_tree(
             self.model,
             tree,
-            self.cache,
+            cache,
             streams_per_node=streams,
             prune=self.prune,
             sampler=self.sampler,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..decoding.sampling import TokenLogprobs, own_and_top_logprobs, read_logprobs
-from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 
 PIECE = 128
 """Tokens whose logits are computed at once: with a vocabulary of 150,000, 77 MB in float32."""
@@ -25,7 +25,7 @@ class ScoredPrompt:
 
 
 def score_in_pieces(
-    model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache, top: int
+    model: StreamFusedModel, tokens: Sequence[int], cache: TextCache, top: int
 ) -> Iterator[tuple[TokenLogprobs, ...]]:
     """Yield log probabilities of each token of a prompt but the first, `PIECE` tokens at a time.
 

@@ -34,6 +34,7 @@ from .layer_state import (
 from .masks import SINKS, StepMasks, WindowKeys
 from .rope import Positions
 from .shapes import expect_shape, indices
+from .text_cache import CACHE_STEP, TextCache
 
 
 @dataclass(eq=False)
@@ -191,8 +192,8 @@ class RowsCache:
         self._offset += path.num_tokens or 0
 
 
-class TreeCache(RowsCache):
-    """Keys and values of every layer, for one text.
+class TreeCache(RowsCache, TextCache):
+    """Keys and values of every layer, for one text: the cache of a model with stages.
 
     Args:
         num_layers: of the model.
@@ -201,7 +202,7 @@ class TreeCache(RowsCache):
         step: how many tokens the room for committed ones grows by.
     """
 
-    def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
+    def __init__(self, num_layers: int, *, scratch: int = 0, step: int = CACHE_STEP) -> None:
         super().__init__(range(num_layers), scratch)
         self._step = step
 
@@ -219,6 +220,15 @@ class TreeCache(RowsCache):
     def paths(self) -> tuple[AcceptedPath, ...]:
         """Accepted paths that are not counted yet, the oldest first."""
         return tuple(self._paths)
+
+    @property
+    def has_uncounted_paths(self) -> bool:
+        return bool(self._paths)
+
+    @property
+    def row_bytes(self) -> int:
+        rows = self.scratch + self.capacity
+        return self.nbytes // rows if rows else 0
 
     @property
     def state(self) -> list[mx.array]:

@@ -33,6 +33,7 @@ from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
 from .stages import LayerInputs, Mask
 from .state_cache import StateCache
+from .text_cache import TextCache
 from .tree import Tree
 
 
@@ -256,8 +257,9 @@ class StreamFusedModel:
         """N - Ns, the layer before which streams are inserted."""
         return self.config.insertion_layer if self.config else self.num_layers
 
-    def make_cache(self, scratch: int = 0) -> TreeCache:
-        """Make an empty cache for one text: a `StateCache` for a model without stages.
+    def make_cache(self, scratch: int = 0) -> TextCache:
+        """Make an empty cache for one text: a `TreeCache`, or a `StateCache` for a model without
+        stages.
 
         Args:
             scratch: S, the most rows that a step will have, where that is known; the cache makes
