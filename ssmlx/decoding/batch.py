@@ -251,8 +251,8 @@ class Batch:
             logits = backbone.model(newest[:, None], cache=self._caches)[:, -1]
         else:
             calls = zip(mx.split(newest, len(rows)), rows, strict=True)
-            hidden = [backbone.append(token, row.cache) for token, row in calls]
-            logits = mx.concatenate([backbone.logits(one) for one in hidden])
+            own = [backbone.append(token, row.cache) for token, row in calls]
+            logits = mx.concatenate([one.logits for one in own])
         logprobs: list[mx.array | None] = [None] * len(rows)
         if all(row.sampler.is_argmax and row.mask is None for row in rows):
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)

@@ -29,13 +29,12 @@ import mlx.core as mx
 
 from ..model import metal
 from ..model.cache import TreeCache
-from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import CACHE_STEP, TextCache
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
-from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
+from .call import EXACT, NO_PRUNING, TargetCall, plain_call, verify_tree
 from .chain import verify_as_chain
 from .draft_shape import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
@@ -122,10 +121,10 @@ def append_piece_and_wait(
     Returns:
         By layer of `taps`, [1, R, D] its input at the R tokens.
     """
-    found: LayerInputs = dict.fromkeys(taps)
-    model.backbone.append(mx.array(tokens), cache, found)
+    # The taps alone: whoever held the logits while this is computed would hold what they are of.
+    found = model.backbone.append(mx.array(tokens), cache, taps).taps
     mx.eval(cache.state)
-    return filled_taps(found)
+    return found
 
 
 def plain_decode(
@@ -324,7 +323,7 @@ class _SpeculativeLoop:
             # `running` is under way; all before it are read.
             num_tokens = len(self.text.tokens)
             drafts = self.controller.next()
-            if drafts is None and running.call.is_committed:
+            if drafts is None and running.call.is_plain:
                 running = yield from self.launch_plain_then_read(running)
             elif drafts is None or self.text.needs_host_tokens(drafts):
                 running = yield from self.read_then_draft_and_launch(running)
@@ -463,9 +462,9 @@ class _SpeculativeLoop:
             yield from self.watch.yield_untimed(step)
             return self.build_and_launch_call(call, tree, drafts)
         del before
-        if call.is_committed:
+        if call.is_plain:
             mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
-        pending = self.launch(upcoming, follows_unread_drafting=call.is_committed)
+        pending = self.launch(upcoming, follows_unread_drafting=call.is_plain)
         self.commit_accepted_rows(call, step)
         yield from self.watch.yield_untimed(step)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
@@ -521,7 +520,7 @@ class _SpeculativeLoop:
         Returns:
             What `Stopwatch.read` needs.
         """
-        state = [] if call.is_committed else [self.cache.state]
+        state = [] if call.is_plain else [self.cache.state]
         return self.watch.launch(
             call.arrays_to_read(), *state, follows_unread_drafting=follows_unread_drafting
         )
@@ -588,7 +587,7 @@ class _SpeculativeLoop:
             call: that was read.
             step: what it brought.
         """
-        if not call.is_committed:
+        if not call.is_plain:
             self.cache.commit_accepted(len(step.tokens))
 
     def build_and_launch_call(
@@ -610,7 +609,7 @@ class _SpeculativeLoop:
             mx.async_eval(self.drafting)
         upcoming = self.build_call(tree, call.tail)
         mx.eval(self.drafting)
-        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_committed)
+        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_plain)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
 
 

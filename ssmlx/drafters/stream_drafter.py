@@ -198,7 +198,7 @@ class StreamDrafter:
                 levels, and the `nodes` most probable nodes. The controller chooses it, unless the
                 settings ask for a shape.
         """
-        if self.needs.streams:
+        if verified.stream_hidden is not None:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
         else:
             stream_hidden = self._run_second_pass(verified, shape.levels)

@@ -41,8 +41,7 @@ def score_in_pieces(
     for first in range(0, len(tokens) - 1, PIECE):
         yield ()
         piece = list(tokens[first : first + PIECE + 1])
-        hidden = model.backbone.append(mx.array(piece[:-1]), cache)
-        logits = model.backbone.logits(hidden)
+        logits = model.backbone.append(mx.array(piece[:-1]), cache).logits
         rows = own_and_top_logprobs(logits, mx.array(piece[1:]), top)
         mx.eval(rows, cache.state)
         found = read_logprobs(piece[1:], rows)
