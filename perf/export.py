@@ -21,6 +21,7 @@ from ssmlx import exported
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
+from ssmlx.decoding.loop import prefill
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
@@ -129,8 +130,10 @@ def logit_gap_at_first_difference(
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if where is None:
         return 0.0  # one ends where the other goes on
-    text = mx.array([*prompt, *plain.tokens[:where]])
-    logits = model.backbone.logits(model.backbone.append(text, model.make_cache())[:, -1:])[0]
+    *known, last = [*prompt, *plain.tokens[:where]]
+    cache = model.make_cache()
+    prefill(model, known, cache)
+    (logits,) = model.backbone.append(mx.array([last]), cache).logits
     return to_float(logits[plain.tokens[where]] - logits[package.tokens[where]])
 
 

@@ -22,9 +22,9 @@ from .drafters.text_index import EarlierAnswers
 from .errors import ContextLengthError, InputError, quoted, require
 from .generation.memory import Memory, measure_memory
 from .generation.plan import Decode, decode_plan, make_plan
-from .model.cache import TreeCache
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
+from .model.text_cache import TextCache
 from .prompts import encode
 from .settings import GenerateConfig
 
@@ -248,7 +248,7 @@ class StopChecker:
 def token_steps(
     model: StreamFusedModel,
     prompt: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     config: GenerateConfig | None = None,
     *,
     context: Sequence[int] = (),
@@ -300,7 +300,7 @@ def stream_generate(
     drafter: DrafterArgument | None = None,
     draft_model: Loaded | None = None,
     heads: Loaded | None = None,
-    cache: TreeCache | None = None,
+    cache: TextCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
     earlier: EarlierAnswers | None = None,
@@ -373,7 +373,7 @@ def plan_answer_segments(
     prompt: str | Sequence[int],
     config: GenerateConfig,
     *,
-    cache: TreeCache | None = None,
+    cache: TextCache | None = None,
     context: Sequence[int] = (),
     done: Callable[[GivenAnswer], None] | None = None,
     decode: Decode = decode_plan,

@@ -35,10 +35,9 @@ from .loading.attach import attach_adapter, find_default_adapter
 from .loading.folders import Fetch
 from .loading.load import load
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER, resolve_adapter
-from .model.cache import TreeCache
 from .model.ranks import Group
-from .model.state_cache import StateCache
 from .model.streams import StreamFusedModel
+from .model.text_cache import TextCache
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, adapter_template, encode_turns_or_last, prompt_tokens
 from .session import ChatSession
@@ -359,8 +358,8 @@ class Engine:
         known = 0
         if not config.deterministic:
             cache, known = prompt_cache.take(model, prompt)
-        # A state cache may not go back from the answer's end to the prompt's.
-        keeps_prompt = shares_prompt or isinstance(cache, StateCache)
+        # Without stages, a cache may not go back from the answer's end to the prompt's.
+        keeps_prompt = shares_prompt or not model.backbone.capabilities.has("stages")
         keep = partial(prompt_cache.put, model, prompt, cache) if keeps_prompt else None
 
         def done(given: GivenAnswer) -> None:
@@ -426,7 +425,7 @@ class Engine:
         self,
         model: StreamFusedModel,
         prompt: list[int],
-        cache: TreeCache,
+        cache: TextCache,
         top: int,
         prompt_cache: PromptCache | None,
         holding: Holding,

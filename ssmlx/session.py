@@ -29,8 +29,8 @@ from .generation.memory import Memory, measure_memory
 from .generation.plan import Decode, decode_plan, drafter_name, make_plan
 from .generation.pool import MemoryPool
 from .loading.attach import swap_adapter
-from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
+from .model.text_cache import TextCache
 from .prompt_cache import PromptCache
 from .prompts import (
     Message,
@@ -232,11 +232,11 @@ class ChatSession:
         return self._memory or measure_memory(self.model, self._cache, loaded=self._loaded)
 
     @property
-    def cached(self) -> tuple[list[int], TreeCache]:
+    def cached(self) -> tuple[list[int], TextCache]:
         """The tokens in the key/value cache, and the cache."""
         return self._cached_tokens, self._cache
 
-    def resume(self, tokens: Sequence[int], cache: TreeCache) -> None:
+    def resume(self, tokens: Sequence[int], cache: TextCache) -> None:
         """Replace the session's cache by `cache`, which holds `tokens`; nothing is checked or
         copied.
 

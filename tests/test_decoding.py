@@ -38,6 +38,7 @@ from ssmlx.api import stream_generate, summary_line, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
+from ssmlx.decoding.call import plain_call, verify_tree
 from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import DraftingText, scratch_rows
@@ -71,7 +72,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import window_start
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import PAD_TOKEN, grow_tree
+from ssmlx.model.tree import PAD_TOKEN, grow_tree, root_tree
 from ssmlx.settings import (
     STREAM_SCHEDULES,
     AcceptanceConfig,
@@ -269,7 +270,7 @@ class ScriptedDrafter:
 
     def propose(self, verified, shape):
         assert shape == self.largest
-        assert verified.stream_hidden.shape[:2] == (1, 0)
+        assert verified.stream_hidden is None and verified.insertion_hidden is None
         self.done += self.promised + 1
         if self.needs.host_tokens:
             assert verified.root.tolist() == self.text[-1:]
@@ -1210,6 +1211,27 @@ def test_rows_that_are_left_open_change_no_text(settings, drafter, monkeypatch):
     expected = text(decoding="plain")
     monkeypatch.setattr(decisions, "NUM_CANDIDATES", 2)
     assert text(decoding="plain") == text(drafter=drafter) == expected
+
+
+@pytest.mark.parametrize("num_layers", [1, 3], ids=["top layer", "all layers"])
+def test_streams_draft_the_same_behind_a_plain_call_as_behind_a_bare_root(num_layers):
+    """Where every layer has streams they are inserted before the first, on embeddings."""
+    model = make_model("llama", "streams", adapter={"num_msa_layers": num_layers})
+    assert model.insertion_layer == model.num_layers - num_layers
+    root = mx.array([5], mx.int32)
+    drafted = []
+    for is_plain in (True, False):
+        cache = model.make_cache()
+        prefill(model, PROMPT, cache)
+        call = (
+            plain_call(model, root, last_tokens((), 0), cache)
+            if is_plain
+            else verify_tree(model, root_tree(root), cache)
+        )
+        assert call.is_plain == is_plain and len(call.read_tokens()) == 1
+        drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
+        drafted.append(drafter.propose(call.verified, drafter.largest).tokens.tolist())
+    assert drafted[0] == drafted[1]
 
 
 def test_noise_belongs_to_seed_and_place():

@@ -319,9 +319,7 @@ def verified_root(token):
     accepted = Acceptance(mx.array([0]), target, mx.array([0]))
     hidden = mx.zeros((1, 1, 2))
     tree = tree_from_parents([0], [0])
-    return Verified(
-        tree, target, accepted, hidden, hidden[:, :0], hidden, mx.array([0]), TreeCache(1)
-    )
+    return Verified(tree, target, accepted, hidden, None, None, mx.array([0]), TreeCache(1))
 
 
 def draft_behind(drafter, token):

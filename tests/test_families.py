@@ -202,18 +202,17 @@ def test_taps_are_what_mlx_lms_layers_are_given(name, tied):
     second = mx.array(PROMPT[WINDOW + 3 :])
     for piece, taps in ((first, [3, 0, 2]), (second, [1]), (second, [])):
         expected = base(piece[None], cache=caches)[0]
-        tapped = dict.fromkeys(taps)
-        hidden = backbone.append(piece, cache, tapped)
-        for layer, found in tapped.items():
+        output = backbone.append(piece, cache, taps)
+        assert [*output.taps] == taps
+        for layer, found in output.taps.items():
             tiny.assert_close(found, given[layer], 1e-4)
-        tiny.assert_close(backbone.logits(hidden), expected, 1e-4)
+        tiny.assert_close(output.logits, expected, 1e-4)
         given.clear()
-    assert backbone.append(first, cache).shape == (1, first.size, 32)
+    assert backbone.append(first, cache).last_hidden.shape == (1, first.size, 32)
     with pytest.raises(ValueError, match="taps at layers"):
-        backbone.append(first, cache, {5: None})
-    tapped = {4: None}  # the final norm's
-    hidden = backbone.append(first, cache, tapped)
-    assert mx.array_equal(tapped[4], hidden)
+        backbone.append(first, cache, [5])
+    output = backbone.append(first, cache, [4])  # the final norm's
+    assert mx.array_equal(output.taps[4], output.last_hidden)
 
 
 @pytest.mark.parametrize("bits", [None, *slow(4)])

@@ -93,8 +93,7 @@ def test_typical_acceptance_tells_them_of_what_it_takes():
     assert max(len(one.tokens) for one in segments) > 2
     tokens, logprobs, *_ = told(segments)
     whole = mx.array([*PROMPT, *tokens])
-    hidden = model.backbone.append(whole, model.make_cache())
-    rows = model.backbone.logits(hidden)
+    rows = model.backbone.append(whole, model.make_cache()).logits
     rows = np.array(rows - mx.logsumexp(rows, axis=-1, keepdims=True))[len(PROMPT) - 1 : -1]
     assert_close(logprobs, rows[range(len(tokens)), tokens])
 

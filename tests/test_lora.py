@@ -112,7 +112,7 @@ def write_pefts(folder, tensors, **settings):
 
 def logits(model):
     """[T, V] of `TOKENS`, by the stages that decoding runs."""
-    return model.backbone.logits(model.append(TOKENS, model.make_cache())[0]).astype(mx.float32)
+    return model.append(TOKENS, model.make_cache()).logits.astype(mx.float32)
 
 
 def mlx_lm_logits(base, adapter=None):

@@ -15,6 +15,7 @@ from tiny_heads import HEAD_KINDS, make_heads
 from ssmlx import api
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, carry_out_line_unless_quit
+from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation.memory import MIB, Memory, measure_memory
 from ssmlx.loading.attach import attach_adapter
@@ -119,6 +120,18 @@ def test_merged_lora_is_part_of_the_base_and_what_it_replaced_is_told():
     assert apart.lora == sum(w.a.nbytes + w.b.nbytes for w in lora.values())
     modules = dict(make_base(**SIZES).named_modules())
     assert merged.lora == sum(modules[path].weight.nbytes for path in lora)
+
+
+def test_a_prompt_computes_no_logits(exact):
+    """Neither of its whole pieces nor of their last tokens: they would be the largest arrays."""
+    vocab = 20_000
+    model = StreamFusedModel(Backbone(make_base(vocab=vocab, num_hidden_layers=1)))
+    cache = model.make_cache()
+    cache.reserve(more_tokens=512)
+    before = settled()
+    mx.reset_peak_memory()
+    prefill(model, [1, 2, 3, 4] * 128, cache)
+    assert mx.get_peak_memory() - before < 512 * vocab * 4 / 4
 
 
 def test_a_draft_model_and_its_cache_are_told():

@@ -182,7 +182,7 @@ def test_parity(name, changes, scope, tmp_path):
     reference, model = load_pair(tmp_path, name, adapter_scope=scope, **changes)
     for step in ((PROMPT[:-1], PROMPT[-1:], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):
         oracle.assert_close(oracle.mlx_step(model, *step), oracle.reference_step(reference, *step))
-    whole = model.backbone.logits(model.backbone.append(mx.array(PROMPT), model.make_cache()))
+    whole = model.backbone.append(mx.array(PROMPT), model.make_cache()).logits
     assert_close(whole, torch_logits(reference.base, PROMPT), 1e-4)
     if scope == "all":
         settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -259,7 +259,7 @@ def test_packed_weights(name, tmp_path):
     packed, _ = load_base(tmp_path / "packed", "stored")
     reference = convert_base.load_base(tmp_path / "packed")
     cache = StreamFusedModel(packed).make_cache()
-    found = packed.logits(packed.append(mx.array(PROMPT), cache))
+    found = packed.append(mx.array(PROMPT), cache).logits
     assert_close(found, torch_logits(reference, PROMPT), 1e-3)
     unpacked, _ = load_base(tmp_path / "packed", "float32")
     assert_close(unpacked.model(mx.array([PROMPT]))[0], torch_logits(reference, PROMPT), 1e-4)

@@ -665,9 +665,8 @@ def head_trained_on(model, texts):
     module.load_weights(list(head_tensors("qwen3_5_moe").items()))
     batches = []
     for text in texts:
-        found = {tap: None}
-        backbone.append(mx.array(text), model.make_cache(), found)
-        hidden = backbone.final_norm(found[tap])[:, :-2]
+        taps = backbone.append(mx.array(text), model.make_cache(), [tap]).taps
+        hidden = backbone.final_norm(taps[tap])[:, :-2]
         embedded = backbone.token_embeddings(mx.array([text[1:-1]]))
         batches.append((embedded, hidden, mx.array([text[2:]])))
     mx.eval(batches)

@@ -27,6 +27,7 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
 
 import ssmlx
+from ssmlx.decoding.call import plain_call
 from ssmlx.decoding.chain import verify_as_chain
 from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.drafter import Needs
@@ -231,7 +232,7 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
     if not backbone.capabilities.has("last_hidden"):
         assert backbone.capabilities.last_hidden.startswith("the last hidden states of")
         with pytest.raises(InputError, match=r"cannot be had: .*; decode plainly"):
-            model.append(mx.array([1]), model.make_cache(), {len(backbone.layers): None})
+            model.append(mx.array([1]), model.make_cache(), [len(backbone.layers)])
         return
     expected, _ = decoded(model, 40 + DRAFTED, decoding="plain")
     text = [*PROMPT, *expected]
@@ -259,7 +260,22 @@ def test_other_taps_of_a_model_called_whole_are_refused():
     model = make_model("qwen3_next")
     for layers in ((0,), (2, 4)):
         with pytest.raises(InputError, match=r"follows one text .*; expected .*layers"):
-            model.append(mx.array([1]), model.make_cache(), dict.fromkeys(layers))
+            model.append(mx.array([1]), model.make_cache(), layers)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_calls_of_a_model_called_whole_leave_no_hidden_states(name):
+    """A drafter that asks for them is told so; it never gets logits in their place."""
+    model = make_model(name)
+    cache = model.make_cache()
+    tail = last_tokens((), 0)
+    plain = plain_call(model, mx.array(PROMPT[:1], mx.int32), tail, cache)
+    chain = verify_as_chain(model, chain_tree(mx.array(PROMPT[1:4], mx.int32)), cache, tail=tail)
+    assert model.append(mx.array([1]), model.make_cache()).last_hidden is None
+    for call in (plain, chain):
+        with pytest.raises(ValueError, match="as a tap alone"):
+            call.verified.last_hidden  # noqa: B018
+        assert call.verified.insertion_hidden is None and call.verified.stream_hidden is None
 
 
 @pytest.mark.parametrize("name", ONE)

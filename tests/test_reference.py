@@ -421,7 +421,7 @@ def test_mlx_computes_the_same_and_takes_the_same_steps(architecture, scope, kin
     reference, model = make_pair(tmp_path, architecture, scope, kind)
     for step in ((PROMPT[:-1], [PROMPT[-1]], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):
         oracle.assert_close(oracle.mlx_step(model, *step), oracle.reference_step(reference, *step))
-    whole = model.backbone.logits(model.backbone.append(mx.array(PROMPT), model.make_cache()))
+    whole = model.backbone.append(mx.array(PROMPT), model.make_cache()).logits
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPT]), stream_rows=torch.zeros(0, dtype=torch.long))
     oracle.assert_close([whole], [expected.main_logits[0]])

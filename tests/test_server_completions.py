@@ -91,7 +91,7 @@ def reference(engine, name, tokens):
     """Log probabilities [R, V] of what follows each of the tokens."""
     model = engine.model("none" if name == "tiny" else name)
     cache = model.make_cache()
-    logits = model.backbone.logits(model.backbone.append(mx.array(tokens), cache))
+    logits = model.backbone.append(mx.array(tokens), cache).logits
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 

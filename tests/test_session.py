@@ -224,7 +224,7 @@ def test_where_answers_part_the_two_tokens_are_weighed(loaded, temp):
     prompt = [3, 4, 5]
     plain = answer(*loaded, prompt, max_tokens=6, temp=temp, seed=3, decoding="plain")[0]
     cache = model.make_cache()
-    logits = model.backbone.logits(model.append(mx.array([*prompt, *plain[:2]]), cache)[0])[-1]
+    logits = model.append(mx.array([*prompt, *plain[:2]]), cache).logits[-1]
     likely, other = (int(token) for token in mx.argsort(-logits)[:2])
 
     def parting(tokens, ends=(0,)):

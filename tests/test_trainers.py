@@ -1003,7 +1003,7 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     tokens = [3, 9, 4, 7]
     model, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     assert model.is_fine_tuned
-    ours = model.backbone.logits(model.backbone.append(mx.array(tokens), model.make_cache()))[-1]
+    ours = model.backbone.append(mx.array(tokens), model.make_cache()).logits[-1]
     tuned = merge_lora(load_checkpoint_of_scope_all(load_torch_base(base), lora))
     exported = build_reference(base, load_adapter(adapter), model.num_streams)
     found = [

@@ -92,7 +92,7 @@ def make_filled_cache(
         num_tokens: how many tokens are in it.
         scratch_rows: rows for which it has room beside them.
     """
-    cache = model.make_cache(scratch_rows)
+    cache = TreeCache(model.num_layers, scratch=scratch_rows)
     text = [tokens[index % len(tokens)] for index in range(num_tokens)]
     # Room beforehand: a buffer that grows is copied, which would be timed.
     cache.reserve(more_tokens=num_tokens, step_rows=scratch_rows)

@@ -14,8 +14,8 @@ from ..errors import InputError, require, unwritable_error
 from .options import make_main, make_parser
 
 if TYPE_CHECKING:
-    from ..model.cache import TreeCache
     from ..model.streams import StreamFusedModel
+    from ..model.text_cache import TextCache
 
 PROG = "ssmlx.caches"
 EPILOG = """examples:
@@ -47,7 +47,7 @@ class PromptFile:
         """
         self.path = path
         self.tokens: tuple[int, ...] = ()
-        self.cache: TreeCache | None = None
+        self.cache: TextCache | None = None
         self._is_new = False
         if path is None:
             return
@@ -81,7 +81,7 @@ class PromptFile:
 
     def fork_shared_beginning(
         self, model: StreamFusedModel, tokens: Sequence[int]
-    ) -> tuple[TreeCache, int]:
+    ) -> tuple[TextCache, int]:
         """Return a cache for a prompt that starts with what the kept one has in common with it.
 
         The kept cache stays as it is.
@@ -103,7 +103,7 @@ class PromptFile:
             return model.make_cache(), 0
         return run_on_mlx_thread(lambda: cache.fork(count)), count
 
-    def keep_in_memory_unless_known(self, tokens: Sequence[int], cache: TreeCache) -> None:
+    def keep_in_memory_unless_known(self, tokens: Sequence[int], cache: TextCache) -> None:
         """Keep a processed prompt in memory, in the place of the one before, to be written later.
 
         Nothing happens without a path, or if the kept tokens already begin with these.
@@ -134,18 +134,20 @@ class PromptFile:
         """
         from ..answers import run_on_mlx_thread
         from ..loading.files import delete_unfinished_files
+        from ..model.cache import TreeCache
         from ..model.cache_key import CacheKey
         from ..prompt_cache.prompt_files import write_prompt
 
         path = self.path
-        if path is None or self.cache is None or not self._is_new:
+        cache = self.cache
+        if path is None or not isinstance(cache, TreeCache) or not self._is_new:
             return False
         key = run_on_mlx_thread(lambda: CacheKey.of(model))
         if key != self._key:
             return False
         try:
             delete_unfinished_files(path.resolve().parent, path.name)
-            write_prompt(path, key, self.tokens, self.cache, run_on_mlx_thread)
+            write_prompt(path, key, self.tokens, cache, run_on_mlx_thread)
         except OSError as error:
             raise unwritable_error(path, error) from error
         return True

@@ -17,6 +17,7 @@ from ..model.cache import TreeCache
 from ..model.layer_state import join_key_values, split_key_values
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from ..model.tree import root_tree
 from .call import resolve_row_over_full_vocab, sample_or_mark_unresolved
 from .loop import Stops, never_stops
@@ -39,7 +40,7 @@ class Row:
 
     model: StreamFusedModel
     sampler: Sampling
-    cache: TreeCache  # empty while it is in a batch
+    cache: TextCache  # empty while it is in a batch
     text: list[int]  # that is known, tokens that were not read yet among it
     stops: Stops = never_stops
     mask: Mask | None = None
@@ -74,6 +75,12 @@ class Row:
         self.tail = positions.tail_at(only)
         return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
 
+    @property
+    def tree_cache(self) -> TreeCache:
+        """The row's cache, where calls are shared: a model that can has stages."""
+        assert isinstance(self.cache, TreeCache)
+        return self.cache
+
     def committed_rows_as_kv_caches(self) -> list[KVCache]:
         """The row's committed keys and values, as one of mlx-lm's caches for each layer.
 
@@ -81,11 +88,12 @@ class Row:
         text of one token.
         """
         caches: list[KVCache] = []
-        if not self.cache.offset:  # of a text of one token
-            return [KVCache() for _ in self.cache.layers]
-        for rows in self.cache.rows(self.cache.offset):
+        cache = self.tree_cache
+        if not cache.offset:  # of a text of one token
+            return [KVCache() for _ in cache.layers]
+        for rows in cache.rows(cache.offset):
             caches.append(KVCache())
-            caches[-1].state = *split_key_values(rows), self.cache.offset
+            caches[-1].state = *split_key_values(rows), cache.offset
         return caches
 
 
@@ -162,7 +170,7 @@ class Batch:
         if self.shares_calls:
             found = [cache.extract(number) for cache in self._caches]
             own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
-            row.cache.restore(own)
+            row.tree_cache.restore(own)
         row.cache.keep_first(len(row.text) - 1)
         mx.eval(row.cache.state)
         self._rows.remove(row)
@@ -221,7 +229,7 @@ class Batch:
             layers = zip(*(row.committed_rows_as_kv_caches() for row in rows), strict=True)
             merged = [BatchKVCache.merge(list(layer)) for layer in layers]
             for row in rows:
-                row.cache.restore(row.model.make_cache())
+                row.tree_cache.restore(TreeCache(row.model.num_layers))
             for cache, more in zip(self._caches, merged, strict=False):
                 cache.extend(more)
             self._caches = self._caches or merged
@@ -243,8 +251,8 @@ class Batch:
             logits = backbone.model(newest[:, None], cache=self._caches)[:, -1]
         else:
             calls = zip(mx.split(newest, len(rows)), rows, strict=True)
-            hidden = [backbone.append(token, row.cache) for token, row in calls]
-            logits = mx.concatenate([backbone.logits(one) for one in hidden])
+            own = [backbone.append(token, row.cache) for token, row in calls]
+            logits = mx.concatenate([one.logits for one in own])
         logprobs: list[mx.array | None] = [None] * len(rows)
         if all(row.sampler.is_argmax and row.mask is None for row in rows):
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)

@@ -12,12 +12,13 @@ import mlx.core as mx
 
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
-from ..model.stages import LayerInputs
+from ..model.stages import CallOutput, LayerInputs, filled_taps
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
-from .drafter import Noise, Taps, Verified, with_noise
+from .drafter import Noise, Verified, with_noise
 from .prune import may_drop_nodes, surviving_nodes, transition_logprobs
 from .sampling import (
     GREEDY,
@@ -39,13 +40,15 @@ class TargetCall:
 
     states: Verified | None  # what a drafter may read of it; None once it is released
     tail: mx.array  # [C] the last tokens before the next root, as the sampler needs them
-    # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`; [1] the token alone
-    # where no tree was verified
+    # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`; [1] the token alone of a
+    # plain call
     for_host: mx.array
     # [P, 1 + 2 T] log probabilities of the new tokens, see `Sampling.token_logprobs_or_none`
     token_logprobs: mx.array | None
-    # whether the call's row is committed; rows of a tree are when the host has read how many count
-    is_committed: bool
+    # whether `plain_call` built it. Its one row was appended to the committed tokens as it was
+    # built. Of any other call the host has to read how many rows are accepted, and then commit
+    # these, even of a bare root.
+    is_plain: bool
     num_nodes: int  # of the verified tree, before pruning
     num_drafted: int  # drafted tokens among them
 
@@ -73,7 +76,7 @@ class TargetCall:
             The ids of the accepted drafted tokens, and the target's own one behind them, so one or
             more; of a plain call that one.
         """
-        if self.is_committed:
+        if self.is_plain:
             return to_list(self.for_host)
         num_accepted, *new_tokens = to_list(self.for_host)
         return new_tokens[: num_accepted + 1]
@@ -92,7 +95,7 @@ def plain_call(
     model: StreamFusedModel,
     token: mx.array,
     tail: mx.array,
-    cache: TreeCache,
+    cache: TextCache,
     sampler: Sampling = GREEDY,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:
@@ -116,28 +119,10 @@ def plain_call(
         InputError: taps are asked of a model without stages.
     """
     tree = root_tree(token)
-    position = cache.root_position
-    positions = row_positions(tree, position, tail)
-    tapped: LayerInputs = dict.fromkeys(taps)
-    last_hidden, insertion_hidden = model.append(token, cache, tapped)
-    logits = model.backbone.logits(last_hidden)
-    chosen = sample_or_mark_unresolved(model, logits, sampler, positions)
-    chosen = resolve_row_over_full_vocab(model, chosen, logits, sampler, positions, indices(1))
-    accepted = Acceptance(indices(1), chosen, indices(1))
-    no_streams = last_hidden[:, :0]
-    verified = Verified(
-        tree,
-        chosen,
-        accepted,
-        last_hidden,
-        no_streams,
-        insertion_hidden,
-        position,
-        cache,
-        filled_taps(tapped),
-    )
-    logprobs = sampler.token_logprobs_or_none(logits, positions, indices(1), chosen)
-    return TargetCall(verified, positions.tail_at(indices(1)), chosen, logprobs, True, 1, 0)
+    positions = row_positions(tree, cache.root_position, tail)
+    output = model.append(token, cache, taps)
+    decided = decide_and_accept(model, tree, output.logits, sampler, positions, EXACT)
+    return finish_call(tree, output, decided, positions, cache, sampler, is_plain=True)
 
 
 def verify_tree(
@@ -196,39 +181,79 @@ def verify_tree(
     rows = model.upper(
         rows, kept, cache, streams_per_node, nodes if kept is tree else None, tapped=upper_taps
     )
-    node_hidden = rows[:, : kept.num_nodes]
+    count = kept.num_nodes
+    node_hidden = rows[:, :count]
     positions = row_positions(kept, position, tail)
-    logits = model.backbone.logits(node_hidden)
-    target_tokens, accepted = decide_and_accept(model, kept, logits, sampler, positions, acceptance)
-    lower_path = accepted.path if kept is tree else kept_index[accepted.path]
-    cache.hold_accepted_path(lower_path, accepted.path, split, accepted.num_accepted + 1)
-    own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, streams_per_node)
-    verified = Verified(
-        kept,
-        target_tokens,
-        accepted,
-        node_hidden,
-        own_streams,
-        hidden,
-        position,
-        cache,
-        {
-            **{layer: rows[:, kept_index] for layer, rows in filled_taps(lower_taps).items()},
-            **{layer: rows[:, : kept.num_nodes] for layer, rows in filled_taps(upper_taps).items()},
+    output = CallOutput(
+        logits=model.backbone.logits(node_hidden),
+        last_hidden=node_hidden,
+        insertion_hidden=hidden if model.num_streams else None,
+        stream_hidden=rows[:, count:] if streams_per_node else None,
+        taps={
+            **{layer: found[:, kept_index] for layer, found in filled_taps(lower_taps).items()},
+            **{layer: found[:, :count] for layer, found in filled_taps(upper_taps).items()},
         },
     )
-    for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs_or_none(logits, positions, accepted.path, accepted.new_tokens)
+    decided = decide_and_accept(model, kept, output.logits, sampler, positions, acceptance)
+    accepted = decided[1]
+    lower_path = accepted.path if kept is tree else kept_index[accepted.path]
+    cache.hold_accepted_path(lower_path, accepted.path, split, accepted.num_accepted + 1)
+    return finish_call(kept, output, decided, positions, cache, sampler, drafted=tree)
+
+
+def finish_call(
+    tree: Tree,
+    output: CallOutput,
+    decided: tuple[mx.array, Acceptance],
+    positions: RowPositions,
+    cache: TextCache,
+    sampler: Sampling,
+    *,
+    drafted: Tree | None = None,
+    is_plain: bool = False,
+) -> TargetCall:
+    """Put together what every call leaves: for the host, for a drafter, and for the next call.
+
+    Args:
+        tree: the M nodes that were verified.
+        output: what the model gave for them.
+        decided: what `decide_and_accept` decided on its logits.
+        positions: of the nodes.
+        cache: of the text.
+        sampler: which decided.
+        drafted: the tree as it was drafted, whose nodes are counted; `tree` unless given.
+        is_plain: see `TargetCall`.
+
+    Returns:
+        The call. Of `output` it keeps what a drafter may read; its logits are not held.
+    """
+    target_tokens, accepted = decided
+    if drafted is None:
+        drafted = tree
+    own_streams = None
+    if output.stream_hidden is not None:
+        own_streams = stream_rows_of_node(output.stream_hidden, accepted.last, tree.num_nodes)
+    verified = Verified(
+        tree,
+        target_tokens,
+        accepted,
+        output.last_hidden,
+        own_streams,
+        output.insertion_hidden,
+        positions.first,
+        cache,
+        output.taps,
+    )
+    for_host = target_tokens
+    if not is_plain:
+        for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
+    logprobs = sampler.token_logprobs_or_none(
+        output.logits, positions, accepted.path, accepted.new_tokens
+    )
     next_tail = positions.tail_at(accepted.last)
     return TargetCall(
-        verified, next_tail, for_host, logprobs, False, tree.num_nodes, tree.num_drafted
+        verified, next_tail, for_host, logprobs, is_plain, drafted.num_nodes, drafted.num_drafted
     )
-
-
-def filled_taps(tapped: LayerInputs) -> Taps:
-    """The entries of `tapped` that a run of layers has set; layers that did not run are left
-    out."""
-    return {layer: rows for layer, rows in tapped.items() if rows is not None}
 
 
 class PrunedTree(NamedTuple):
@@ -348,7 +373,8 @@ def decide_and_accept(
             target_tokens = resolve_row_over_full_vocab(
                 model, target_tokens, logits, sampler, positions, found.last
             )
-            found = replace(found, new_tokens=target_tokens[found.path])
+            along = target_tokens if tree.num_nodes == 1 else target_tokens[found.path]
+            found = replace(found, new_tokens=along)
         return target_tokens, found
     logprobs = sampler.logprobs(logits, positions)
     target_tokens = mx.argmax(sampler.add_gumbel_noise(logprobs, positions), axis=-1).astype(
@@ -361,19 +387,17 @@ def decide_and_accept(
     return agreed[0], Acceptance(*agreed[1:])
 
 
-def stream_rows_of_node(
-    rows: mx.array, node: mx.array, num_nodes: int, num_streams: int
-) -> mx.array:
-    """Take the rows of one node's streams out of the rows of all nodes and streams.
+def stream_rows_of_node(rows: mx.array, node: mx.array, num_nodes: int) -> mx.array:
+    """Take the rows of one node's streams out of those of all nodes' streams.
 
     Args:
-        rows: [1, M * (1 + G), D] of the upper layers, nodes first, then streams node by node.
+        rows: [1, M * G, D] node by node.
         node: [1] the node's number.
         num_nodes: M.
-        num_streams: G.
 
     Returns:
-        [1, G, D] in the order of the streams; [1, 0, D] where G is 0.
+        [1, G, D] in the order of the streams.
     """
-    own = num_nodes + node[:, None] * num_streams + indices(num_streams)
+    num_streams = rows.shape[1] // num_nodes
+    own = node[:, None] * num_streams + indices(num_streams)
     return rows[:, own[0]]

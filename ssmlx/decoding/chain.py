@@ -2,13 +2,11 @@
 
 import mlx.core as mx
 
-from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_tree
 from ..settings import AcceptanceConfig
-from .call import EXACT, TargetCall, decide_and_accept, filled_taps
-from .drafter import Verified
+from .call import EXACT, TargetCall, decide_and_accept, finish_call
 from .sampling import GREEDY, Sampling, row_positions
 
 
@@ -37,9 +35,9 @@ def verify_as_chain(
         taps: numbers of the layers whose input a drafter reads: the final norm's at most.
 
     Returns:
-        The call, not committed. Its `verified` is of the chain, without streams, and has logits
-        [1, N, V] in the place of hidden states; what enters the final norm is among its taps alone.
-        Its counts of nodes and of drafted tokens are those of `tree`.
+        The call, not committed. Its `verified` is of the chain, without any hidden states: what
+        enters the final norm is among its taps. Its counts of nodes and of drafted tokens are those
+        of `tree`.
 
     Raises:
         InputError: the model gives no such taps.
@@ -47,29 +45,7 @@ def verify_as_chain(
             `StateCache.verify`.
     """
     chain = chain_tree(tree.tokens)
-    position = cache.root_position
-    positions = row_positions(chain, position, tail)
-    tapped: LayerInputs = dict.fromkeys(taps)
-    hidden = model.backbone.verify_chain(chain.tokens, cache, tapped)
-    logits = model.backbone.logits(hidden)
-    target_tokens, accepted = decide_and_accept(
-        model, chain, logits, sampler, positions, acceptance
-    )
-    no_streams = hidden[:, :0]
-    verified = Verified(
-        chain,
-        target_tokens,
-        accepted,
-        hidden,
-        no_streams,
-        hidden,
-        position,
-        cache,
-        filled_taps(tapped),
-    )
-    for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs_or_none(logits, positions, accepted.path, accepted.new_tokens)
-    next_tail = positions.tail_at(accepted.last)
-    return TargetCall(
-        verified, next_tail, for_host, logprobs, False, tree.num_nodes, tree.num_drafted
-    )
+    positions = row_positions(chain, cache.root_position, tail)
+    output = model.backbone.verify_chain(chain.tokens, cache, taps)
+    decided = decide_and_accept(model, chain, output.logits, sampler, positions, acceptance)
+    return finish_call(chain, output, decided, positions, cache, sampler, drafted=tree)

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..model.cache import TreeCache
 from ..model.shapes import indices
+from ..model.text_cache import TextCache
 from ..model.tree import Tree
 from .accept import Acceptance
 from .draft_shape import DraftShape
@@ -52,12 +52,16 @@ class Verified:
     # [M] the target's token after each of them, see `Sampling.sample_or_mark_unresolved`
     target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
-    node_hidden: mx.array  # [1, M, D] last hidden states of the nodes, before the final norm
-    # [1, G, D] those of the last accepted node's streams, where the call carried streams
-    stream_hidden: mx.array
-    insertion_hidden: mx.array  # [1, M, D] hidden states of the nodes before the insertion layer
+    # [1, M, D] last hidden states of the nodes, before the final norm; None of a model without
+    # stages, where a drafter taps the final norm instead
+    node_hidden: mx.array | None
+    # [1, G, D] those of the last accepted node's streams; None where the call carried no streams
+    stream_hidden: mx.array | None
+    # [1, M, D] hidden states of the nodes before the insertion layer; None of a model without
+    # streams
+    insertion_hidden: mx.array | None
     position: mx.array  # [1] the root's position in the text
-    cache: TreeCache  # holds the accepted path: as its newest path, or committed already
+    cache: TextCache  # holds the accepted path: as its newest path, or committed already
     # by layer [1, M, D]: the input of the layers that a drafter taps
     taps: Taps = field(default_factory=dict)
 
@@ -73,7 +77,13 @@ class Verified:
 
     @property
     def last_hidden(self) -> mx.array:
-        """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
+        """[1, 1, D] last hidden state of the last accepted node, which predicted `root`.
+
+        Raises:
+            ValueError: of a model without stages.
+        """
+        if self.node_hidden is None:
+            raise ValueError("a model without stages gives last hidden states as a tap alone")
         return self.node_hidden[:, self.acceptance.last]
 
     def accepted_taps(self) -> Taps:

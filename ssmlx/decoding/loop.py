@@ -29,12 +29,12 @@ import mlx.core as mx
 
 from ..model import metal
 from ..model.cache import TreeCache
-from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import CACHE_STEP, TextCache
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
-from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
+from .call import EXACT, NO_PRUNING, TargetCall, plain_call, verify_tree
 from .chain import verify_as_chain
 from .draft_shape import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
@@ -54,8 +54,8 @@ def never_stops(tokens: Sequence[int]) -> bool:
     return False
 
 
-def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
-    """Clear MLX's buffer cache where the committed tokens have passed a multiple of 256.
+def free_outgrown_buffers(cache: TextCache, added: int) -> None:
+    """Clear MLX's buffer cache where the committed tokens have passed a multiple of `CACHE_STEP`.
 
     mlx-lm does so too: a growing cache leaves buffers behind that are too small for it.
 
@@ -63,11 +63,11 @@ def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
         cache: its committed tokens are counted; it stays as it is.
         added: tokens that it has grown by since the last call of this function.
     """
-    if cache.offset % 256 < added:
+    if cache.offset % CACHE_STEP < added:
         mx.clear_cache()
 
 
-def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> None:
+def prefill(model: StreamFusedModel, tokens: list[int], cache: TextCache) -> None:
     """Run `tokens` through the model and commit them to the cache, in pieces of the default
     size."""
     for _ in prefill_in_pieces(model, tokens, cache, PREFILL_STEP_SIZE):
@@ -77,7 +77,7 @@ def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> Non
 def prefill_in_pieces(
     model: StreamFusedModel,
     tokens: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     step_size: StepSize,
     *,
     taps: tuple[int, ...] = (),
@@ -114,23 +114,23 @@ def prefill_in_pieces(
 
 
 def append_piece_and_wait(
-    model: StreamFusedModel, tokens: list[int], cache: TreeCache, taps: tuple[int, ...]
+    model: StreamFusedModel, tokens: list[int], cache: TextCache, taps: tuple[int, ...]
 ) -> Taps:
     """Run a piece of a prompt through the model, commit it to the cache, and wait for it.
 
     Returns:
         By layer of `taps`, [1, R, D] its input at the R tokens.
     """
-    found: LayerInputs = dict.fromkeys(taps)
-    model.backbone.append(mx.array(tokens), cache, found)
+    # The taps alone: whoever held the logits while this is computed would hold what they are of.
+    found = model.backbone.append(mx.array(tokens), cache, taps).taps
     mx.eval(cache.state)
-    return filled_taps(found)
+    return found
 
 
 def plain_decode(
     model: StreamFusedModel,
     prompt: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     *,
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
@@ -170,7 +170,7 @@ def plain_decode(
 def speculative_decode(
     model: StreamFusedModel,
     prompt: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     *,
     drafters: Sequence[Drafter],
     controller: DraftController | None = None,
@@ -244,7 +244,7 @@ class _SpeculativeLoop:
     def __init__(
         self,
         model: StreamFusedModel,
-        cache: TreeCache,
+        cache: TextCache,
         tokens: list[int],
         drafters: Mapping[str, Drafter],
         controller: DraftController,
@@ -319,19 +319,20 @@ class _SpeculativeLoop:
         first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
         running = _RunningCall(first, self.launch(first), None, is_prompts=True)
         yield from self.text.start_text_followers()
-        takes_chains = isinstance(self.cache, StateCache)
         while True:
             # `running` is under way; all before it are read.
             num_tokens = len(self.text.tokens)
             drafts = self.controller.next()
-            if drafts is None and running.call.is_committed:
+            if drafts is None and running.call.is_plain:
                 running = yield from self.launch_plain_then_read(running)
             elif drafts is None or self.text.needs_host_tokens(drafts):
                 running = yield from self.read_then_draft_and_launch(running)
-            elif running.is_prompts or self.prune.kind == "threshold" or takes_chains:
+            elif running.is_prompts or self.prune.kind == "threshold":
                 running = yield from self.draft_then_read_and_launch(running, drafts)
-            else:
-                running = yield from self.draft_and_build_then_read(running, drafts)
+            elif isinstance(self.cache, TreeCache):
+                running = yield from self.draft_and_build_then_read(running, drafts, self.cache)
+            else:  # a built call has changed such a cache
+                running = yield from self.draft_then_read_and_launch(running, drafts)
             metal.time_pending_shape()
             free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
 
@@ -423,7 +424,7 @@ class _SpeculativeLoop:
         return following
 
     def draft_and_build_then_read(
-        self, running: _RunningCall, drafts: DraftShape
+        self, running: _RunningCall, drafts: DraftShape, cache: TreeCache
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft and build the next call while a call is under way; read that one and launch.
 
@@ -436,6 +437,7 @@ class _SpeculativeLoop:
         Args:
             running: the call under way.
             drafts: what to draft behind it, by a drafter that needs no host tokens.
+            cache: the loop's.
 
         Yields:
             None where the drafter starts; then the call's step.
@@ -446,23 +448,23 @@ class _SpeculativeLoop:
         call = running.call
         yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(call, drafts)
-        before = self.cache.snapshot()
+        before = cache.snapshot()
         upcoming = self.build_call(tree, call.tail)
         mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
         self.drafting = tree.arrays
         mx.async_eval(self.drafting)
         step = self.read_release_and_report_call(running, drafts)
         if self.stops(step.tokens):
-            self.cache.forget_masks()
-            self.cache.restore(before)
+            cache.forget_masks()
+            cache.restore(before)
             del before, upcoming
             self.commit_accepted_rows(call, step)
             yield from self.watch.yield_untimed(step)
             return self.build_and_launch_call(call, tree, drafts)
         del before
-        if call.is_committed:
+        if call.is_plain:
             mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
-        pending = self.launch(upcoming, follows_unread_drafting=call.is_committed)
+        pending = self.launch(upcoming, follows_unread_drafting=call.is_plain)
         self.commit_accepted_rows(call, step)
         yield from self.watch.yield_untimed(step)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
@@ -480,24 +482,24 @@ class _SpeculativeLoop:
         """
         streams = self.text.num_streams
         # A plain call appends to the committed tokens, so it cannot follow a path that is unread.
-        if tree.num_nodes == 1 and not streams and not self.cache.paths:
-            return plain_call(
-                self.model, tree.tokens, tail, self.cache, self.sampler, self.text.taps
-            )
-        if isinstance(self.cache, StateCache):
+        cache = self.cache
+        if tree.num_nodes == 1 and not streams and not cache.has_uncounted_paths:
+            return plain_call(self.model, tree.tokens, tail, cache, self.sampler, self.text.taps)
+        if isinstance(cache, StateCache):
             return verify_as_chain(
                 self.model,
                 tree,
-                self.cache,
+                cache,
                 sampler=self.sampler,
                 acceptance=self.acceptance,
                 tail=tail,
                 taps=self.text.taps,
             )
+        assert isinstance(cache, TreeCache)
         return verify_tree(
             self.model,
             tree,
-            self.cache,
+            cache,
             streams_per_node=streams,
             prune=self.prune,
             sampler=self.sampler,
@@ -518,7 +520,7 @@ class _SpeculativeLoop:
         Returns:
             What `Stopwatch.read` needs.
         """
-        state = [] if call.is_committed else [self.cache.state]
+        state = [] if call.is_plain else [self.cache.state]
         return self.watch.launch(
             call.arrays_to_read(), *state, follows_unread_drafting=follows_unread_drafting
         )
@@ -585,7 +587,7 @@ class _SpeculativeLoop:
             call: that was read.
             step: what it brought.
         """
-        if not call.is_committed:
+        if not call.is_plain:
             self.cache.commit_accepted(len(step.tokens))
 
     def build_and_launch_call(
@@ -607,7 +609,7 @@ class _SpeculativeLoop:
             mx.async_eval(self.drafting)
         upcoming = self.build_call(tree, call.tail)
         mx.eval(self.drafting)
-        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_committed)
+        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_plain)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
 
 

@@ -33,10 +33,10 @@ from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import is_quantised
 from ..model.backbone import Backbone
-from ..model.cache import TreeCache
 from ..model.family import model_type
 from ..model.modules import module_arrays
 from ..model.shapes import indices
+from ..model.text_cache import TextCache
 from ..model.tree import Tree, chain_tree
 from ..policy.offers import LevelsOffer
 from .gemma_assistant_model import (
@@ -90,7 +90,7 @@ class Assistant:
             do="load it for this model",
         )
 
-    def visible_keys_and_values(self, cache: TreeCache) -> KeysAndValues:
+    def visible_keys_and_values(self, cache: TextCache) -> KeysAndValues:
         """The keys and values that its layers see of the text that `cache` holds: all of a layer
         with full attention, the newest `sliding_window` of one with a window."""
         found = {}

@@ -184,8 +184,9 @@ class HeadDrafter:
         The heads get that node's hidden state behind the final norm, and where the target samples,
         the noise of the positions that they guess.
         """
-        newest = verified.last_hidden
-        if self._tap is not None:
+        if self._tap is None:
+            newest = verified.last_hidden
+        else:
             newest = verified.taps[self._tap][:, verified.acceptance.last]
         hidden = self._backbone.final_norm(newest)[0]
         levels = self.largest.levels

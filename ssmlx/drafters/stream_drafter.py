@@ -12,7 +12,7 @@ from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
-from ..model.cache import StreamCache
+from ..model.cache import StreamCache, TreeCache
 from ..model.lm_head import head_bytes
 from ..model.shapes import expect_shape
 from ..model.streams import StreamFusedModel
@@ -198,7 +198,7 @@ class StreamDrafter:
                 levels, and the `nodes` most probable nodes. The controller chooses it, unless the
                 settings ask for a shape.
         """
-        if self.needs.streams:
+        if verified.stream_hidden is not None:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
         else:
             stream_hidden = self._run_second_pass(verified, shape.levels)
@@ -236,10 +236,13 @@ class StreamDrafter:
         First gives the stream cache the target's keys and values of the tokens since.
         """
         cache = self._cache
+        target_cache = verified.cache
+        # A model with streams has stages.
+        assert isinstance(target_cache, TreeCache) and verified.insertion_hidden is not None
         # The root's position, as far as the host knows: a plain call has committed the root's row.
-        known_position = verified.cache.offset - (0 if verified.cache.paths else 1)
-        window_start = self._model.window_start(verified.cache, known_position)
-        cache.catch_up_with_tree_cache(verified.cache, num_streams, window_start)
+        known_position = target_cache.offset - (0 if target_cache.paths else 1)
+        window_start = self._model.window_start(target_cache, known_position)
+        cache.catch_up_with_tree_cache(target_cache, num_streams, window_start)
         last = verified.acceptance.last
         known = None
         if self._model.starts_from_root:

@@ -9,8 +9,8 @@ from ..prompts import common_prefix_length
 _MOST_IDLE = 2  # caches that are kept for a next answer, beside the one in use
 
 
-class TextCache(Protocol):
-    """What is kept of one text.
+class OwnedCache(Protocol):
+    """What a drafter keeps of one text.
 
     Attributes:
         text: its tokens.
@@ -23,7 +23,7 @@ class TextCache(Protocol):
     def nbytes(self) -> int: ...
 
 
-_Cache = TypeVar("_Cache", bound=TextCache)
+_Cache = TypeVar("_Cache", bound=OwnedCache)
 
 
 class TextCacheOwner(Generic[_Cache]):

@@ -28,9 +28,9 @@ import mlx.core as mx
 from ..decoding.batch import Batch, Mask, Row
 from ..decoding.loop import Stops, never_stops
 from ..decoding.step import Step, Steps
-from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from ..policy.costs import BATCH
 from .learned import learned_of
 from .memory import cache_size_of
@@ -210,7 +210,7 @@ class Batches:
         plan: Plan,
         model: StreamFusedModel,
         prompt: list[int],
-        cache: TreeCache,
+        cache: TextCache,
         *,
         context: Sequence[int] = (),
         stops: Stops = never_stops,

@@ -113,9 +113,9 @@ def find_divergence(
     prefill(model, text[:-1], cache)
     token = mx.array(text[-1:], mx.int32)
     first = cache.root_position
-    hidden, _ = model.append(token, cache, {})
+    output = model.backbone.append(token, cache)
     places = row_positions(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
-    logits = sampling.apply_bias_and_penalties(model.backbone.logits(hidden), places)[0]
+    logits = sampling.apply_bias_and_penalties(output.logits, places)[0]
 
     def token_or_likeliest_end(answer: Sequence[int]) -> int:
         """The answer's token at `place`; its likeliest end token where it is over there."""

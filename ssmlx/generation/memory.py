@@ -9,14 +9,13 @@ import mlx.core as mx
 from ..decoding.drafter import Drafter
 from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
-from ..model.cache import TreeCache
 from ..model.lm_head import head_bytes
 from ..model.lora import LoraLayer
 from ..model.shapes import arrays_in
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import CACHE_STEP, TextCache
 
 MIB = 2**20
-_GROWTH = 256  # tokens by which mlx-lm's own caches grow
 LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
 """What parts are called whose names do not say it."""
 
@@ -81,7 +80,7 @@ class Memory:
 
 def measure_memory(
     model: StreamFusedModel,
-    cache: TreeCache,
+    cache: TextCache,
     drafters: Sequence[Drafter] = (),
     loaded: Iterable[Loaded] = (),
 ) -> Memory:
@@ -102,9 +101,7 @@ def measure_memory(
     used = {id(array): array for array in arrays_in(model.backbone.model.parameters())}
     # Weights that merged ones stand in for.
     kept = arrays_in([module.parameters() for module in model.backbone.replaced_in_memory.values()])
-    # In the cache's buffers, the rows of a step stand behind those that are committed.
-    rows = cache.scratch + cache.capacity
-    scratch = cache.nbytes * cache.scratch // rows if rows else 0
+    scratch = cache.scratch * cache.row_bytes
     return Memory(
         base=_total_bytes(array for one, array in used.items() if one not in apart),
         lora=_total_bytes([*lora, *(array for array in kept if id(array) not in used)]),
@@ -133,8 +130,8 @@ class CacheSize:
 
     @staticmethod
     def rounded(num_tokens: int) -> int:
-        """`num_tokens` rounded up to what a cache reserves: a multiple of 256."""
-        return -(-num_tokens // _GROWTH) * _GROWTH
+        """`num_tokens` rounded up to what a cache reserves: a multiple of `CACHE_STEP`."""
+        return -(-num_tokens // CACHE_STEP) * CACHE_STEP
 
     def of(self, num_tokens: int, scratch: int = 0) -> int:
         """Bytes of a cache that holds `num_tokens`, beside `scratch` rows for steps."""
@@ -154,16 +151,16 @@ def cache_size_of(model: StreamFusedModel) -> CacheSize:
 def _measure_cache_size(model: StreamFusedModel) -> CacheSize:
     """What caches of `model` take, by running uncomputed tokens through it.
 
-    Of a cache with buffers: bytes of a row, behind one token. Of any other: what 256 more tokens
-    add is `per_token`'s, and the rest is fixed.
+    Of a cache that reserves room: bytes of a row, behind one token. Of any other: what `CACHE_STEP`
+    more tokens add is `per_token`'s, and the rest is fixed.
     """
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
+    if cache.row_bytes:
+        return CacheSize(0, cache.row_bytes)
     before = cache.nbytes
-    if cache.capacity:
-        return CacheSize(0, before // (cache.scratch + cache.capacity))
-    model.backbone.append(mx.zeros(_GROWTH, mx.int32), cache)
-    per_token = (cache.nbytes - before) // _GROWTH
+    model.backbone.append(mx.zeros(CACHE_STEP, mx.int32), cache)
+    per_token = (cache.nbytes - before) // CACHE_STEP
     return CacheSize(before - per_token, per_token)
 
 

@@ -21,8 +21,8 @@ from ..drafters.registry import (
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import InputError, require
-from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from ..policy.controller import Controller
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
@@ -328,7 +328,7 @@ class Decode(Protocol):
         plan: Plan,
         model: StreamFusedModel,
         prompt: list[int],
-        cache: TreeCache,
+        cache: TextCache,
         *,
         context: Sequence[int] = (),
         stops: Stops = never_stops,
@@ -341,7 +341,7 @@ def decode_plan(
     plan: Plan,
     model: StreamFusedModel,
     prompt: list[int],
-    cache: TreeCache,
+    cache: TextCache,
     *,
     context: Sequence[int] = (),
     stops: Stops = never_stops,

@@ -22,8 +22,8 @@ import mlx.core as mx
 from ..decoding.drafter import Drafter
 from ..decoding.step import Step, Steps
 from ..errors import NoRoomError, require
-from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from .memory import CacheSize, cache_size_of
 from .plan import Decode, Plan
 
@@ -99,7 +99,7 @@ class Holding:
     def __init__(
         self,
         pool: MemoryPool,
-        cache: TreeCache,
+        cache: TextCache,
         size: CacheSize,
         scratch: int = 0,
         drafters: Sequence[Drafter] = (),
@@ -290,7 +290,7 @@ class MemoryPool:
             plan: Plan,
             model: StreamFusedModel,
             prompt: list[int],
-            cache: TreeCache,
+            cache: TextCache,
             *,
             context: Sequence[int] = (),
             **more: Any,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..decoding.sampling import TokenLogprobs, own_and_top_logprobs, read_logprobs
-from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 
 PIECE = 128
 """Tokens whose logits are computed at once: with a vocabulary of 150,000, 77 MB in float32."""
@@ -25,7 +25,7 @@ class ScoredPrompt:
 
 
 def score_in_pieces(
-    model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache, top: int
+    model: StreamFusedModel, tokens: Sequence[int], cache: TextCache, top: int
 ) -> Iterator[tuple[TokenLogprobs, ...]]:
     """Yield log probabilities of each token of a prompt but the first, `PIECE` tokens at a time.
 
@@ -41,8 +41,7 @@ def score_in_pieces(
     for first in range(0, len(tokens) - 1, PIECE):
         yield ()
         piece = list(tokens[first : first + PIECE + 1])
-        hidden = model.backbone.append(mx.array(piece[:-1]), cache)
-        logits = model.backbone.logits(hidden)
+        logits = model.backbone.append(mx.array(piece[:-1]), cache).logits
         rows = own_and_top_logprobs(logits, mx.array(piece[1:]), top)
         mx.eval(rows, cache.state)
         found = read_logprobs(piece[1:], rows)

@@ -16,8 +16,8 @@ from ..decoding.loop import plain_decode, speculative_decode
 from ..decoding.step import Step
 from ..drafters.stream_drafter import StreamDrafter
 from ..drafters.trie import Trie
-from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from ..model.tree import Tree
 from ..settings import TreeConfig
 
@@ -178,7 +178,7 @@ def _time_few_calls(calls: Iterator[Step], deadline: float) -> list[float]:
 
 
 def _decode_calls(
-    model: StreamFusedModel, text: list[int], cache: TreeCache, drafter: Drafter, size: int
+    model: StreamFusedModel, text: list[int], cache: TextCache, drafter: Drafter, size: int
 ) -> Iterator[Step]:
     """Decode behind `text` with a tree of `size` nodes in every call; plainly where it is `PLAIN`.
 

@@ -9,6 +9,7 @@
 | `streams.py` | `StreamFusedModel`: lower, insert, upper, second pass (figures 2 and 7) |
 | `condition.py` | what a drafted token tells a stream of the one behind it |
 | `masks.py` | which row of a step sees which |
+| `text_cache.py` | `TextCache`: what is kept of a text, as all who decode see it |
 | `cache.py` | `TreeCache`: committed tokens, and accepted paths that are not counted yet |
 | `state_cache.py` | `StateCache`: mlx-lm's caches, and the way back from drafted tokens |
 | `recurrent.py` | recurrent layers: their states behind any row of a call |

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +40,9 @@ from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
 from .shapes import to_float, to_list
-from .stages import LayerInputs, Stages, make_ropes_take_positions
+from .stages import CallOutput, Stages, make_ropes_take_positions
 from .state_cache import StateCache
+from .text_cache import TextCache
 
 _log = logging.getLogger("ssmlx")
 
@@ -227,93 +228,77 @@ class Backbone(Stages):
         weight: mx.array = getattr(self.final_norm, "weight", mx.zeros(0))
         return weight
 
-    def append(
-        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
-    ) -> mx.array:
-        """Run tokens through the model and commit them to the cache, as `Stages.append`.
-
-        Of a model without stages the cache is a `StateCache`, and what is returned are logits
-        [1, R, V], which `logits` takes.
+    def append(self, tokens: mx.array, cache: TextCache, taps: Sequence[int] = ()) -> CallOutput:
+        """Run tokens through the model and commit them to the cache.
 
         Args:
             tokens: [R] that follow what the cache holds.
-            cache: as `StreamFusedModel.make_cache` makes it for this model.
-            tapped: by layer, set to the input [1, R, D] of that layer. The number of all layers
-                stands for the final norm, the only one that a model without stages gives.
+            cache: as `StreamFusedModel.make_cache` makes it for this model; paths that it has not
+                counted yet are dropped.
+            taps: numbers of the layers whose input is wanted. The number of all layers stands for
+                the final norm, the only one that a model without stages gives.
 
         Returns:
-            [1, R, D] last hidden states, before the final norm; or logits, see above.
+            Logits and taps of the R tokens, and their last hidden states if the model has stages.
 
         Raises:
             InputError: taps between layers are asked of a model without stages, or the final
                 norm's of one that gives none.
-            ValueError: a key of `tapped` is no layer's number, and not the final norm's.
+            ValueError: a tap is no layer's number, and not the final norm's.
         """
-        if not isinstance(cache, StateCache):
-            return super().append(tokens, cache, tapped)
-        return self._logits_of_own_call(cache.append, tokens, tapped)
+        if isinstance(cache, TreeCache):
+            return super().append(tokens, cache, taps)
+        assert isinstance(cache, StateCache)
+        return self._run_own_call(cache.append, tokens, taps)
 
     def verify_chain(
-        self, tokens: mx.array, cache: StateCache, tapped: LayerInputs | None = None
-    ) -> mx.array:
+        self, tokens: mx.array, cache: StateCache, taps: Sequence[int] = ()
+    ) -> CallOutput:
         """Run drafted tokens through a model without stages, one behind the other.
 
         Args:
             tokens: [R], two or more: the newest token and what was drafted behind it.
             cache: of the tokens before them. `StateCache.commit_accepted` says how many of them
-            stay.
-            tapped: as `append` takes it.
+                stay.
+            taps: as `append` takes them.
 
         Returns:
-            [1, R, V] logits, which `logits` gives back as they are.
+            As `append`.
 
         Raises:
             InputError: as `append`.
         """
-        return self._logits_of_own_call(cache.verify, tokens, tapped)
+        return self._run_own_call(cache.verify, tokens, taps)
 
-    def _logits_of_own_call(
+    def _run_own_call(
         self,
         append_or_verify: Callable[[Any, mx.array], mx.array],
         tokens: mx.array,
-        tapped: LayerInputs | None,
-    ) -> mx.array:
+        taps: Sequence[int],
+    ) -> CallOutput:
         """Run tokens through a model without stages, and note what enters its final norm.
 
         Args:
             append_or_verify: that method of the cache, which runs the model.
             tokens: [R].
-            tapped: as `append` takes it.
+            taps: as `append` takes them.
 
         Returns:
-            [1, R, V] logits.
+            Logits and taps of the R tokens.
         """
-        if not tapped:
-            return append_or_verify(self.parts.outer, tokens)
-        last = len(self.layers)
-        if set(tapped) == {last}:
-            self.capabilities.require("last_hidden", "hidden states before the final norm")
-        else:
-            self.capabilities.require("taps", "hidden states between layers")
-        with noting_norm_inputs() as found:
+        found: dict[int, mx.array] = {}
+        if not taps:
             logits = append_or_verify(self.parts.outer, tokens)
-        tapped[last] = found[0]
-        return logits
-
-    def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
-        """Next-token logits of what `append` or `run` returned, as `Stages.logits`.
-
-        Args:
-            hidden: [1, R, D] last hidden states; of a model without stages logits [1, R, V], which
-                are returned as they are, without the first axis.
-            head: the head of some tokens alone; not used for a model without stages.
-
-        Returns:
-            [R, V]; [R, Vd] with a head of Vd tokens.
-        """
-        if self._no_stages is not None:
-            return hidden.squeeze(0)
-        return super().logits(hidden, head)
+        else:
+            last = len(self.layers)
+            if set(taps) == {last}:
+                self.capabilities.require("last_hidden", "hidden states before the final norm")
+            else:
+                self.capabilities.require("taps", "hidden states between layers")
+            with noting_norm_inputs() as norm_inputs:
+                logits = append_or_verify(self.parts.outer, tokens)
+            found = {last: norm_inputs[0]}
+        return CallOutput(logits.squeeze(0), taps=found)
 
     def draft_head(self, tokens: mx.array) -> LMHead:
         """Make an LM head of some tokens alone, for drafting.

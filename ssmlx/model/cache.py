@@ -34,6 +34,7 @@ from .layer_state import (
 from .masks import SINKS, StepMasks, WindowKeys
 from .rope import Positions
 from .shapes import expect_shape, indices
+from .text_cache import CACHE_STEP, TextCache
 
 
 @dataclass(eq=False)
@@ -115,15 +116,29 @@ class RowsCache:
             committed tokens are left out, because the window hides them from every row.
         """
         first = max(0, self.end + 1 - window)
-        start = mx.array([self.end])
-        columns = [row_positions]
         dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
+        return WindowKeys(self.key_positions(row_positions, dropped), dropped)
+
+    def key_positions(self, row_positions: mx.array, num_left_out: int = 0) -> mx.array:
+        """The positions in the text of the keys that attention reads in a step.
+
+        Args:
+            row_positions: [R] of the step's rows.
+            num_left_out: how many of the first committed tokens are left out.
+
+        Returns:
+            Those of the step's rows, of all rows of each uncounted path, and of the committed
+            tokens from number `num_left_out` on, in this order.
+        """
+        columns = [row_positions]
+        start = mx.array([self.end])
         for path in self._paths:
             columns.append(start + indices(path.length))
             start = start + path.count
-        held = mx.arange(dropped, self._offset)
-        columns.append(mx.where(held < SINKS, held, held + self._skipped))
-        return WindowKeys(mx.concatenate(columns), dropped)
+        held = mx.arange(num_left_out, self._offset)
+        if self._skipped:
+            held = mx.where(held < SINKS, held, held + self._skipped)
+        return mx.concatenate([*columns, held])
 
     @property
     def nbytes(self) -> int:
@@ -177,8 +192,8 @@ class RowsCache:
         self._offset += path.num_tokens or 0
 
 
-class TreeCache(RowsCache):
-    """Keys and values of every layer, for one text.
+class TreeCache(RowsCache, TextCache):
+    """Keys and values of every layer, for one text: the cache of a model with stages.
 
     Args:
         num_layers: of the model.
@@ -187,7 +202,7 @@ class TreeCache(RowsCache):
         step: how many tokens the room for committed ones grows by.
     """
 
-    def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
+    def __init__(self, num_layers: int, *, scratch: int = 0, step: int = CACHE_STEP) -> None:
         super().__init__(range(num_layers), scratch)
         self._step = step
 
@@ -205,6 +220,15 @@ class TreeCache(RowsCache):
     def paths(self) -> tuple[AcceptedPath, ...]:
         """Accepted paths that are not counted yet, the oldest first."""
         return tuple(self._paths)
+
+    @property
+    def has_uncounted_paths(self) -> bool:
+        return bool(self._paths)
+
+    @property
+    def row_bytes(self) -> int:
+        rows = self.scratch + self.capacity
+        return self.nbytes // rows if rows else 0
 
     @property
     def state(self) -> list[mx.array]:

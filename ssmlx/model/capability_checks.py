@@ -216,7 +216,7 @@ def chain_logits(
     cache = TreeCache(num_layers, scratch=num_rows)
     found = []
     if num_appended:
-        found.append(stages.logits(stages.append(tokens[:num_appended], cache)))
+        found.append(stages.append(tokens[:num_appended], cache).logits)
     positions = mx.arange(num_appended, tokens.shape[0])
     views = [cache.view(layer, positions) for layer in range(num_layers)]
     if mask is None:

@@ -10,6 +10,8 @@ node's position, and gets no other: its stream embedding alone says how far ahea
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -33,6 +35,29 @@ Of a model of N layers number N is the final norm's input."""
 Mask = mx.array | TreeMask | WindowMasks | CausalMasks
 """Which row sees which key: a bool array [.., R, keys], a `TreeMask` where all layers take them, or
 an object that makes such a mask for each layer's window."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallOutput:
+    """What a call of the model gives for its R rows, all of it lazy: logits that nobody evaluates
+    are never computed.
+
+    Attributes:
+        logits: [R, V] of the token behind each row.
+        last_hidden: [1, R, D] last hidden states, before the final norm; None of a model without
+            stages, which gives them as a tap where it can.
+        insertion_hidden: [1, R, D] the input of the layer before which streams are inserted; None
+            without streams.
+        stream_hidden: [1, R * G, D] last hidden states of the rows' streams, row by row; None where
+            the call carried none.
+        taps: by layer, its input at the R rows, of the layers that were asked for.
+    """
+
+    logits: mx.array
+    last_hidden: mx.array | None = None
+    insertion_hidden: mx.array | None = None
+    stream_hidden: mx.array | None = None
+    taps: Mapping[int, mx.array] = field(default_factory=dict)
 
 
 class Stages:
@@ -202,9 +227,7 @@ class Stages:
         """Normed hidden states [..., D] to logits [..., V], scaled and capped as the model does."""
         return self._head_with_layer(None)
 
-    def append(
-        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
-    ) -> mx.array:
+    def append(self, tokens: mx.array, cache: TreeCache, taps: Sequence[int] = ()) -> CallOutput:
         """Run tokens through all layers and commit them to the cache.
 
         Each sees the tokens before it, as its layers' windows allow.
@@ -212,27 +235,28 @@ class Stages:
         Args:
             tokens: [R] that follow what the cache holds.
             cache: gets their keys and values; paths that it has not counted yet are dropped.
-            tapped: by layer, set to the input [1, R, D] of that layer; no key is added. The number
-                of all layers stands for the final norm.
+            taps: numbers of the layers whose input is wanted; the number of all layers stands for
+                the final norm.
 
         Returns:
-            [1, R, D] last hidden states, before the final norm.
+            Logits, last hidden states and taps of the R tokens.
 
         Raises:
-            ValueError: a key of `tapped` is no layer's number, and not the final norm's.
+            ValueError: a tap is no layer's number, and not the final norm's.
         """
         count = tokens.shape[0]
         num_layers = len(self.layers)
-        if tapped and not all(0 <= layer <= num_layers for layer in tapped):
-            raise ValueError(f"taps at layers {list(tapped)} of {num_layers}")
+        if not all(0 <= layer <= num_layers for layer in taps):
+            raise ValueError(f"taps at layers {list(taps)} of {num_layers}")
         cache.drop_paths()
         cache.reserve(more_tokens=count)
         views = [cache.append_view(layer) for layer in range(num_layers)]
         mask = CausalMasks(count, cache.offset, dense=not self._takes_named_masks)
         embedded = self.embed(tokens, mx.arange(count) + cache.offset)
+        tapped: LayerInputs = dict.fromkeys(taps)
         hidden = self.run(embedded, 0, num_layers, mask, views, tapped)
         cache.commit_appended(count)
-        return hidden
+        return CallOutput(self.logits(hidden), hidden, taps=filled_taps(tapped))
 
     def _embed_one_token(self) -> mx.array:
         """[1, 1, D] embedding of some token: its shape and type are those of hidden states."""
@@ -305,6 +329,12 @@ class Stages:
         changed = self.lm_head(plain)
         self._changes_logits = False
         self._changes_logits = not mx.array_equal(changed, self.lm_head(plain))
+
+
+def filled_taps(tapped: LayerInputs) -> dict[int, mx.array]:
+    """The entries of `tapped` that a run of layers has set; layers that did not run are left
+    out."""
+    return {layer: rows for layer, rows in tapped.items() if rows is not None}
 
 
 class _NoCache:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from .cache import TreeCache
 from .recurrent import RECURRENCES, Recording, recording
 from .shapes import arrays_in
+from .text_cache import TextCache
 
 ModelCall = Callable[..., mx.array]
 """A model of mlx-lm's: tokens [1, R] and `cache=`, its caches by layer, to logits [1, R, V]."""
@@ -123,13 +123,12 @@ class _StateSources:
         return lambda count: mx.contiguous(given[:, count : count + width])
 
 
-class StateCache(TreeCache):
+class StateCache(TextCache):
     """A text's cache of a model without stages: mlx-lm's own caches, by layer.
 
-    It takes chains alone, and none behind a call that the host has not read: who would give it a
-    tree, or a call built ahead, asks whether a cache is of this class. Behind `verify` these hold
-    rejected tokens too. They are taken back when the caches are used next: until then `keep_first`
-    may still go back to any place in the chain.
+    It takes chains alone, and none behind a call that the host has not read. Behind `verify` these
+    hold rejected tokens too. They are taken back when the caches are used next: until then
+    `keep_first` may still go back to any place in the chain.
 
     Args:
         make_caches: makes empty ones, one for each layer.
@@ -137,11 +136,15 @@ class StateCache(TreeCache):
 
     def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
         """Begin with an empty text, and the caches that `make_caches` makes."""
-        super().__init__(0)
+        self._offset = 0
         self._make_caches = make_caches
         self._caches = make_caches()
         self._chain: _PendingChain | None = None
         self._marks: dict[int, list[list[Any]]] = {}  # states by the tokens before them
+
+    @property
+    def offset(self) -> int:
+        return self._offset
 
     @property
     def nbytes(self) -> int:
@@ -252,10 +255,6 @@ class StateCache(TreeCache):
             self._restore(num_tokens)
         self._offset = num_tokens
 
-    def rows(self, num_tokens: int, layers: range | None = None) -> NoReturn:
-        """Raises TypeError: what mlx-lm's caches hold need not be a row a token."""
-        raise TypeError("the cache of a model without stages has no rows of tokens")
-
     def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
         """What one layer's attention keeps of the committed tokens, for others to read.
 
@@ -298,10 +297,6 @@ class StateCache(TreeCache):
         fork.keep_first(num_tokens)
         fork._take_back_rejected()
         return fork
-
-    def snapshot(self) -> NoReturn:
-        """Raises TypeError: a call changes mlx-lm's caches in place."""
-        raise TypeError("the cache of a model without stages has no snapshots")
 
     @property
     def _state_caches(self) -> list[ArraysCache]:

@@ -5,9 +5,10 @@ The stages are those of figures 2 and 7 of the paper; `decoding/loop.py` puts th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -31,8 +32,9 @@ from .masks import (
 from .metal import TreeMask
 from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
-from .stages import LayerInputs, Mask
+from .stages import CallOutput, LayerInputs, Mask
 from .state_cache import StateCache
+from .text_cache import TextCache
 from .tree import Tree
 
 
@@ -143,13 +145,6 @@ class NodeRows:
     mask: Mask  # whom they see
 
 
-class AppendedHidden(NamedTuple):
-    """Hidden states of tokens that were appended."""
-
-    last: mx.array  # [1, R, D] before the final norm
-    inserted: mx.array  # [1, R, D] the input of the insertion layer
-
-
 class StreamFusedModel:
     """A base model with LoRA attached, and its speculative streams; read-only while it decodes.
 
@@ -256,8 +251,9 @@ class StreamFusedModel:
         """N - Ns, the layer before which streams are inserted."""
         return self.config.insertion_layer if self.config else self.num_layers
 
-    def make_cache(self, scratch: int = 0) -> TreeCache:
-        """Make an empty cache for one text: a `StateCache` for a model without stages.
+    def make_cache(self, scratch: int = 0) -> TextCache:
+        """Make an empty cache for one text: a `TreeCache`, or a `StateCache` for a model without
+        stages.
 
         Args:
             scratch: S, the most rows that a step will have, where that is known; the cache makes
@@ -284,38 +280,22 @@ class StreamFusedModel:
         positions = Positions(tree.depths + cache.root_position)
         return NodeRows(positions, self._mask_by_layer(mask, positions, tree.num_nodes, cache))
 
-    def append(
-        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
-    ) -> AppendedHidden:
-        """Run tokens through all layers and commit them to the cache.
-
-        Args:
-            tokens: [R] that follow what the cache holds.
-            cache: gets their keys and values; paths that it had not counted yet are dropped.
-            tapped: by layer, set to the input [1, R, D] of that layer; other layers are not added.
-                The number of all layers stands for the final norm.
+    def append(self, tokens: mx.array, cache: TextCache, taps: Sequence[int] = ()) -> CallOutput:
+        """Run tokens through the model and commit them to the cache, as `Backbone.append`.
 
         Returns:
-            The last hidden states and the input of the insertion layer; the last ones twice without
-            streams, or where that is the first layer. Of a model without stages twice its logits
-            [1, R, V].
+            What `Backbone.append` returns, with the input of the insertion layer where there are
+            streams.
 
         Raises:
-            InputError: taps are asked of a model without stages, which gives the final norm's
-                input at most.
-            ValueError: a key of `tapped` is no layer's number, and not the final norm's.
+            InputError, ValueError: as `Backbone.append`.
         """
+        if not self.num_streams:
+            return self.backbone.append(tokens, cache, taps)
         split = self.insertion_layer
-        tapped = {} if tapped is None else tapped
-        if not 0 < split < self.num_layers:  # no streams
-            hidden = self.backbone.append(tokens, cache, tapped)
-            return AppendedHidden(hidden, hidden)
-        found: LayerInputs = {split: None, **tapped}
-        hidden = self.backbone.append(tokens, cache, found)
-        tapped.update({layer: found[layer] for layer in tapped})
-        inserted = found[split]
-        assert inserted is not None
-        return AppendedHidden(hidden, inserted)
+        output = self.backbone.append(tokens, cache, [split, *taps])
+        asked = {layer: output.taps[layer] for layer in taps}
+        return replace(output, insertion_hidden=output.taps[split], taps=asked)
 
     def lower(
         self,
@@ -506,14 +486,7 @@ class StreamFusedModel:
         if starts is None:
             mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
         else:
-            own = positions.array
-            committed = indices(cache.offset)
-            later = []
-            position = mx.array([cache.offset], mx.int32)
-            for path in cache.paths:
-                later.append(position + indices(path.length))
-                position = position + path.count
-            columns = mx.concatenate([own, *later, committed])
+            columns = cache.key_positions(positions.array)
             dense = cache.upper_masks.dense_mask(visible, cache, tree.topology)
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
             mask = hide_outside_window(dense, columns, firsts)

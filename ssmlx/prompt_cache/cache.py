@@ -19,8 +19,8 @@ from ..errors import InputError
 from ..generation.pool import MemoryPool
 from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
-from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
 from ..prompts import common_prefix_length
 from .prompt_files import PromptFolder, Tokens, mark_used, read_prompt
 
@@ -42,7 +42,7 @@ class _Entry:
 
     key: CacheKey
     tokens: Tokens
-    cache: TreeCache
+    cache: TextCache
     owner: weakref.ref[PromptCache]
     is_written: bool = False
 
@@ -118,7 +118,7 @@ class PromptCache:
 
     def take(
         self, model: StreamFusedModel, tokens: Sequence[int], scratch: int = 0
-    ) -> tuple[TreeCache, int]:
+    ) -> tuple[TextCache, int]:
         """Find the prompt that shares most with `tokens`, in memory or in the folder.
 
         Args:
@@ -134,7 +134,7 @@ class PromptCache:
             lambda: self._take_on_mlx_thread(model, tuple(tokens[:-1]), scratch)
         )
 
-    def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache) -> None:
+    def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TextCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
         Nothing is added where an entry begins with these tokens already. Of a model with recurrent
@@ -251,7 +251,7 @@ class PromptCache:
 
     def _take_on_mlx_thread(
         self, model: StreamFusedModel, tokens: Tokens, scratch: int
-    ) -> tuple[TreeCache, int]:
+    ) -> tuple[TextCache, int]:
         """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
 
         The cache is a computed copy. A file of the folder that shares more with `tokens` than what
@@ -304,7 +304,7 @@ class PromptCache:
         self._add_and_evict(entry)
         return entry, entry.shared(key, tokens)
 
-    def _put_on_mlx_thread(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
+    def _put_on_mlx_thread(self, model: StreamFusedModel, tokens: Tokens, cache: TextCache) -> None:
         """`put` on the MLX thread: keep a computed copy of what `cache` holds of `tokens`.
 
         Nothing is kept of an empty cache, or where an entry begins with all of it already, which is
@@ -322,9 +322,8 @@ class PromptCache:
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)
-            is_never_written = model.backbone.group is not None or isinstance(fork, StateCache)
-            own = weakref.ref(self)
-            self._add_and_evict(_Entry(key, tokens, fork, own, is_written=is_never_written))
+            is_split = model.backbone.group is not None  # such an entry is never written
+            self._add_and_evict(_Entry(key, tokens, fork, weakref.ref(self), is_written=is_split))
 
     def _use_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry in memory that shares most with the beginning of `tokens`, and how many these
@@ -389,12 +388,15 @@ class PromptCache:
     def _write_to_folder_once(self, entry: _Entry) -> None:
         """Write an entry to the folder, if there is one, unless that was done or tried before.
 
-        It counts as written even if this fails; errors of the file system are logged.
+        Files have the rows of tokens: nothing is written of a cache that has none, of a model that
+        is called as a whole. An entry counts as written even if this fails; errors of the file
+        system are logged.
         """
-        if self._folder is None or entry.is_written:
+        cache = entry.cache
+        if self._folder is None or entry.is_written or not isinstance(cache, TreeCache):
             return
         entry.is_written = True
         try:
-            self._folder.write_if_new(entry.key, entry.tokens, entry.cache, run_on_mlx_thread)
+            self._folder.write_if_new(entry.key, entry.tokens, cache, run_on_mlx_thread)
         except OSError as error:
             _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)

@@ -180,7 +180,7 @@ def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
 
 def _rows_of_one_token(model: StreamFusedModel) -> list[Rows]:
     """The rows of one token by layer, uncomputed: for their shapes and dtypes."""
-    cache = model.make_cache()
+    cache = TreeCache(model.num_layers)
     model.backbone.append(mx.array([0]), cache)
     return cache.rows(1)
 
@@ -289,7 +289,7 @@ class PromptFolder:
         if path is not None and count == len(tokens):
             mark_used(path)
             return
-        size = len(tokens) * cache.nbytes // (cache.scratch + cache.capacity)
+        size = len(tokens) * cache.row_bytes
         if size > self.max_bytes:
             return
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)

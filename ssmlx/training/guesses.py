@@ -51,7 +51,7 @@ def compute_guesses(
     Returns:
         Guesses [A, G, C], with copies mixed in where streams have a condition.
     """
-    cache = cache or model.make_cache()
+    cache = cache or TreeCache(model.num_layers)
     streams = model.num_streams
     cache.keep_first(min(cache.offset, len(prompt) - 1))
     prefill(model, prompt[cache.offset : -1], cache)

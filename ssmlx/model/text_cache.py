@@ -1,0 +1,120 @@
+"""What a model keeps of one text, as all who decode see it, whatever kind of model it is.
+
+Of a model whose layers run one by one it is a `cache.TreeCache`: rows of attention, which the
+package writes itself. Of one that is called as a whole it is a `state_cache.StateCache`: mlx-lm's
+own caches. A signature that says `TextCache` takes either; one that says `TreeCache` needs the rows
+of tokens, or the nodes of a tree; one that says `StateCache` needs a chain.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import mlx.core as mx
+
+CACHE_STEP = 256
+"""Tokens by which the room for a text grows at once, as in mlx-lm's own caches."""
+
+
+class TextCache(ABC):
+    """What a model keeps of one text.
+
+    Some of the text's first tokens are committed: what they left is kept. A call may leave
+    more, of which `commit_accepted` says how much becomes text.
+
+    Attributes:
+        scratch: rows of a step that there is room for beside the committed tokens; 0 where steps
+            need no room.
+    """
+
+    scratch: int = 0
+
+    @property
+    @abstractmethod
+    def offset(self) -> int:
+        """L, the committed tokens that the host knows of."""
+
+    @property
+    def root_position(self) -> mx.array:
+        """[1] int32, not waited for: tokens before the next call's first row."""
+        return mx.array([self.offset], mx.int32)
+
+    @property
+    def has_uncounted_paths(self) -> bool:
+        """Whether an accepted path is kept of which the host does not know yet how much counts.
+
+        Tokens that are appended cannot follow it.
+        """
+        return False
+
+    @property
+    @abstractmethod
+    def state(self) -> list[mx.array]:
+        """All that is kept, for `mx.eval`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of what is kept, with the room that is reserved for more."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of `nbytes` for each token or row that there is room for.
+
+        0 where that cannot be said: where no room is reserved, or nothing was written yet.
+        """
+        return 0
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks that are kept from step to step, beside `nbytes`."""
+        return 0
+
+    @abstractmethod
+    def reserve(self, *, more_tokens: int, step_rows: int = 0) -> None:
+        """Make room for `more_tokens` beside the committed ones, and a step of `step_rows` rows."""
+
+    @abstractmethod
+    def commit_accepted(self, num_tokens: int) -> None:
+        """Commit the first `num_tokens` rows of the oldest call that waits for it.
+
+        Raises:
+            ValueError: no call waits, or it has not so many rows; nothing is changed then.
+        """
+
+    @abstractmethod
+    def longest_keepable(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` committed tokens `keep_first` can keep at most."""
+
+    @abstractmethod
+    def keep_first(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` committed tokens, and what is not committed.
+
+        Raises:
+            ValueError: it cannot go back to there, see `longest_keepable`.
+        """
+
+    @abstractmethod
+    def fork(self, num_tokens: int) -> Self:
+        """A new cache of the first `num_tokens` committed tokens, which goes on by itself.
+
+        This one stays as it is. Both may hold the same buffers, of which MLX makes a copy when one
+        of them writes.
+
+        Raises:
+            ValueError: it cannot go back to there, see `longest_keepable`.
+        """
+
+    @abstractmethod
+    def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
+        """What one layer's attention keeps of the committed tokens, for others to read.
+
+        Args:
+            layer: its number among the layers that keep something; its keys carry their rotary
+                positions.
+
+        Returns:
+            Keys [1, H, R, Dh] and values [1, H', R, Dh']: slices of the buffers, so drop them
+            before the cache is written to, or it is copied.
+        """
