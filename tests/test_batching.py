@@ -13,9 +13,9 @@ import ssmlx
 from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
-from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
+from ssmlx.policy.controller import PLAIN_CALL, ExpectedCall
 from ssmlx.policy.costs import BATCH, FrozenCosts
 
 LENGTH = 12
@@ -54,7 +54,7 @@ def together(monkeypatch):
     made = []
     read = loop.append_piece_and_wait
     step = Batch.step_or_note_error
-    monkeypatch.setattr(Plan, "expected_fastest_call", ExpectedCall(1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_fastest_call", PLAIN_CALL)
     cost_batches(monkeypatch, 1.001)
     monkeypatch.setattr(loop, "append_piece_and_wait", lambda *a: made.append("piece") or read(*a))
     monkeypatch.setattr(Batch, "step_or_note_error", lambda self: made.append("call") or step(self))

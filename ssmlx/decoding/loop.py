@@ -36,7 +36,7 @@ from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
 from .chain import verify_as_chain
-from .draft_shape import Always, Call, DraftController, DraftShape
+from .draft_shape import Always, CallRecord, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
 from .sampling import GREEDY, Sampling, last_tokens
@@ -576,7 +576,7 @@ class _SpeculativeLoop:
         """
         context = len(self.text.tokens) - len(step.tokens) - 1
         timed = None if running.is_prompts else seconds
-        self.controller.record(Call(running.shape, len(step.tokens), context, timed, drafts))
+        self.controller.record(CallRecord(running.shape, len(step.tokens), context, timed, drafts))
 
     def commit_accepted_rows(self, call: TargetCall, step: Step) -> None:
         """Have the cache keep the rows of a call's accepted path; a plain call's is kept already.

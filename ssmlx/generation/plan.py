@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ..decoding.draft_shape import Always, DraftController, ExpectedCall, Never
+from ..decoding.draft_shape import Always, DraftController, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import StepSize, Stops, never_stops, plain_decode, speculative_decode
@@ -23,7 +23,7 @@ from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import InputError, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
-from ..policy.controller import Controller
+from ..policy.controller import PLAIN_CALL, Controller, ExpectedCall
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
 from .default_head import HEAD_DRAFTER, default_head, loaded_default_head_or_raise
@@ -95,15 +95,17 @@ class Plan:
     def expected_fastest_call(self) -> ExpectedCall:
         """What the fastest call should bring now, and what it should take.
 
-        Both are 1 where plain decoding is expected to be as fast, and where the same shape is
-        drafted at every call.
+        `PLAIN_CALL` where plain decoding is expected to be as fast, and where no call is weighed:
+        the same is drafted at every one.
         """
-        return self.controller.expected_fastest_call()
+        if isinstance(self.controller, Controller):
+            return self.controller.expected_fastest_call()
+        return PLAIN_CALL
 
     def finish(self) -> None:
         """Keep what an answer that ended, or was given up, has taught. To be called once; does
         nothing where nothing is learned."""
-        if self.learned is not None:
+        if self.learned is not None and isinstance(self.controller, Controller):
             self.controller.finish()
             self.learned.keep()
 
