@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import index
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled, run_on_mlx_thread, wired_weights
 from .bars import Progress
 from .decoding.sampling import TokenLogprobs
-from .decoding.step import DraftCounts, DraftTotals, Step
+from .decoding.step import AnswerPart, DraftCounts, DraftTotals, FinishReason, Step
 from .detokenizer import Detokenizer
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
@@ -27,8 +27,6 @@ from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .prompts import encode
 from .settings import GenerateConfig
-
-FinishReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +183,10 @@ class AnswerText:
 
 @dataclass
 class StopChecker:
-    """Decides where an answer ends, and cuts the tokens of its last call there.
+    """Takes the tokens of an answer's calls, and decides where it ends.
 
     An answer ends with an end token or a stop string, after `max_tokens`, or where the model's
-    context is full. The tokens of each call are taken once, by `cut_step`; before that,
-    `ends_answer` may be asked about them.
+    context is full.
 
     Attributes:
         text: gets every token of the answer.
@@ -206,43 +203,35 @@ class StopChecker:
     context_room: int | None = None
     is_full: Callable[[], bool] = lambda: False
     generated: int = 0
-    _asked: tuple[Sequence[int], FinishReason | None] | None = None  # what `cut` will tell
 
-    def ends_answer(self, step: Sequence[int]) -> bool:
-        """Whether the answer ends within `step`, the tokens that `cut_step` gets next.
+    def take(self, tokens: Sequence[int]) -> AnswerPart:
+        """Append the tokens of a call to the answer, up to where it ends.
 
-        They are counted, and their text taken, now; `cut_step` only tells then. To be asked once
-        for each `step`.
-        """
-        self._asked = self._take_until_end(step)
-        return self._asked[1] is not None
-
-    def cut_step(self, step: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
-        """The tokens of `step` that belong to the answer, and why it ends with them.
-
-        The reason is None where it does not end. They are counted, and their text taken, unless
-        `ends_answer` was asked about them.
-        """
-        taken = self._asked or self._take_until_end(step)
-        self._asked = None
-        return taken
-
-    def _take_until_end(self, step: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
-        """Append the tokens of `step` to the answer up to where it ends.
+        To be called once for each call, in order.
 
         Returns:
-            These tokens, the ending one included, and why the answer ends with them; None where it
-            does not. "stop" goes before "length", that before "context".
+            What of them belongs to the answer. Of reasons why it ends, "stop" goes before "length",
+            that before "context".
         """
-        for count, token in enumerate(step, 1):
+        count, reason = self._count_until_end(tokens)
+        text = self.text.take_segment(is_last=reason is not None)
+        return AnswerPart(tuple(tokens[:count]), text, reason, self.text.ended_by)
+
+    def _count_until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Count the next tokens, and add them to the text, up to the one that ends the answer.
+
+        Returns:
+            How many these are, and why the answer ends with them; None where it does not.
+        """
+        for count, token in enumerate(tokens, 1):
             self.generated += 1
             if token in self.end_tokens or self.text.add(token):
-                return step[:count], "stop"
+                return count, "stop"
             if self.generated == self.max_tokens:
-                return step[:count], "length"
+                return count, "length"
             if self.generated == self.context_room:
-                return step[:count], "context"
-        return step, "context" if self.is_full() else None
+                return count, "context"
+        return len(tokens), "context" if self.is_full() else None
 
 
 def token_steps(
@@ -427,7 +416,7 @@ def plan_answer_segments(
         tokens,
         cache,
         context=context,
-        stops=stop_checker.ends_answer,
+        take=stop_checker.take,
     )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
@@ -458,7 +447,7 @@ def plan_answer_segments(
                         yield Prefilled(cache.offset - num_cached, total)
                     whole = filter(None, chain([first], steps))
                     for response in build_responses(
-                        whole, stop_checker, num_prompt, num_cached, measured, started
+                        whole, num_prompt, num_cached, measured, started
                     ):
                         given.add(response)
                         yield response
@@ -492,7 +481,6 @@ def _token_ids(tokens: Any) -> list[int]:
 
 def build_responses(
     steps: Iterator[Step],
-    stop_checker: StopChecker,
     num_prompt: int,
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
@@ -502,7 +490,6 @@ def build_responses(
 
     Args:
         steps: one for each call.
-        stop_checker: cuts the last call's tokens, and has the text.
         num_prompt: tokens of the prompt, cached ones included.
         num_cached: tokens of the prompt that were cached.
         measured: called with a segment's finish reason, None before the last: its other fields.
@@ -510,28 +497,30 @@ def build_responses(
     """
     started = first_done = time.perf_counter() if started is None else started
     totals = DraftTotals()
+    num_tokens = 0
     for calls, step in enumerate(steps, 1):
         now = time.perf_counter()
         first_done = now if calls == 1 else first_done
-        tokens, reason = stop_checker.cut_step(step.tokens)
+        part = step.part
+        num_tokens += len(part.tokens)
         totals.add_draft_of(step)
         yield GenerationResponse(
-            text=stop_checker.text.take_segment(is_last=reason is not None),
-            tokens=tuple(tokens),
-            finish_reason=reason,
+            text=part.text,
+            tokens=part.tokens,
+            finish_reason=part.finish_reason,
             prompt_tokens=num_prompt,
-            generation_tokens=stop_checker.generated,
+            generation_tokens=num_tokens,
             target_calls=calls,
             prefill_seconds=first_done - started,
             decode_seconds=now - first_done,
             cached_tokens=num_cached,
-            stop=stop_checker.text.ended_by,
-            logprobs=None if step.logprobs is None else step.logprobs[: len(tokens)],
+            stop=part.stop,
+            logprobs=None if step.logprobs is None else step.logprobs[: len(part.tokens)],
             drafted_tokens=totals.drafted_tokens,
             drafts={**totals.drafts},
-            **measured(reason),
+            **measured(part.finish_reason),
         )
-        if reason:
+        if part.is_last:
             return
 
 

@@ -365,8 +365,8 @@ def test_whoever_takes_nothing_is_given_up(serve):
 def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
     real = api.build_responses
 
-    def failing(steps, budget, num_prompt, *more):
-        for response in real(steps, budget, num_prompt, *more):
+    def failing(steps, num_prompt, *more):
+        for response in real(steps, num_prompt, *more):
             if num_prompt > 20 and response.target_calls == 3:
                 raise RuntimeError("a secret")
             yield response

@@ -40,18 +40,11 @@ from .draft_shape import Always, CallRecord, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
 from .sampling import GREEDY, Sampling, last_tokens
-from .step import DraftResult, Step, Steps
+from .step import DraftResult, Step, Steps, Take, take_all
 from .stopwatch import PendingCall, Stopwatch
 
-Stops = Callable[[Sequence[int]], bool]
-"""Given the tokens that a call advanced by: whether the answer ends with them."""
 StepSize = int | Callable[[], int]
 """Tokens of a piece of a prompt, at most; or a function that is asked before each piece."""
-
-
-def never_stops(tokens: Sequence[int]) -> bool:
-    """False, whatever the tokens: endless decoding."""
-    return False
 
 
 def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
@@ -135,6 +128,7 @@ def plain_decode(
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
+    take: Take = take_all,
 ) -> Steps:
     """Decode plainly, endlessly: the same model without drafting.
 
@@ -149,6 +143,7 @@ def plain_decode(
         context: the tokens that `cache` holds, for samplers that read the text.
         sampler: decides the target's tokens; greedy unless given.
         prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
+        take: called once with the token of each call, before it is yielded.
 
     Yields:
         None while the prompt is processed, then a step of one token for each target call.
@@ -162,7 +157,7 @@ def plain_decode(
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
         mx.async_eval(upcoming.arrays_to_read())
         tokens = call.read_tokens()
-        yield Step(tuple(tokens), call.read_logprobs_or_none(tokens))
+        yield Step(tuple(tokens), take(tokens), call.read_logprobs_or_none(tokens))
         free_outgrown_buffers(cache, 1)
         call = upcoming
 
@@ -179,7 +174,7 @@ def speculative_decode(
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
-    stops: Stops = never_stops,
+    take: Take = take_all,
 ) -> Steps:
     """Decode with drafts, endlessly: process the prompt, then verify a draft tree in each call.
 
@@ -206,8 +201,8 @@ def speculative_decode(
         sampler: decides the target's tokens; greedy unless given.
         acceptance: when a drafted token counts as the target's; exact unless given.
         prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
-        stops: given the tokens of a call before they are yielded: whether no more will be asked
-            for. The next call is not launched then, and is not wasted.
+        take: called once with the tokens of each call, before they are yielded. Where the answer
+            ends with them, the next call is not launched, and is not wasted.
 
     Yields:
         None while the prompt is processed and where a drafter starts; a step for each target call.
@@ -221,7 +216,7 @@ def speculative_decode(
         prune=prune,
         sampler=sampler,
         acceptance=acceptance,
-        stops=stops,
+        take=take,
     )
     cache.keep_first(cache.offset)
     yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size)
@@ -252,7 +247,7 @@ class _SpeculativeLoop:
         prune: PruneConfig,
         sampler: Sampling,
         acceptance: AcceptanceConfig,
-        stops: Stops,
+        take: Take,
     ) -> None:
         """Keep what an answer is decoded with, and begin its text with `tokens`; nothing runs yet.
 
@@ -266,7 +261,7 @@ class _SpeculativeLoop:
         self.prune = prune
         self.sampler = sampler
         self.acceptance = acceptance
-        self.stops = stops
+        self.take = take
         self.watch = Stopwatch()
         self.drafting: list[mx.array] = []  # the tree that was drafted last
 
@@ -377,7 +372,7 @@ class _SpeculativeLoop:
         step, seconds = self.read_call_and_extend_text(running)
         drafts = self.controller.next(is_read=True)
         self.report_to_controller(running, step, seconds, drafts)
-        is_given_first = self.stops(step.tokens) or running.is_prompts
+        is_given_first = step.part.is_last or running.is_prompts
         self.commit_accepted_rows(call, step)
         if is_given_first:
             yield from self.watch.yield_untimed(step)
@@ -413,7 +408,7 @@ class _SpeculativeLoop:
         yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(running.call, drafts)
         step = self.read_release_and_report_call(running, drafts)
-        is_given_first = self.stops(step.tokens) or running.is_prompts
+        is_given_first = step.part.is_last or running.is_prompts
         self.commit_accepted_rows(running.call, step)
         if is_given_first:
             yield from self.watch.yield_untimed(step)
@@ -452,7 +447,7 @@ class _SpeculativeLoop:
         self.drafting = tree.arrays
         mx.async_eval(self.drafting)
         step = self.read_release_and_report_call(running, drafts)
-        if self.stops(step.tokens):
+        if step.part.is_last:
             self.cache.forget_masks()
             self.cache.restore(before)
             del before, upcoming
@@ -524,8 +519,8 @@ class _SpeculativeLoop:
         )
 
     def read_call_and_extend_text(self, running: _RunningCall) -> tuple[Step, float | None]:
-        """Wait for a call and extend the text by its tokens, which shows them to drafters that have
-        started and need host tokens.
+        """Wait for a call, extend the text by its tokens, which shows them to drafters that have
+        started and need host tokens, and take them for the answer.
 
         The cache is not changed, and the controller is told nothing.
 
@@ -543,7 +538,8 @@ class _SpeculativeLoop:
         if running.shape is not None:
             drafter = running.shape.drafter
             draft = DraftResult(drafter, call.num_nodes, call.num_drafted, len(tokens) - 1)
-        return Step(tuple(tokens), call.read_logprobs_or_none(tokens), draft), seconds
+        logprobs = call.read_logprobs_or_none(tokens)
+        return Step(tuple(tokens), self.take(tokens), logprobs, draft), seconds
 
     def read_release_and_report_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
         """Read a call that was drafted behind, drop its hidden states, and report it.

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from ..decoding.draft_shape import Always, DraftController, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
-from ..decoding.loop import StepSize, Stops, never_stops, plain_decode, speculative_decode
+from ..decoding.loop import StepSize, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling
-from ..decoding.step import Steps
+from ..decoding.step import Steps, Take, take_all
 from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
@@ -333,7 +333,7 @@ class Decode(Protocol):
         cache: TreeCache,
         *,
         context: Sequence[int] = (),
-        stops: Stops = never_stops,
+        take: Take = take_all,
     ) -> Steps:
         """The steps of an answer; see `decode_plan` for the arguments."""
         ...
@@ -346,7 +346,7 @@ def decode_plan(
     cache: TreeCache,
     *,
     context: Sequence[int] = (),
-    stops: Stops = never_stops,
+    take: Take = take_all,
     prefill_step_size: StepSize | None = None,
 ) -> Steps:
     """Decode under a plan: without end, until the iterator is closed.
@@ -360,8 +360,8 @@ def decode_plan(
         prompt: tokens behind those in the cache, one or more.
         cache: holds `context`; it is changed, from now on: rows for trees are reserved in it.
         context: the tokens in the cache; may be left out where nothing reads them.
-        stops: asked with the tokens of a call whether the answer ends with them: then no call is
-            begun ahead. Not asked where nothing drafts.
+        take: called once with the tokens of each call, before they are yielded. Where the answer
+            ends with them and a drafter may draft, no call is begun ahead.
         prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
 
     Returns:
@@ -381,6 +381,7 @@ def decode_plan(
         "context": context,
         "sampler": plan.sampling,
         "prefill_step_size": prefill_step_size or plan.config.prefill_step_size,
+        "take": take,
     }
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)
@@ -393,7 +394,6 @@ def decode_plan(
         drafters=plan.drafters,
         prune=plan.config.prune or PruneConfig(),
         acceptance=plan.config.acceptance,
-        stops=stops,
         controller=plan.controller,
         **shared,
     )
