@@ -229,7 +229,8 @@ class _RunningCall:
 
     call: TargetCall
     pending: PendingCall
-    shape: DraftShape | None  # of the tree that it verifies; None for a bare root
+    shape: DraftShape | None = None  # of the tree that it verifies; None for a bare root
+    drafting: Sequence[mx.array] = ()  # that tree, where the device drafts it
     is_prompts: bool = False  # whether it is the first one, behind the prompt
 
 
@@ -263,7 +264,6 @@ class _SpeculativeLoop:
         self.acceptance = acceptance
         self.take = take
         self.watch = Stopwatch()
-        self.drafting: list[mx.array] = []  # the tree that was drafted last
 
     def process_prompt_and_start_drafters(
         self, prompt: list[int], step_size: StepSize
@@ -312,7 +312,7 @@ class _SpeculativeLoop:
         """
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
         first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
-        running = _RunningCall(first, self.launch(first), None, is_prompts=True)
+        running = _RunningCall(first, self.launch(first), is_prompts=True)
         yield from self.text.start_text_followers()
         takes_chains = isinstance(self.cache, StateCache)
         while True:
@@ -344,7 +344,7 @@ class _SpeculativeLoop:
         """
         call = running.call
         upcoming = self.build_call(root_tree(call.verified.root), call.tail)
-        following = _RunningCall(upcoming, self.launch(upcoming), None)
+        following = _RunningCall(upcoming, self.launch(upcoming))
         step, seconds = self.read_call_and_extend_text(running)
         self.report_to_controller(running, step, seconds, drafts=None)
         yield from self.watch.yield_untimed(step)
@@ -356,38 +356,21 @@ class _SpeculativeLoop:
         """Read a call, then draft, build and launch the next one by what its tokens say.
 
         The controller decides again what is drafted, as drafters that had to wait for the tokens
-        know more now. Where it is nothing, a bare root takes the place of a draft.
+        know more now.
 
         Args:
             running: the call under way.
 
         Yields:
-            Its step: before anything is drafted where it is the first or the last, else behind the
-            launch. None where a drafter starts.
+            See `give_out_and_launch`.
 
         Returns:
             The call that was launched.
         """
-        call = running.call
         step, seconds = self.read_call_and_extend_text(running)
         drafts = self.controller.next(is_read=True)
         self.report_to_controller(running, step, seconds, drafts)
-        is_given_first = step.part.is_last or running.is_prompts
-        self.commit_accepted_rows(call, step)
-        if is_given_first:
-            yield from self.watch.yield_untimed(step)
-        if drafts is None:
-            following = self.build_and_launch_call(call, root_tree(call.verified.root), None)
-        else:
-            # What a call advanced by is shown to those that draft on the device by the call itself.
-            unseen = 0 if self.text.needs_host_tokens(drafts) else len(step.tokens)
-            yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
-            tree = self.text.propose(call, drafts)
-            self.text.mark_seen(drafts.drafter)
-            following = self.build_and_launch_call(call, tree, drafts)
-        if not is_given_first:
-            yield from self.watch.yield_untimed(step)
-        return following
+        return (yield from self.give_out_and_launch(running, step, drafts))
 
     def draft_then_read_and_launch(
         self, running: _RunningCall, drafts: DraftShape
@@ -399,8 +382,7 @@ class _SpeculativeLoop:
             drafts: what to draft behind it, by a drafter that needs no host tokens.
 
         Yields:
-            None where the drafter starts; then the call's step: before the next one is built where
-            it is the first or the last, else behind the launch.
+            None where the drafter starts; then see `give_out_and_launch`.
 
         Returns:
             The call that was launched.
@@ -408,14 +390,7 @@ class _SpeculativeLoop:
         yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(running.call, drafts)
         step = self.read_release_and_report_call(running, drafts)
-        is_given_first = step.part.is_last or running.is_prompts
-        self.commit_accepted_rows(running.call, step)
-        if is_given_first:
-            yield from self.watch.yield_untimed(step)
-        following = self.build_and_launch_call(running.call, tree, drafts)
-        if not is_given_first:
-            yield from self.watch.yield_untimed(step)
-        return following
+        return (yield from self.give_out_and_launch(running, step, drafts, tree))
 
     def draft_and_build_then_read(
         self, running: _RunningCall, drafts: DraftShape
@@ -443,24 +418,81 @@ class _SpeculativeLoop:
         tree = self.text.propose(call, drafts)
         before = self.cache.snapshot()
         upcoming = self.build_call(tree, call.tail)
-        mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
-        self.drafting = tree.arrays
-        mx.async_eval(self.drafting)
+        mx.eval(running.drafting)  # done, mostly; else what the tree is drafted with is copied
+        mx.async_eval(tree.arrays)
         step = self.read_release_and_report_call(running, drafts)
         if step.part.is_last:
             self.cache.forget_masks()
             self.cache.restore(before)
             del before, upcoming
-            self.commit_accepted_rows(call, step)
-            yield from self.watch.yield_untimed(step)
-            return self.build_and_launch_call(call, tree, drafts)
+            return (yield from self.give_out_and_launch(running, step, drafts, tree))
         del before
         if call.is_committed:
-            mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
+            mx.eval(tree.arrays)  # the first drafting may have read all that the cache holds
         pending = self.launch(upcoming, follows_unread_drafting=call.is_committed)
         self.commit_accepted_rows(call, step)
         yield from self.watch.yield_untimed(step)
-        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
+        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts), tree.arrays)
+
+    def give_out_and_launch(
+        self,
+        running: _RunningCall,
+        step: Step,
+        drafts: DraftShape | None,
+        tree: Tree | None = None,
+    ) -> Generator[Step | None, None, _RunningCall]:
+        """Give out what a call brought, and build and launch the next one.
+
+        The call's rows are committed first.
+
+        Args:
+            running: the call, which was read and reported.
+            step: what it brought.
+            drafts: what is drafted behind it; None for nothing.
+            tree: what was drafted; None where that is to come.
+
+        Yields:
+            The step: before anything else is begun where the call is the first or the last, else
+            behind the launch. None where a drafter starts.
+
+        Returns:
+            The call that was launched.
+        """
+        is_given_first = step.part.is_last or running.is_prompts
+        self.commit_accepted_rows(running.call, step)
+        if is_given_first:
+            yield from self.watch.yield_untimed(step)
+        if tree is None:
+            tree = yield from self.draft_behind_read_call(running.call, len(step.tokens), drafts)
+        following = self.build_and_launch_call(running, tree, drafts)
+        if not is_given_first:
+            yield from self.watch.yield_untimed(step)
+        return following
+
+    def draft_behind_read_call(
+        self, call: TargetCall, num_tokens: int, drafts: DraftShape | None
+    ) -> Generator[None, None, Tree]:
+        """Draft behind a call that was read.
+
+        Args:
+            call: what is drafted behind.
+            num_tokens: that it advanced by.
+            drafts: what to draft; None for nothing.
+
+        Yields:
+            None where the drafter starts; the time counts for no call.
+
+        Returns:
+            The tree: a bare root where nothing is drafted.
+        """
+        if drafts is None:
+            return root_tree(call.verified.root)
+        # What a call advanced by is shown to those that draft on the device by the call itself.
+        unseen = 0 if self.text.needs_host_tokens(drafts) else num_tokens
+        yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
+        tree = self.text.propose(call, drafts)
+        self.text.mark_seen(drafts.drafter)
+        return tree
 
     def build_call(self, tree: Tree, tail: mx.array) -> TargetCall:
         """Build the call that verifies `tree`.
@@ -585,26 +617,30 @@ class _SpeculativeLoop:
             self.cache.commit_accepted(len(step.tokens))
 
     def build_and_launch_call(
-        self, call: TargetCall, tree: Tree, drafts: DraftShape | None
+        self, running: _RunningCall, tree: Tree, drafts: DraftShape | None
     ) -> _RunningCall:
         """Build and launch the call that verifies `tree`, behind a call that was read.
 
+        What the device drafts is done before it is launched.
+
         Args:
-            call: that was read, and whose rows are committed.
+            running: the call that was read, and whose rows are committed.
             tree: drafted behind it, or a bare root.
             drafts: the tree's shape; None where nothing was to be drafted.
 
         Returns:
             The call that was launched.
         """
-        is_on_device = drafts is not None and not self.text.needs_host_tokens(drafts)
-        if is_on_device:
-            self.drafting = tree.arrays
-            mx.async_eval(self.drafting)
+        call = running.call
+        drafting: Sequence[mx.array] = ()
+        if drafts is not None and not self.text.needs_host_tokens(drafts):
+            drafting = tree.arrays
+            mx.async_eval(drafting)
         upcoming = self.build_call(tree, call.tail)
-        mx.eval(self.drafting)
-        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_committed)
-        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
+        mx.eval(drafting)
+        follows_unread_drafting = bool(drafting) and call.is_committed
+        pending = self.launch(upcoming, follows_unread_drafting=follows_unread_drafting)
+        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts), drafting)
 
 
 def _shape_unless_bare(tree: Tree, drafts: DraftShape | None) -> DraftShape | None:
