@@ -10,11 +10,11 @@ import pytest
 from real import tokens_of, words
 
 import ssmlx
-from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.policy.controller import PLAIN_CALL, ExpectedCall
 from ssmlx.policy.costs import BATCH, FrozenCosts
 

@@ -14,7 +14,6 @@ import pytest
 from real import refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_base, make_model
 
-from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError, NoRoomError
@@ -23,6 +22,7 @@ from ssmlx.generation.batching import Batches
 from ssmlx.generation.memory import cache_size_of
 from ssmlx.generation.plan import Plan
 from ssmlx.generation.pool import Holding, MemoryPool, default_limit
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.policy.controller import PLAIN_CALL
 from ssmlx.policy.costs import FrozenCosts
 

@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.api import AnswerText, StopChecker, build_responses
 from ssmlx.decoding.step import Step
 from ssmlx.errors import InputError
+from ssmlx.generation.answer_end import AnswerText, StopChecker
+from ssmlx.generation.segments import build_responses
 from ssmlx.prompts import chat_tokens
 
 TEXT = "Grüße 🎉\n\nab aab, aaab!\n日本語 end"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import AnswerText, GenerationResponse, StopChecker, build_responses
 from ..errors import require
+from ..generation.answer_end import AnswerText, StopChecker
+from ..generation.segments import GenerationResponse, build_responses
 from ..json_files import read_json
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, encode, encode_with_template
