@@ -637,3 +637,31 @@ def test_a_draft_models_start_is_no_calls_time(monkeypatch):
             num_empty += 1
     assert num_empty > 4 and drafter.draft_calls > 4
     assert [one.seconds for one in turns.calls] == [None, *[1.0] * 6]
+
+
+def test_what_was_read_is_given_out_before_a_drafter_starts(monkeypatch):
+    """Starting it may take long, and whoever has to wait for it may close the loop instead."""
+    monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
+    model = make_model()
+    config = DraftModelConfig(num_draft_tokens=2)
+    drafter = DraftModelDrafter(DraftModel(make_base()), config, GREEDY)
+    taken = []
+
+    def take(tokens):
+        taken.append(AnswerPart(tuple(tokens)))
+        return taken[-1]
+
+    turns = Turns([None, None, None, *[drafter.largest] * 4])
+    steps = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], controller=turns, take=take
+    )
+    given = []
+    num_empty_behind_steps = 0
+    while len(given) < 7:
+        step = next(steps)
+        if step is not None:
+            given.append(step.part)
+        elif given:
+            assert given == taken
+            num_empty_behind_steps += 1
+    assert num_empty_behind_steps > 2

@@ -205,7 +205,9 @@ def speculative_decode(
             ends with them, the next call is not launched, and is not wasted.
 
     Yields:
-        None while the prompt is processed and where a drafter starts; a step for each target call.
+        None while the prompt is processed and where a drafter starts, never between reading a call
+        and giving out its step: where the loop is closed then, nothing is lost. A step for each
+        target call.
     """
     loop = _SpeculativeLoop(
         model,
@@ -452,13 +454,15 @@ class _SpeculativeLoop:
             tree: what was drafted; None where that is to come.
 
         Yields:
-            The step: before anything else is begun where the call is the first or the last, else
-            behind the launch. None where a drafter starts.
+            The step: before anything else is begun where the call is the first or the last, or a
+            drafter has to start, else behind the launch. None where a drafter starts.
 
         Returns:
             The call that was launched.
         """
         is_given_first = step.part.is_last or running.is_prompts
+        if drafts is not None and not self.text.has_started(drafts.drafter):
+            is_given_first = True  # that may take as long as many calls
         self.commit_accepted_rows(running.call, step)
         if is_given_first:
             yield from self.watch.yield_untimed(step)
