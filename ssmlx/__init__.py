@@ -21,7 +21,6 @@ from .blas import load_openblas_before_mlx
 
 if TYPE_CHECKING:
     from .answers import Answer as Answer
-    from .api import GenerationResponse as GenerationResponse
     from .api import generate as generate
     from .api import stream_generate as stream_generate
     from .decoding.sampling import TokenLogprobs as TokenLogprobs
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from .engine import Engine as Engine
     from .errors import InputError as InputError
     from .errors import NoRoomError as NoRoomError
+    from .generation.segments import GenerationResponse as GenerationResponse
     from .loading.attach import swap_adapter as swap_adapter
     from .loading.load import load as load
     from .loading.names import bundled_adapters as bundled_adapters
@@ -58,7 +58,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless a
 # Loaded on first use, so that `--help` does not wait for MLX.
 _NAMES = {
     "answers": ("Answer",),
-    "api": ("generate", "stream_generate", "GenerationResponse"),
+    "api": ("generate", "stream_generate"),
     "decoding.sampling": ("TokenLogprobs",),
     "drafters.draft_model": ("DraftModel", "load_draft_model"),
     "drafters.heads": ("load_heads",),
@@ -66,6 +66,7 @@ _NAMES = {
     "engine": ("Engine",),
     "drafters.text_index": ("EarlierAnswers",),
     "errors": ("InputError", "NoRoomError"),
+    "generation.segments": ("GenerationResponse",),
     "loading.attach": ("swap_adapter",),
     "loading.load": ("load",),
     "loading.names": ("bundled_adapters",),

@@ -1,294 +1,23 @@
 """Text in, text out: what `import ssmlx` gives beside `load`."""
 
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
-from operator import index
-from typing import Any, Literal, cast
+from typing import Any
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, run_on_mlx_thread, wired_weights
+from .answers import Answer
 from .bars import Progress
-from .decoding.sampling import TokenLogprobs
-from .decoding.step import DraftCounts, DraftTotals, Step
-from .detokenizer import Detokenizer
+from .decoding.step import Step
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
-from .errors import ContextLengthError, InputError, quoted, require
-from .generation.memory import Memory, measure_memory
-from .generation.plan import Decode, decode_plan, make_plan
-from .model.shapes import to_int
+from .generation.plan import decode_plan, make_plan
+from .generation.segments import GenerationResponse, plan_answer_segments, with_seed_if_sampling
+from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompts import encode
 from .settings import GenerateConfig
-
-FinishReason = Literal["stop", "length", "context"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationResponse:
-    """A segment of an answer, with the statistics up to it.
-
-    Attributes:
-        text: the text that this call completed; may be empty.
-        tokens: ids of the segment; an end token, or those of a stop string, are among them but
-            not in the text.
-        finish_reason: None before the last segment; then "stop" (an end token or a stop string),
-            "length" (`max_tokens`) or "context" (the model's context is full).
-        prompt_tokens: tokens of the prompt, those already in the cache included.
-        generation_tokens: tokens so far, the end token included.
-        target_calls: forward passes of the target so far, the prompt's counted as one.
-        prefill_seconds: until the first call's token.
-        decode_seconds: from then on.
-        peak_memory: GB, as `mx.get_peak_memory`.
-        draft_calls: forward passes of a draft model so far.
-        cached_tokens: tokens of the prompt that the cache held already.
-        lossy: whether tokens were accepted that the target might not have written.
-        memory: where the memory goes; on the last segment alone.
-        logprobs: those of each token; None where `GenerateConfig.logprobs` is.
-        stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
-        drafted_tokens: drafted tokens that were verified so far, accepted or not.
-        drafts: what came of each drafter's trees so far, by its name.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    generation_tokens: int
-    target_calls: int
-    prefill_seconds: float
-    decode_seconds: float
-    peak_memory: float
-    draft_calls: int = 0
-    cached_tokens: int = 0
-    lossy: bool = False
-    memory: Memory | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    stop: str | None = None
-    drafted_tokens: int = 0
-    drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
-
-    @property
-    def tokens_per_call(self) -> float:
-        """Tokens advanced per target call: the paper's call reduction (CR)."""
-        return self.generation_tokens / self.target_calls if self.target_calls else 0.0
-
-    @property
-    def prompt_tps(self) -> float:
-        """Prompt tokens per second, of those that were processed."""
-        processed = self.prompt_tokens - self.cached_tokens
-        return processed / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def generation_tps(self) -> float:
-        """Tokens per second after the first, which comes with the prompt's call."""
-        return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
-
-
-@dataclass
-class GivenAnswer:
-    """What was given out of an answer so far, its last segment alone kept whole."""
-
-    texts: list[str] = field(default_factory=list)  # of each segment
-    tokens: list[int] = field(default_factory=list)
-    last: GenerationResponse | None = None  # None before the first segment
-
-    @property
-    def text(self) -> str:
-        """All of the text."""
-        return "".join(self.texts)
-
-    def add(self, segment: GenerationResponse) -> None:
-        """Append the text and the tokens of `segment`, which is the last one now."""
-        self.texts.append(segment.text)
-        self.tokens += segment.tokens
-        self.last = segment
-
-
-class AnswerText:
-    """The text of an answer as its tokens come, up to where a stop string begins.
-
-    What could be the beginning of a stop string is held back until it turns out not to be.
-
-    Args:
-        tokenizer: as `load` returns it.
-        stop: the stop strings.
-        behind: tokens that the answer's text goes on from; without any it is that of a beginning.
-
-    Attributes:
-        ended_by: the stop string that was found, None before.
-    """
-
-    def __init__(
-        self, tokenizer: TokenizerWrapper, stop: Sequence[str] = (), behind: Sequence[int] = ()
-    ) -> None:
-        """Begin without tokens: no text, and no stop string found.
-
-        The arguments are explained at the class.
-        """
-        self._detokenizer = Detokenizer(tokenizer, behind)
-        self._stop = stop
-        self._text = ""  # what was not given out yet
-        self._end: int | None = None  # where a stop string begins in it
-        self.ended_by: str | None = None
-
-    def add(self, token: int) -> bool:
-        """Append the next token; returns whether a stop string begins in the text that is not given
-        out.
-
-        Of several the one that begins first counts, and is kept in `ended_by`. Text that the
-        tokenizer may still change counts as it would be now.
-        """
-        self._text += self._detokenizer.add(token)
-        if self._stop:
-            text = (self._text + self._detokenizer.held_back_text()).rstrip(
-                "\N{REPLACEMENT CHARACTER}"
-            )
-            found = {stop: text.find(stop) for stop in self._stop}
-            found = {stop: place for stop, place in found.items() if place >= 0}
-            self.ended_by = min(found, key=found.__getitem__, default=None)
-            self._end = None if self.ended_by is None else found[self.ended_by]
-        return self._end is not None
-
-    def take_segment(self, *, is_last: bool) -> str:
-        """Take out and return the text that is certain since the last segment; with `is_last`, all
-        of it.
-
-        Text that may begin a stop string, or that the tokenizer may still change, is held back
-        until then. The text ends where a stop string begins, which is never given out.
-        """
-        if is_last:
-            self._text += self._detokenizer.held_back_text()
-        size = len(self._text) - (0 if is_last else self._held_back())
-        size = size if self._end is None else self._end
-        given = self._text[:size]
-        self._text = self._text[size:]
-        return given
-
-    def _held_back(self) -> int:
-        """Characters at the end of the text that may begin a stop string."""
-        longest = max(map(len, self._stop), default=0) - 1
-        sizes = range(min(longest, len(self._text)), 0, -1)
-        return next((size for size in sizes if self._is_begun_by(self._text[-size:])), 0)
-
-    def _is_begun_by(self, end: str) -> bool:
-        """Whether any stop string begins with `end`."""
-        return any(stop.startswith(end) for stop in self._stop)
-
-
-@dataclass
-class StopChecker:
-    """Decides where an answer ends, and cuts the tokens of its last call there.
-
-    An answer ends with an end token or a stop string, after `max_tokens`, or where the model's
-    context is full. The tokens of each call are taken once, by `cut_step`; before that,
-    `ends_answer` may be asked about them.
-
-    Attributes:
-        text: gets every token of the answer.
-        end_tokens: tokens that end it.
-        max_tokens: tokens of the answer at most.
-        context_room: tokens that still fit into the context; None where that has no limit.
-        is_full: whether there is no room for another call, where calls need more than a token.
-        generated: tokens of the answer so far.
-    """
-
-    text: AnswerText
-    end_tokens: Set[int]
-    max_tokens: int
-    context_room: int | None = None
-    is_full: Callable[[], bool] = lambda: False
-    generated: int = 0
-    _asked: tuple[Sequence[int], FinishReason | None] | None = None  # what `cut` will tell
-
-    def ends_answer(self, step: Sequence[int]) -> bool:
-        """Whether the answer ends within `step`, the tokens that `cut_step` gets next.
-
-        They are counted, and their text taken, now; `cut_step` only tells then. To be asked once
-        for each `step`.
-        """
-        self._asked = self._take_until_end(step)
-        return self._asked[1] is not None
-
-    def cut_step(self, step: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
-        """The tokens of `step` that belong to the answer, and why it ends with them.
-
-        The reason is None where it does not end. They are counted, and their text taken, unless
-        `ends_answer` was asked about them.
-        """
-        taken = self._asked or self._take_until_end(step)
-        self._asked = None
-        return taken
-
-    def _take_until_end(self, step: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
-        """Append the tokens of `step` to the answer up to where it ends.
-
-        Returns:
-            These tokens, the ending one included, and why the answer ends with them; None where it
-            does not. "stop" goes before "length", that before "context".
-        """
-        for count, token in enumerate(step, 1):
-            self.generated += 1
-            if token in self.end_tokens or self.text.add(token):
-                return step[:count], "stop"
-            if self.generated == self.max_tokens:
-                return step[:count], "length"
-            if self.generated == self.context_room:
-                return step[:count], "context"
-        return step, "context" if self.is_full() else None
-
-
-def token_steps(
-    model: StreamFusedModel,
-    prompt: list[int],
-    cache: TextCache,
-    config: GenerateConfig | None = None,
-    *,
-    context: Sequence[int] = (),
-    **more: Any,
-) -> Iterator[Step]:
-    """Decode `prompt` without end, yielding a step for each call; nothing stops it.
-
-    MLX runs on the thread that reads, which has to be one and the same. The plan is made now.
-
-    Args:
-        model, prompt, cache, context: see `decode_plan`.
-        config, more: the settings, as `make_plan` takes them.
-    """
-    plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
-    return filter(None, decode_plan(plan, model, prompt, cache, context=context))
-
-
-def check_prompt_length(model: StreamFusedModel, num_tokens: int) -> None:
-    """Raise InputError where `num_tokens` is 0, and ContextLengthError where a prompt of so many
-    leaves no room for a token of an answer in the model's context, if that has a limit."""
-    limit = model.backbone.context_length
-    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
-    if limit is not None and num_tokens >= limit:
-        raise ContextLengthError(num_tokens, limit)
-
-
-def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
-    """Raise InputError where `tokens` has an id outside the vocabulary; the message names the first
-    of them.
-    """
-    size = model.backbone.vocab_size
-    unknown = next((token for token in tokens if not 0 <= token < size), None)
-    found = f"the prompt has the token {unknown}"
-    expected = f"ids from 0 to {size - 1}"
-    require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
-
-
-def end_token_ids(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> set[int]:
-    """Ids of tokens that end an answer: the tokenizer's end tokens and the adapter's."""
-    return set(tokenizer.eos_token_ids) | set(model.config.end_token_ids if model.config else ())
 
 
 def stream_generate(
@@ -354,187 +83,6 @@ def stream_generate(
     return Answer(run_on_mlx_thread(opened), progress)
 
 
-def with_seed_if_sampling(config: GenerateConfig) -> GenerateConfig:
-    """`config` with a seed, if it samples (`temp` above 0) and has none; else as it is.
-
-    The seed is drawn from MLX's random state of the calling thread, which changes; with
-    `deterministic` it is 0.
-    """
-    if config.seed is not None or config.temp == 0:
-        return config
-    if config.deterministic:
-        return replace(config, seed=0)
-    return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
-
-
-def plan_answer_segments(
-    model: StreamFusedModel,
-    tokenizer: TokenizerWrapper,
-    prompt: str | Sequence[int],
-    config: GenerateConfig,
-    *,
-    cache: TextCache | None = None,
-    context: Sequence[int] = (),
-    done: Callable[[GivenAnswer], None] | None = None,
-    decode: Decode = decode_plan,
-    loaded: Sequence[Loaded] = (),
-    earlier: EarlierAnswers | None = None,
-    joins_prompt: bool = False,
-) -> Iterator[GenerationResponse | Prefilled]:
-    """The segments of an answer, computed as they are read, on the MLX thread alone.
-
-    The prompt is checked, and the plan made, when this is called.
-
-    Args:
-        model, tokenizer, prompt, config, cache, context, earlier: as `stream_generate` takes them.
-        done: called once with what was given out, when the answer has ended, failed or was given
-            up; not where it was never begun.
-        decode: decodes under a plan: `decode_plan`, or what counts memory or batches around it.
-        loaded: what was loaded to draft with.
-        joins_prompt: whether the text goes on from the prompt's, its leading space included.
-
-    Returns:
-        An iterator of segments, with a `Prefilled` in the place of one before the first, for each
-        piece of the prompt.
-
-    Raises:
-        InputError: the prompt or the settings cannot be followed.
-    """
-    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt)
-    context = _token_ids(context)
-    cache = cache if cache is not None else model.make_cache()
-    num_cached = cache.offset
-    num_prompt = num_cached + len(tokens)
-    check_prompt_length(model, num_prompt if tokens else 0)
-    check_tokens(model, [*context, *tokens, *_token_ids(config.prompt_lookup.reference)])
-    limit = model.backbone.context_length
-    room = None if limit is None else limit - num_prompt
-    text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
-    ends = end_token_ids(model, tokenizer)
-    stop_checker = StopChecker(text, ends, config.max_tokens, room)
-    thought_ends = (getattr(tokenizer, "think_end_tokens", None) or ())[-1:]
-    plan = make_plan(
-        model,
-        config,
-        drafter=loaded,
-        context=num_prompt,
-        earlier=earlier,
-        end_tokens={*ends, *thought_ends},
-    )
-    steps = decode(
-        plan,
-        model,
-        tokens,
-        cache,
-        context=context,
-        stops=stop_checker.ends_answer,
-    )
-
-    def measured(reason: FinishReason | None) -> dict[str, Any]:
-        """Fields of a segment that its tokens do not say; memory only where `reason` says that it
-        is the last."""
-        return {
-            "peak_memory": mx.get_peak_memory() / 1e9,
-            "draft_calls": plan.draft_calls,
-            "lossy": plan.lossy,
-            "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
-        }
-
-    def decode_segments() -> Iterator[GenerationResponse | Prefilled]:
-        """Decode, a segment for each call, with weights wired.
-
-        In the end, also where it fails or is closed: compute the cache, keep what was learned, add
-        the answer to `earlier`, and call `done`.
-        """
-        started = time.perf_counter()
-        total = len(tokens) - 1
-        given = GivenAnswer()
-        with wired_weights():
-            try:
-                with closing(cast("Generator[Step | None]", steps)):
-                    for first in steps:
-                        if first is not None:
-                            break
-                        yield Prefilled(cache.offset - num_cached, total)
-                    whole = filter(None, chain([first], steps))
-                    for response in build_responses(
-                        whole, stop_checker, num_prompt, num_cached, measured, started
-                    ):
-                        given.add(response)
-                        yield response
-            finally:
-                try:
-                    # Whoever uses the cache next must find no work of this answer in it.
-                    mx.eval(cache.state)
-                    plan.finish()
-                    if earlier is not None and given.tokens:
-                        earlier.add([*context, *tokens], given.tokens)
-                finally:  # a failed call's work may fail again
-                    if done is not None:
-                        done(given)
-
-    return decode_segments()
-
-
-def _token_ids(tokens: Any) -> list[int]:
-    """A list of ints of a sequence of token ids, or of an array of NumPy or MLX.
-
-    Raises:
-        InputError: it is no such thing; the message calls it the prompt.
-    """
-    try:
-        return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
-    except TypeError as error:
-        found = f"the prompt is {quoted(tokens)}"
-        expected = "a text, or token ids"
-        raise InputError(found, expected=expected, do="check it") from error
-
-
-def build_responses(
-    steps: Iterator[Step],
-    stop_checker: StopChecker,
-    num_prompt: int,
-    num_cached: int,
-    measured: Callable[[FinishReason | None], dict[str, Any]],
-    started: float | None = None,
-) -> Iterator[GenerationResponse]:
-    """Make an answer's segments from the step of each target call, up to where the answer ends.
-
-    Args:
-        steps: one for each call.
-        stop_checker: cuts the last call's tokens, and has the text.
-        num_prompt: tokens of the prompt, cached ones included.
-        num_cached: tokens of the prompt that were cached.
-        measured: called with a segment's finish reason, None before the last: its other fields.
-        started: when the answer began, of `time.perf_counter`; now unless given.
-    """
-    started = first_done = time.perf_counter() if started is None else started
-    totals = DraftTotals()
-    for calls, step in enumerate(steps, 1):
-        now = time.perf_counter()
-        first_done = now if calls == 1 else first_done
-        tokens, reason = stop_checker.cut_step(step.tokens)
-        totals.add_draft_of(step)
-        yield GenerationResponse(
-            text=stop_checker.text.take_segment(is_last=reason is not None),
-            tokens=tuple(tokens),
-            finish_reason=reason,
-            prompt_tokens=num_prompt,
-            generation_tokens=stop_checker.generated,
-            target_calls=calls,
-            prefill_seconds=first_done - started,
-            decode_seconds=now - first_done,
-            cached_tokens=num_cached,
-            stop=stop_checker.text.ended_by,
-            logprobs=None if step.logprobs is None else step.logprobs[: len(tokens)],
-            drafted_tokens=totals.drafted_tokens,
-            drafts={**totals.drafts},
-            **measured(reason),
-        )
-        if reason:
-            return
-
-
 def generate(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
@@ -564,6 +112,27 @@ def generate(
         if last.memory is not None:
             print(last.memory.line())
     return text
+
+
+def token_steps(
+    model: StreamFusedModel,
+    prompt: list[int],
+    cache: TextCache,
+    config: GenerateConfig | None = None,
+    *,
+    context: Sequence[int] = (),
+    **more: Any,
+) -> Iterator[Step]:
+    """Decode `prompt` without end, yielding a step for each call; nothing stops it.
+
+    MLX runs on the thread that reads, which has to be one and the same. The plan is made now.
+
+    Args:
+        model, prompt, cache, context: see `decode_plan`.
+        config, more: the settings, as `make_plan` takes them.
+    """
+    plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
+    return filter(None, decode_plan(plan, model, prompt, cache, context=context))
 
 
 def summary_line(response: GenerationResponse) -> str:

@@ -11,15 +11,7 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 
-from .answers import Answer, Prefilled, is_forked, run_on_mlx_thread, wired_weights
-from .api import (
-    GenerationResponse,
-    GivenAnswer,
-    check_prompt_length,
-    check_tokens,
-    plan_answer_segments,
-    with_seed_if_sampling,
-)
+from .answers import Answer, Prefilled
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
@@ -30,11 +22,20 @@ from .generation.memory import cache_size_of
 from .generation.plan import Decode, decode_plan
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
+from .generation.segments import (
+    GenerationResponse,
+    GivenAnswer,
+    check_prompt_length,
+    check_tokens,
+    plan_answer_segments,
+    with_seed_if_sampling,
+)
 from .loading.adapter import load_adapter
 from .loading.attach import attach_adapter, find_default_adapter
 from .loading.folders import Fetch
 from .loading.load import load
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER, resolve_adapter
+from .mlx_thread import is_forked, run_on_mlx_thread, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache

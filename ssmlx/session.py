@@ -11,24 +11,25 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, is_forked, run_on_mlx_thread
-from .api import (
-    GenerationResponse,
-    GivenAnswer,
-    end_token_ids,
-    plan_answer_segments,
-    stream_generate,
-    with_seed_if_sampling,
-)
+from .answers import Answer, Prefilled
+from .api import stream_generate
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import require
+from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
 from .generation.plan import Decode, decode_plan, drafter_name, make_plan
 from .generation.pool import MemoryPool
+from .generation.segments import (
+    GenerationResponse,
+    GivenAnswer,
+    plan_answer_segments,
+    with_seed_if_sampling,
+)
 from .loading.attach import swap_adapter
+from .mlx_thread import is_forked, run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
 from .prompt_cache import PromptCache

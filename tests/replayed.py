@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssmlx.decoding.draft_shape import Call, DraftShape
+from ssmlx.decoding.draft_shape import CallRecord, DraftShape
 from ssmlx.policy.acceptance import AcceptancePrior
 from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import CostTable, interpolate_flat_beyond_ends
@@ -215,7 +215,7 @@ class Loop:
         self._rng = rng
         self._late_from = late_from
         self.took = 0.0
-        self.calls: list[Call] = []
+        self.calls: list[CallRecord] = []
 
     def run(self, controller: Controller) -> None:
         """Decode the answer; the first call is the prompt's."""
@@ -229,7 +229,7 @@ class Loop:
             place += call.tokens
             shape = drafted
 
-    def _call(self, place: int, shape: DraftShape | None, drafted: DraftShape | None) -> Call:
+    def _call(self, place: int, shape: DraftShape | None, drafted: DraftShape | None) -> CallRecord:
         """Make a call that verifies `shape` and record its cost.
 
         Args:
@@ -251,7 +251,7 @@ class Loop:
         self.took += cost if place else cost - 1
         noise = max(0.5, self._rng.gauss(1, self._condition.noise))
         seconds = cost * noise * PLAIN_SECONDS if place else None
-        return Call(shape, tokens, place, seconds, drafted)
+        return CallRecord(shape, tokens, place, seconds, drafted)
 
 
 def head_start(condition: Condition, rng: random.Random) -> CostTable:

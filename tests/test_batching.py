@@ -10,12 +10,12 @@ import pytest
 from real import tokens_of, words
 
 import ssmlx
-from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
-from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
+from ssmlx.mlx_thread import run_on_mlx_thread
+from ssmlx.policy.controller import PLAIN_CALL, ExpectedCall
 from ssmlx.policy.costs import BATCH, FrozenCosts
 
 LENGTH = 12
@@ -54,7 +54,7 @@ def together(monkeypatch):
     made = []
     read = loop.append_piece_and_wait
     step = Batch.step_or_note_error
-    monkeypatch.setattr(Plan, "expected_fastest_call", ExpectedCall(1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_fastest_call", PLAIN_CALL)
     cost_batches(monkeypatch, 1.001)
     monkeypatch.setattr(loop, "append_piece_and_wait", lambda *a: made.append("piece") or read(*a))
     monkeypatch.setattr(Batch, "step_or_note_error", lambda self: made.append("call") or step(self))
@@ -173,15 +173,19 @@ def test_an_end_in_the_middle_is_heard(ask, together):
     assert segments[-1].finish_reason == "stop" and len(segments) < LENGTH
 
 
-def test_a_slow_reader_stops_nobody(ask, together, batches):
-    expected = tokens_of(ask(QUESTIONS[0], alone=True, max_tokens=100))
-    slow = ask(QUESTIONS[0], max_tokens=100)
+@pytest.mark.parametrize("length", [100, LENGTH])
+def test_a_slow_reader_stops_nobody(ask, together, batches, length):
+    """It gets no more than so many tokens ahead, nor any behind its answer's end."""
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, max_tokens=length))
+    slow = ask(QUESTIONS[0], max_tokens=length)
     found = [next(slow)]
     with ask(QUESTIONS[1], max_tokens=150) as quick:
-        assert len(tokens_of(quick)) == 150
+        first = next(quick)
+        found.append(next(slow))  # it has a row now
+        assert len(tokens_of([first, *quick])) == 150
     (group,) = batches._groups.values()
     (row,) = group.open
-    assert len(row.unread) <= MOST_UNREAD and row not in group.batch.members
+    assert len(row.unread) == min(MOST_UNREAD, length - 2) and row not in group.batch.members
     assert tokens_of([*found, *slow]) == expected
 
 

@@ -62,7 +62,7 @@ from ssmlx.decoding.sampling import (
     to_gumbel,
     uniform_noise,
 )
-from ssmlx.decoding.step import DraftTotals
+from ssmlx.decoding.step import AnswerPart, DraftTotals
 from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.stream_drafter import StreamDrafter
@@ -799,8 +799,13 @@ def test_the_first_token_is_given_before_drafting_is_launched(events):
     assert events_of(events, steps, 1) == ["launch", "build", "wait", "launch", *CALL]
 
 
+def take_and_end(tokens):
+    """Take the tokens of a call for an answer that ends with them."""
+    return AnswerPart(tuple(tokens), finish_reason="stop")
+
+
 def test_no_call_is_launched_for_an_answer_that_has_ended(events):
-    steps = speculative(make_model(), stops=lambda tokens: True)
+    steps = speculative(make_model(), take=take_and_end)
     next(steps)
     behind_first = ["launch", "build", "wait", "launch"]
     ended = [*CALL[: CALL.index("read") + 1], "give"]
@@ -883,9 +888,10 @@ def test_an_answer_that_ended_can_go_on(after, turns):
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     shapes = [drafter.largest if drafts else None for drafts in turns]
 
-    def stops(tokens):
+    def take(tokens):
         calls.append(tokens)
-        return len(calls) % after == 0
+        ends = len(calls) % after == 0
+        return AnswerPart(tuple(tokens), finish_reason="stop" if ends else None)
 
     def decoded(**more):
         return first_tokens(
@@ -894,7 +900,7 @@ def test_an_answer_that_ended_can_go_on(after, turns):
 
     expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 40)
     _, lengths = decoded()
-    assert decoded(stops=stops) == (expected, lengths)
+    assert decoded(take=take) == (expected, lengths)
 
 
 class Turns:

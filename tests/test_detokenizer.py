@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GPTSw3Tokenizer, PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.api import AnswerText
 from ssmlx.detokenizer import Detokenizer
+from ssmlx.generation.answer_end import AnswerText
 
 VOCAB = 64
 UNKNOWN = range(VOCAB, VOCAB + 8)  # ids of a padded vocabulary

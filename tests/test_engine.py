@@ -19,10 +19,10 @@ from real import ROOT, answer, refusal, tokens_of, words, write_base, write_tiny
 from tiny import make_model, make_tokenizer
 
 import ssmlx
-from ssmlx import answers
 from ssmlx.decoding import loop
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading import names as naming
+from ssmlx.mlx_thread import run_on_mlx_thread
 
 LENGTH = 12
 PROMPT = [1, 5, 2, 7]
@@ -446,7 +446,7 @@ def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
 def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folders, monkeypatch):
     engine, other = (ssmlx.Engine(str(base), dtype="float32") for _ in range(2))
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(answers.run_on_mlx_thread, lambda: time.sleep(1))
+        pool.submit(run_on_mlx_thread, lambda: time.sleep(1))
         asked = pool.submit(ask, engine, folders, "none")
         time.sleep(0.3)  # it waits for the thread that runs MLX
         closing = pool.submit(engine.close)
@@ -664,9 +664,7 @@ def test_a_task_on_the_mlx_thread_may_answer():
     model = make_model()
     tokenizer = make_tokenizer()
     expected, _ = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
-    found = answers.run_on_mlx_thread(
-        lambda: answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0]
-    )
+    found = run_on_mlx_thread(lambda: answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0])
     assert found == expected
 
 
@@ -699,7 +697,7 @@ def test_eight_threads_on_smollm2():
         with ThreadPoolExecutor(8) as pool:
             for wrong in (pool.map(from_a_thread, range(8)), asyncio.run(from_tasks())):
                 assert [one for each in wrong for one in each] == []
-                held.append(answers.run_on_mlx_thread(mx.get_active_memory))
+                held.append(run_on_mlx_thread(mx.get_active_memory))
     assert held[1] - held[0] < 16 * 2**20  # what the prompt cache holds more or less of
 
 

@@ -27,7 +27,7 @@ from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import scratch_rows
 from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
-from ssmlx.decoding.step import DraftTotals
+from ssmlx.decoding.step import AnswerPart, DraftTotals
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter
@@ -552,6 +552,34 @@ def test_changing_between_plain_calls_and_drafts_copies_no_cache():
     assert mx.get_peak_memory() - before < cache.nbytes / model.num_layers
 
 
+@pytest.mark.parametrize("kind", ["plain", 0, 1, 2])
+def test_each_calls_tokens_are_taken_once_before_they_are_given(kind):
+    """Whatever drafts, and whether or not anything does; the step has what was returned."""
+    model = make_model()
+    taken = []
+
+    def take(tokens):
+        taken.append(AnswerPart(tuple(tokens), text=str(len(taken))))
+        return taken[-1]
+
+    if kind == "plain":
+        steps = plain_decode(model, PROMPT, model.make_cache(), take=take)
+    else:
+        drafter = drafters_of(model, "second-pass")[kind]
+        shapes = [None, None, *[drafter.largest] * 4, None, None, drafter.largest, None]
+        steps = speculative_decode(
+            model,
+            PROMPT,
+            model.make_cache(),
+            drafters=[drafter],
+            controller=Turns(shapes),
+            take=take,
+        )
+    for count, step in zip(range(1, 13), filter(None, steps), strict=False):
+        assert step.part is taken[-1] and len(taken) == count
+        assert step.part.tokens == step.tokens
+
+
 @pytest.mark.parametrize("host_tokens", [True, False])
 def test_whoever_asks_for_no_more_gets_no_more(host_tokens):
     """Neither a call nor a draft is begun for an answer that has ended, at whichever call."""
@@ -562,9 +590,10 @@ def test_whoever_asks_for_no_more_gets_no_more(host_tokens):
     for ended in (1, 2, 5):
         lengths = []
 
-        def stops(tokens, lengths=lengths, ended=ended):
+        def take(tokens, lengths=lengths, ended=ended):
             lengths.append(len(tokens))
-            return len(lengths) == ended
+            reason = "stop" if len(lengths) == ended else None
+            return AnswerPart(tuple(tokens), finish_reason=reason)
 
         watched = Watched(drafter)
         steps = filter(
@@ -575,7 +604,7 @@ def test_whoever_asks_for_no_more_gets_no_more(host_tokens):
                 model.make_cache(),
                 drafters=[watched],
                 controller=Always(shape),
-                stops=stops,
+                take=take,
             ),
         )
         launched = []
@@ -608,3 +637,31 @@ def test_a_draft_models_start_is_no_calls_time(monkeypatch):
             num_empty += 1
     assert num_empty > 4 and drafter.draft_calls > 4
     assert [one.seconds for one in turns.calls] == [None, *[1.0] * 6]
+
+
+def test_what_was_read_is_given_out_before_a_drafter_starts(monkeypatch):
+    """Starting it may take long, and whoever has to wait for it may close the loop instead."""
+    monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
+    model = make_model()
+    config = DraftModelConfig(num_draft_tokens=2)
+    drafter = DraftModelDrafter(DraftModel(make_base()), config, GREEDY)
+    taken = []
+
+    def take(tokens):
+        taken.append(AnswerPart(tuple(tokens)))
+        return taken[-1]
+
+    turns = Turns([None, None, None, *[drafter.largest] * 4])
+    steps = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], controller=turns, take=take
+    )
+    given = []
+    num_empty_behind_steps = 0
+    while len(given) < 7:
+        step = next(steps)
+        if step is not None:
+            given.append(step.part)
+        elif given:
+            assert given == taken
+            num_empty_behind_steps += 1
+    assert num_empty_behind_steps > 2

@@ -12,11 +12,11 @@ from real import ROOT, write_base, write_tiny_adapter
 from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_tokenizer
 from tiny_heads import HEAD_KINDS, make_heads
 
-from ssmlx import api
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, carry_out_line_unless_quit
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.generation import segments
 from ssmlx.generation.memory import MIB, Memory, measure_memory
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.model.backbone import Backbone
@@ -79,8 +79,10 @@ def test_the_parts_are_what_is_in_use(exact, scope, packed, schedule, monkeypatc
         config = GenerateConfig(max_tokens=16, tree=TREE, stream_schedule=schedule)
     responses = stream_generate(model, make_tokenizer(VOCAB), PROMPT, config)
     seen = []  # where the memory is told, for the answer is gone when its last segment is read
-    told = api.measure_memory
-    monkeypatch.setattr(api, "measure_memory", lambda *args: seen.append(settled()) or told(*args))
+    told = segments.measure_memory
+    monkeypatch.setattr(
+        segments, "measure_memory", lambda *args: seen.append(settled()) or told(*args)
+    )
     memory = last_of(responses).memory
     in_use = seen[0] - before
     assert memory.weights == pytest.approx(weights, rel=0.02)

@@ -19,7 +19,6 @@ from test_every_class import OWN, PROMPT, SIZES, random_weights
 from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
 
 import ssmlx
-from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import RankedTokens, Sampling
@@ -29,6 +28,7 @@ from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.load import load_base
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.policy.acceptance import AcceptancePrior

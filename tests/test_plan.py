@@ -7,13 +7,13 @@ from tiny import make_base, make_model, make_tokenizer
 from tiny_heads import make_heads
 
 import ssmlx
-from ssmlx.decoding.draft_shape import Always, DraftShape, ExpectedCall, Never
+from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.generation.plan import make_plan
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.policy.controller import Controller
+from ssmlx.policy.controller import PLAIN_CALL, Controller, ExpectedCall
 from ssmlx.settings import AcceptanceConfig, PromptLookupConfig, PruneConfig, TreeConfig
 
 
@@ -53,7 +53,7 @@ def test_a_drafter_that_is_named_is_controlled_too(model, drafter):
 def test_what_is_asked_for_is_obeyed(model, asked, nodes, levels):
     plan = make_plan(model, **asked)
     assert plan.controller == Always(DraftShape("streams", nodes, levels))
-    assert plan.expected_fastest_call == (1.0, 1.0) and plan.learned is None
+    assert plan.expected_fastest_call == PLAIN_CALL and plan.learned is None
 
 
 def test_text_is_drafted_for_every_model():
@@ -75,16 +75,10 @@ def test_text_is_drafted_for_every_model():
     assert [one.largest.drafter for one in plan.drafters] == ["prompt-lookup"]
 
 
-class Steady:
+class Steady(Controller):
     """A controller that says what a call brings, and notes that it was finished."""
 
     finished = False
-
-    def next(self, *, is_read=False):
-        return None
-
-    def record(self, call):
-        pass
 
     def expected_fastest_call(self):
         return ExpectedCall(3.0, 1.5)
@@ -93,8 +87,8 @@ class Steady:
         self.finished = True
 
 
-def test_a_plan_asks_whatever_controller_it_has(model):
-    plan = replace(make_plan(model), controller=Steady())
+def test_a_plan_asks_the_controller_that_weighs_calls(model):
+    plan = replace(make_plan(model), controller=Steady.deterministic([]))
     assert plan.expected_fastest_call == (3.0, 1.5)
     assert "2.00 times plain decoding" in plan.decision_line()
     replace(plan, learned=None).finish()

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from ssmlx.decoding.draft_shape import Always, Call, DraftShape, Never
+from ssmlx.decoding.draft_shape import Always, CallRecord, DraftShape, Never
 from ssmlx.policy.acceptance import AcceptancePrior, AnswerAcceptance
 from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import (
@@ -118,7 +118,7 @@ def test_hardly_an_answer_is_slower_than_plain_on_many_seeds(summaries):
         assert min(one.worst for one in found) >= LEAST_SPEED
 
 
-def decode(controller, loop_seed=1, name="chat", answer=0) -> list[Call]:
+def decode(controller, loop_seed=1, name="chat", answer=0) -> list[CallRecord]:
     """The calls of one replayed answer."""
     answers = replayed.recorded_answers(name)
     loop = replayed.Loop(answers[answer], Condition(), replayed.random.Random(loop_seed), math.inf)
@@ -142,7 +142,7 @@ def known_table(costs=TABLES["measured"], context=0) -> CostTable:
 
 
 def test_the_same_table_prior_and_times_give_the_same_calls():
-    def run() -> list[list[Call]]:
+    def run() -> list[list[CallRecord]]:
         table = replayed.head_start(Condition(), replayed.random.Random(3))
         prior = AcceptancePrior()
         calls = []
@@ -162,7 +162,7 @@ def test_asking_twice_changes_nothing():
             assert super().next() == first
             return first
 
-    def run(kind: type[Controller]) -> list[Call]:
+    def run(kind: type[Controller]) -> list[CallRecord]:
         source = SteadySource(CurveOffer.of_curve(TREE, CURVE))
         return decode(kind(known_table(), AcceptancePrior(), [source]))
 
@@ -184,7 +184,7 @@ def test_deterministic_takes_nothing_from_seconds_or_earlier_answers():
 def test_always_and_never():
     always = Always(TREE)
     never = Never()
-    call = Call(TREE, 3, 10, 0.1, TREE)
+    call = CallRecord(TREE, 3, 10, 0.1, TREE)
     for controller in (always, never):
         controller.record(call)
     assert (always.next(), never.next()) == (TREE, None)
@@ -197,7 +197,7 @@ def test_seconds_that_nothing_tells_do_not_stop_drafting():
     drafted = []
     for _ in range(40):
         upcoming = controller.next()
-        controller.record(Call(shape, 3 if shape else 1, place, None, upcoming))
+        controller.record(CallRecord(shape, 3 if shape else 1, place, None, upcoming))
         place += 3 if shape else 1
         shape = upcoming
         drafted.append(upcoming)
@@ -218,7 +218,7 @@ def test_the_first_answer_on_a_machine_tries_sizes_in_strides_and_gains_by_them(
         tokens = {4: 3, 8: 4, 16: 5}[shape.nodes] if shape else 1
         cost = costs[shape.nodes] if shape else 1.0
         seconds = cost * replayed.PLAIN_SECONDS if place else None
-        controller.record(Call(shape, tokens, place, seconds, upcoming))
+        controller.record(CallRecord(shape, tokens, place, seconds, upcoming))
         place += tokens
         shape = upcoming
         drafted.append(upcoming.nodes if upcoming else 0)
@@ -238,7 +238,7 @@ def test_a_probe_that_an_answers_end_cuts_off_is_begun_again():
         shape = None
         for place in range(3):
             upcoming = controller.next()
-            controller.record(Call(shape, 1, place, None, upcoming))
+            controller.record(CallRecord(shape, 1, place, None, upcoming))
             shape = upcoming
         assert shape is not None
         assert shape.nodes == 8  # the size behind the one that is known
@@ -257,7 +257,7 @@ def test_a_text_that_accepts_nothing_is_decoded_plainly_and_tried_again():
             upcoming = controller.next()
             cost = TABLES["measured"][16] if shape else 1.0
             behind += cost - 1
-            controller.record(Call(shape, 1, place, cost * replayed.PLAIN_SECONDS, upcoming))
+            controller.record(CallRecord(shape, 1, place, cost * replayed.PLAIN_SECONDS, upcoming))
             shape = upcoming
             tried += shape is not None
         controller.finish()
@@ -280,7 +280,7 @@ def test_a_machine_whose_calls_are_dear_is_probed_within_bounds():
             upcoming = controller.next()
             cost = 5.0 if shape else 1.0
             controller.record(
-                Call(shape, 2 if shape else 1, place, cost * replayed.PLAIN_SECONDS, upcoming)
+                CallRecord(shape, 2 if shape else 1, place, cost * replayed.PLAIN_SECONDS, upcoming)
             )
             shape = upcoming
             drafting_calls[-1] += shape is not None
@@ -329,19 +329,19 @@ def test_a_second_source_is_ranked_beside_the_first():
     streams = SteadySource(CurveOffer.of_curve(TREE, CURVE))
     controller = Controller(table, AcceptancePrior(), [streams, scripted])
     assert controller.next() == DraftShape("lookup", 4, 3)
-    controller.record(Call(None, 1, 0, None, controller.next()))
+    controller.record(CallRecord(None, 1, 0, None, controller.next()))
     scripted.matches = False
     upcoming = controller.next()
     assert upcoming is not None
     assert upcoming.drafter == "streams"
     # What the second source offers is not accepted, so the first is drafted although it matches.
-    controller.record(Call(DraftShape("lookup", 4, 3), 1, 1, None, upcoming))
+    controller.record(CallRecord(DraftShape("lookup", 4, 3), 1, 1, None, upcoming))
     scripted.matches = True
     for place in range(2, 40):
         shape = upcoming
         upcoming = controller.next()
         tokens = 3 if shape and shape.drafter == "streams" else 1
-        controller.record(Call(shape, tokens, place, None, upcoming))
+        controller.record(CallRecord(shape, tokens, place, None, upcoming))
     upcoming = controller.next()
     assert upcoming is not None
     assert upcoming.drafter == "streams"
@@ -422,8 +422,8 @@ def test_an_answer_that_grows_long_takes_the_costs_of_long_contexts():
     table.learn_plain_seconds(256, [replayed.PLAIN_SECONDS] * 32)
     controller = controller_of(table, context=250)
     assert controller.next() is not None
-    controller.record(Call(None, 8, 250, None, controller.next()))
-    controller.record(Call(None, 1, 258, None, None))
+    controller.record(CallRecord(None, 8, 250, None, controller.next()))
+    controller.record(CallRecord(None, 1, 258, None, None))
     assert controller.next() is None
 
 
@@ -438,7 +438,7 @@ def test_an_answer_that_grows_long_on_a_machine_that_throttles():
         upcoming = controller.next()
         tokens = 3 if shape else 1
         seconds = (3.2 if shape else 1.0) * replayed.PLAIN_SECONDS
-        controller.record(Call(shape, tokens, place, seconds, upcoming))
+        controller.record(CallRecord(shape, tokens, place, seconds, upcoming))
         shapes.append(shape)
         place += tokens
         shape = upcoming
@@ -630,7 +630,7 @@ def test_what_a_text_refuses_costs_little_and_is_known_to_later_answers(length):
         while shape and count <= shape.levels and rng.random() < 0.1:
             count += 1
         taken += costs.calls(("rows", shape.nodes)) if shape else 1.0
-        controller.record(Call(shape, count, tokens, None, upcoming))
+        controller.record(CallRecord(shape, count, tokens, None, upcoming))
         tokens += count
         shape = upcoming
     assert tokens / taken > 0.98
@@ -664,7 +664,7 @@ def test_calls_that_wait_are_timed_one_by_one():
         text.length = 33 if place % 3 == 0 else 0
         upcoming = controller.next(is_read=True)
         seconds = 1.0 if shape is None else 1.0 + 0.05 * (shape.nodes - 1)
-        controller.record(Call(shape, shape.nodes if shape else 1, place, seconds, upcoming))
+        controller.record(CallRecord(shape, shape.nodes if shape else 1, place, seconds, upcoming))
         shape = upcoming
     known = table.frozen(0).known
     assert known["rows", 4][0] == pytest.approx(1.15, abs=0.02)

@@ -14,8 +14,6 @@ import pytest
 from real import refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_base, make_model
 
-from ssmlx.answers import run_on_mlx_thread
-from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError, NoRoomError
@@ -24,6 +22,8 @@ from ssmlx.generation.batching import Batches
 from ssmlx.generation.memory import cache_size_of
 from ssmlx.generation.plan import Plan
 from ssmlx.generation.pool import Holding, MemoryPool, default_limit
+from ssmlx.mlx_thread import run_on_mlx_thread
+from ssmlx.policy.controller import PLAIN_CALL
 from ssmlx.policy.costs import FrozenCosts
 
 GIB = 2**30
@@ -413,7 +413,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
     batches = Batches(lambda wanted: asked.append(wanted) or fits)
     asked = []
     monkeypatch.setattr(unbounded, "_batches", batches)
-    monkeypatch.setattr(Plan, "expected_fastest_call", ExpectedCall(1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_fastest_call", PLAIN_CALL)
     monkeypatch.setattr(FrozenCosts, "calls", lambda self, kind: 1.001)
     texts = [prompt(1000, 3), prompt(5, 1), prompt(5, 2)]
     alone = [tokens_of(unbounded.stream(one, max_tokens=12, deterministic=True)) for one in texts]

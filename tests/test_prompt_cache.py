@@ -31,13 +31,13 @@ from tiny import (
 )
 from tiny_heads import make_heads
 
-from ssmlx.answers import run_on_mlx_thread
 from ssmlx.api import token_steps
 from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.loading.files import delete_unfinished_files
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache_key import CacheKey
 from ssmlx.model.streams import StreamFusedModel

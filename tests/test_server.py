@@ -17,8 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 import ssmlx
-from ssmlx import answers, api
+from ssmlx import answers
 from ssmlx.commands import caches as files
+from ssmlx.generation import segments
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
 from ssmlx.server.app import make_app
@@ -363,15 +364,15 @@ def test_whoever_takes_nothing_is_given_up(serve):
 
 
 def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
-    real = api.build_responses
+    real = segments.build_responses
 
-    def failing(steps, budget, num_prompt, *more):
-        for response in real(steps, budget, num_prompt, *more):
+    def failing(steps, num_prompt, *more):
+        for response in real(steps, num_prompt, *more):
             if num_prompt > 20 and response.target_calls == 3:
                 raise RuntimeError("a secret")
             yield response
 
-    monkeypatch.setattr(api, "build_responses", failing)
+    monkeypatch.setattr(segments, "build_responses", failing)
     app = serve()
     bad = chat(words(30))
 

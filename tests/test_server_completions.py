@@ -15,7 +15,7 @@ from test_server import CHAT, COMPLETIONS, chat, client_of, reply
 import ssmlx
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import Batch
-from ssmlx.decoding.draft_shape import ExpectedCall
+from ssmlx.policy.controller import PLAIN_CALL
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import Limits, RequestHandler
@@ -76,7 +76,7 @@ def test_choices_share_their_prompt_and_their_calls(client, monkeypatch):
     monkeypatch.setattr(
         Batch, "step_or_note_error", lambda self: rows.append(len(self.members)) or step(self)
     )
-    monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_fastest_call", ExpectedCall(1.0, 1.0))
+    monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_fastest_call", PLAIN_CALL)
     monkeypatch.setattr("ssmlx.policy.costs.FrozenCosts.calls", lambda self, kind: 1.001)
     for prompts in ([words(50, 7)], [words(40, 3), words(45, 30)]):
         del pieces[:]

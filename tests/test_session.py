@@ -11,9 +11,9 @@ import pytest
 from real import answer, tokens_of, words
 
 import ssmlx
-from ssmlx.answers import run_on_mlx_thread
 from ssmlx.errors import InputError
 from ssmlx.generation.divergence import compare_logits, find_divergence
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens
 
 LENGTH = 12

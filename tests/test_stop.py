@@ -1,6 +1,7 @@
 """Stop strings: found wherever they stand, held back, and gone from the text; nothing else is."""
 
 import random
+from collections import deque
 
 import pytest
 from mlx_lm.tokenizer_utils import (
@@ -14,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.api import AnswerText, StopChecker, build_responses
 from ssmlx.decoding.step import Step
 from ssmlx.errors import InputError
+from ssmlx.generation.answer_end import AnswerText, StopChecker
+from ssmlx.generation.segments import build_responses
 from ssmlx.prompts import chat_tokens
 
 TEXT = "Grüße 🎉\n\nab aab, aaab!\n日本語 end"
@@ -59,18 +61,22 @@ TOKENIZERS = {
 }
 
 
-def told(kind, steps, stop, max_tokens=10**6, asks=False):
-    """The segments of an answer of these steps."""
-    stop_checker = StopChecker(AnswerText(TOKENIZERS[kind], stop), {END}, max_tokens)
+def told(kind, steps, stop, max_tokens=10**6, ahead=1):
+    """The segments of an answer of these steps, whose tokens are taken so many calls before its
+    reader comes, as in a batch."""
+    take = StopChecker(AnswerText(TOKENIZERS[kind], stop), {END}, max_tokens).take
 
-    def asked():
+    def taken():
+        unread = deque()
         for step in steps:
-            step = Step(tuple(step))
-            if asks:  # as a loop does that builds ahead
-                stop_checker.ends_answer(step.tokens)
-            yield step
+            unread.append(Step(tuple(step), take(step)))
+            if unread[-1].part.is_last:
+                break
+            if len(unread) >= ahead:
+                yield unread.popleft()
+        yield from unread
 
-    return list(build_responses(asked(), stop_checker, 1, 0, lambda reason: {"peak_memory": 0.0}))
+    return list(build_responses(taken(), 1, 0, lambda reason: {"peak_memory": 0.0}))
 
 
 def cut_at(tokens, rng, longest=5):
@@ -102,8 +108,8 @@ def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
         found = [text.find(one) for one in stop if one in text]
         if found:
             break
-    for asks in (False, True, True):
-        segments = told(kind, cut_at(tokens, rng), stop, asks=asks)
+    for ahead in (1, 1, 4):
+        segments = told(kind, cut_at(tokens, rng), stop, ahead=ahead)
         assert "".join(one.text for one in segments) == TEXT[: min(found)]
         assert tokens_of(segments) == tokens[:needed]
         assert segments[-1].generation_tokens == needed

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.answers import run_on_mlx_thread
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_options, make_main, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
@@ -28,6 +27,7 @@ from ssmlx.generation.learned import cost_table_rows, learned_of
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.settings import DTYPES, GenerateConfig
 
 from ..run.experiment import Experiment, Measured, task_result

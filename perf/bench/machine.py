@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ssmlx.bars import bar
 from ssmlx.decoding.loop import prefill, speculative_decode
+from ssmlx.decoding.step import AnswerPart, take_all
 from ssmlx.generation.plan import make_plan
 from ssmlx.model import metal
 from ssmlx.model.cache import TreeCache
@@ -229,10 +230,10 @@ def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
         yield calls
 
 
-def sleep_and_never_stop(seconds: float, tokens: Sequence[int]) -> bool:
-    """Sleep, and return False: a stop condition that is never met."""
+def sleep_and_take_all(seconds: float, tokens: Sequence[int]) -> AnswerPart:
+    """Sleep, and return all tokens: an answer that never ends."""
     time.sleep(seconds)
-    return False
+    return take_all(tokens)
 
 
 def time_steps_with_and_without_pauses(
@@ -259,8 +260,8 @@ def time_steps_with_and_without_pauses(
     for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:
         cache = model.make_cache()
         cache.reserve(more_tokens=LAUNCH_ROOM)
-        stops = partial(sleep_and_never_stop, pause)
-        steps = speculative_decode(model, prompt, cache, drafters=drafters, stops=stops)
+        take = partial(sleep_and_take_all, pause)
+        steps = speculative_decode(model, prompt, cache, drafters=drafters, take=take)
         calls = filter(None, steps)
         for _ in range(LAUNCH_STEPS // 2):
             next(calls)

@@ -17,10 +17,10 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.api import check_prompt_length
 from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
+from ssmlx.generation.segments import check_prompt_length
 from ssmlx.loading.files import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
 

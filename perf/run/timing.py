@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import GenerationResponse, stream_generate
+from ssmlx.api import stream_generate
 from ssmlx.decoding.step import DraftCounts
+from ssmlx.generation.segments import GenerationResponse
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 

@@ -67,7 +67,7 @@ class PromptFile:
         Raises:
             InputError: the model's caches cannot be kept, or the file is another model's or LoRA's.
         """
-        from ..answers import run_on_mlx_thread
+        from ..mlx_thread import run_on_mlx_thread
         from ..model.cache_key import CacheKey
         from ..prompt_cache.prompt_files import read_prompt
 
@@ -94,7 +94,7 @@ class PromptFile:
             (a cache of the answer's own, how many tokens are in it); an empty cache and 0 if
             nothing is in common.
         """
-        from ..answers import run_on_mlx_thread
+        from ..mlx_thread import run_on_mlx_thread
         from ..prompts import common_prefix_length
 
         cache = self.cache
@@ -112,7 +112,7 @@ class PromptFile:
             tokens: the prompt.
             cache: its first rows hold these tokens; it may hold more, and is not changed.
         """
-        from ..answers import run_on_mlx_thread
+        from ..mlx_thread import run_on_mlx_thread
 
         if self.path is not None and self.tokens[: len(tokens)] != tuple(tokens):
             self.tokens = tuple(tokens)
@@ -132,8 +132,8 @@ class PromptFile:
         Raises:
             InputError: it cannot be written.
         """
-        from ..answers import run_on_mlx_thread
         from ..loading.files import delete_unfinished_files
+        from ..mlx_thread import run_on_mlx_thread
         from ..model.cache import TreeCache
         from ..model.cache_key import CacheKey
         from ..prompt_cache.prompt_files import write_prompt

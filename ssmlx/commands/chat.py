@@ -387,9 +387,9 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..answers import run_on_mlx_thread
     from ..generation.plan import make_plan
     from ..loading.folders import cache_dir
+    from ..mlx_thread import run_on_mlx_thread
     from ..session import ChatSession
 
     session = ChatSession(

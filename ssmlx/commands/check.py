@@ -80,9 +80,9 @@ def time_unknown_costs_before_answers(
     Raises:
         InputError: the settings do not fit the model or what is loaded.
     """
-    from ..answers import run_on_mlx_thread
     from ..generation.head_start import time_calls_before_first_answer
     from ..generation.plan import make_plan
+    from ..mlx_thread import run_on_mlx_thread
 
     text = "timing what drafting costs here ..."
     note = Timer(PATIENCE_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
@@ -181,8 +181,8 @@ def time_and_describe_model(
     Returns:
         What `report_lines` prints; "learned" is what was known before the timing.
     """
-    from ..api import end_token_ids
     from ..blas import this_machine
+    from ..generation.answer_end import end_token_ids
     from ..generation.head_start import sample_text
     from ..generation.learned import cost_table_rows, learned_of
     from ..generation.memory import cache_size_of, measure_memory
@@ -411,7 +411,7 @@ def _time_and_print(args: argparse.Namespace) -> None:
     )
     model, tokenizer = options.load_target_and_note_adapter(args)
 
-    from ..answers import run_on_mlx_thread
+    from ..mlx_thread import run_on_mlx_thread
 
     found = run_on_mlx_thread(lambda: time_and_describe_model(args, model, tokenizer))
     if args.json:

@@ -13,8 +13,8 @@ from .caches import PromptFile
 from .drafting_lines import drafting_lines
 
 if TYPE_CHECKING:
-    from ..api import GenerationResponse
     from ..generation.plan import Plan
+    from ..generation.segments import GenerationResponse
     from ..model.streams import StreamFusedModel
 
 PROG = "ssmlx.generate"
@@ -102,9 +102,10 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..api import answer_record, check_prompt_length, stream_generate, summary_line
+    from ..api import answer_record, stream_generate, summary_line
     from ..drafters.text_index import EarlierAnswers
     from ..generation.plan import make_plan
+    from ..generation.segments import check_prompt_length
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
     how = (model, tokenizer, args.template, args.template_args)

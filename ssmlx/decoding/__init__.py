@@ -3,7 +3,7 @@
 | file | what it has |
 |---|---|
 | `loop.py` | `plain_decode` and `speculative_decode`: token ids in, a step for each call out |
-| `step.py` | `Step`: what a call brought: tokens, log probabilities, what came of its draft |
+| `step.py` | `Step`: what a call brought: tokens, their part of the answer, its draft's outcome |
 | `call.py` | one target call: `verify_tree`, or `plain_call` on one token |
 | `chain.py` | one target call of a model without stages: `verify_as_chain` |
 | `prune.py` | early exit: improbable nodes leave half-way up (section 3.2.3) |

@@ -20,9 +20,8 @@ from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
 from ..model.tree import root_tree
 from .call import resolve_row_over_full_vocab, sample_or_mark_unresolved
-from .loop import Stops, never_stops
 from .sampling import Sampling, last_tokens, read_logprobs, row_positions
-from .step import Step
+from .step import Step, Take, take_all
 
 MOST_UNREAD = 32
 """Tokens that a reader may be behind its row."""
@@ -42,7 +41,7 @@ class Row:
     sampler: Sampling
     cache: TextCache  # empty while it is in a batch
     text: list[int]  # that is known, tokens that were not read yet among it
-    stops: Stops = never_stops
+    take: Take = take_all
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
     unread: deque[Step] = field(default_factory=deque)
@@ -281,9 +280,8 @@ class Batch:
                 continue
             logprobs = None if row_logprobs is None else read_logprobs([token], row_logprobs)
             row.text.append(token)
-            row.unread.append(Step((token,), logprobs))
-            # Of one token alone `stops` may be asked before it is read.
-            is_over = len(row.unread) == 1 and row.stops([token])
-            row.is_paused = is_over or len(row.unread) >= MOST_UNREAD
+            part = row.take([token])
+            row.unread.append(Step((token,), part, logprobs))
+            row.is_paused = part.is_last or len(row.unread) >= MOST_UNREAD
         for row in [row for row in self._rows if row.is_paused]:
             self.remove_and_restore_cache(row)

@@ -1,10 +1,10 @@
-"""What decides how much is drafted: what a decoding loop and an answer's plan ask of it.
+"""What decides how much is drafted, as a decoding loop asks it.
 
 Plain values: neither MLX nor a drafter is imported here.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class DraftShape:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallRecord:
     """A target call that was done, as the controller learns from it."""
 
     # of the verified tree, as `next` gave it (it may have fewer nodes); None for a bare root
@@ -28,28 +28,8 @@ class Call:
     drafted: DraftShape | None = None  # what it drafted for the next call
 
 
-class ExpectedCall(NamedTuple):
-    """What a call should bring, and what it should take.
-
-    Attributes:
-        tokens: that the answer should advance by.
-        plain_calls: as many of which it should take.
-    """
-
-    tokens: float
-    plain_calls: float
-
-    @property
-    def speed(self) -> float:
-        """Tokens per plain call; plain decoding has 1."""
-        return self.tokens / self.plain_calls
-
-
 class DraftController(Protocol):
-    """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`.
-
-    An answer's plan asks `expected_fastest_call`, and calls `finish` when the answer is over.
-    """
+    """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`."""
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
         """What to draft behind the call under way; None for nothing. Asking changes nothing.
@@ -59,18 +39,8 @@ class DraftController(Protocol):
                 them then, and the answer may differ from the one before.
         """
 
-    def record(self, call: Call) -> None:
+    def record(self, call: CallRecord) -> None:
         """Learn from a call that was done; called once for each, in order."""
-
-    def expected_fastest_call(self) -> ExpectedCall:
-        """What the fastest call should bring and take now.
-
-        Returns:
-            Of the fastest call that is known; 1 and 1 where none is faster than plain decoding.
-        """
-
-    def finish(self) -> None:
-        """Keep what the answer has taught; called once, when it has ended or was given up."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +53,7 @@ class Always:
         """`shape`, whatever `is_read` says."""
         return self.shape
 
-    def record(self, call: Call) -> None:
-        """Nothing."""
-
-    def expected_fastest_call(self) -> ExpectedCall:
-        """1 and 1: nothing is known of what its calls bring."""
-        return ExpectedCall(1.0, 1.0)
-
-    def finish(self) -> None:
+    def record(self, call: CallRecord) -> None:
         """Nothing."""
 
 
@@ -102,12 +65,5 @@ class Never:
         """None: nothing is drafted."""
         return None
 
-    def record(self, call: Call) -> None:
-        """Nothing."""
-
-    def expected_fastest_call(self) -> ExpectedCall:
-        """1 and 1: plain decoding's."""
-        return ExpectedCall(1.0, 1.0)
-
-    def finish(self) -> None:
+    def record(self, call: CallRecord) -> None:
         """Nothing."""

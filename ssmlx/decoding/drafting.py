@@ -88,6 +88,10 @@ class DraftingText:
         self._seen[name] = known
         yield from self.drafters[name].start(self.tokens[:known]) or ()
 
+    def has_started(self, name: str) -> bool:
+        """Whether a drafter has been shown the text's beginning."""
+        return name in self._seen
+
     def start_text_followers(self) -> Iterator[None]:
         """Start the drafters whose `needs.follows_from_start` is set, if they have not started.
 

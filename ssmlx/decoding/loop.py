@@ -36,22 +36,15 @@ from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, plain_call, verify_tree
 from .chain import verify_as_chain
-from .draft_shape import Always, Call, DraftController, DraftShape
+from .draft_shape import Always, CallRecord, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
 from .sampling import GREEDY, Sampling, last_tokens
-from .step import DraftResult, Step, Steps
+from .step import DraftResult, Step, Steps, Take, take_all
 from .stopwatch import PendingCall, Stopwatch
 
-Stops = Callable[[Sequence[int]], bool]
-"""Given the tokens that a call advanced by: whether the answer ends with them."""
 StepSize = int | Callable[[], int]
 """Tokens of a piece of a prompt, at most; or a function that is asked before each piece."""
-
-
-def never_stops(tokens: Sequence[int]) -> bool:
-    """False, whatever the tokens: endless decoding."""
-    return False
 
 
 def free_outgrown_buffers(cache: TextCache, added: int) -> None:
@@ -135,6 +128,7 @@ def plain_decode(
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
+    take: Take = take_all,
 ) -> Steps:
     """Decode plainly, endlessly: the same model without drafting.
 
@@ -149,6 +143,7 @@ def plain_decode(
         context: the tokens that `cache` holds, for samplers that read the text.
         sampler: decides the target's tokens; greedy unless given.
         prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
+        take: called once with the token of each call, before it is yielded.
 
     Yields:
         None while the prompt is processed, then a step of one token for each target call.
@@ -162,7 +157,7 @@ def plain_decode(
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
         mx.async_eval(upcoming.arrays_to_read())
         tokens = call.read_tokens()
-        yield Step(tuple(tokens), call.read_logprobs_or_none(tokens))
+        yield Step(tuple(tokens), take(tokens), call.read_logprobs_or_none(tokens))
         free_outgrown_buffers(cache, 1)
         call = upcoming
 
@@ -179,7 +174,7 @@ def speculative_decode(
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
-    stops: Stops = never_stops,
+    take: Take = take_all,
 ) -> Steps:
     """Decode with drafts, endlessly: process the prompt, then verify a draft tree in each call.
 
@@ -206,11 +201,13 @@ def speculative_decode(
         sampler: decides the target's tokens; greedy unless given.
         acceptance: when a drafted token counts as the target's; exact unless given.
         prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
-        stops: given the tokens of a call before they are yielded: whether no more will be asked
-            for. The next call is not launched then, and is not wasted.
+        take: called once with the tokens of each call, before they are yielded. Where the answer
+            ends with them, the next call is not launched, and is not wasted.
 
     Yields:
-        None while the prompt is processed and where a drafter starts; a step for each target call.
+        None while the prompt is processed and where a drafter starts, never between reading a call
+        and giving out its step: where the loop is closed then, nothing is lost. A step for each
+        target call.
     """
     loop = _SpeculativeLoop(
         model,
@@ -221,7 +218,7 @@ def speculative_decode(
         prune=prune,
         sampler=sampler,
         acceptance=acceptance,
-        stops=stops,
+        take=take,
     )
     cache.keep_first(cache.offset)
     yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size)
@@ -234,7 +231,8 @@ class _RunningCall:
 
     call: TargetCall
     pending: PendingCall
-    shape: DraftShape | None  # of the tree that it verifies; None for a bare root
+    shape: DraftShape | None = None  # of the tree that it verifies; None for a bare root
+    drafting: Sequence[mx.array] = ()  # that tree, where the device drafts it
     is_prompts: bool = False  # whether it is the first one, behind the prompt
 
 
@@ -252,7 +250,7 @@ class _SpeculativeLoop:
         prune: PruneConfig,
         sampler: Sampling,
         acceptance: AcceptanceConfig,
-        stops: Stops,
+        take: Take,
     ) -> None:
         """Keep what an answer is decoded with, and begin its text with `tokens`; nothing runs yet.
 
@@ -266,9 +264,8 @@ class _SpeculativeLoop:
         self.prune = prune
         self.sampler = sampler
         self.acceptance = acceptance
-        self.stops = stops
+        self.take = take
         self.watch = Stopwatch()
-        self.drafting: list[mx.array] = []  # the tree that was drafted last
 
     def process_prompt_and_start_drafters(
         self, prompt: list[int], step_size: StepSize
@@ -317,7 +314,7 @@ class _SpeculativeLoop:
         """
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
         first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
-        running = _RunningCall(first, self.launch(first), None, is_prompts=True)
+        running = _RunningCall(first, self.launch(first), is_prompts=True)
         yield from self.text.start_text_followers()
         while True:
             # `running` is under way; all before it are read.
@@ -350,7 +347,7 @@ class _SpeculativeLoop:
         """
         call = running.call
         upcoming = self.build_call(root_tree(call.verified.root), call.tail)
-        following = _RunningCall(upcoming, self.launch(upcoming), None)
+        following = _RunningCall(upcoming, self.launch(upcoming))
         step, seconds = self.read_call_and_extend_text(running)
         self.report_to_controller(running, step, seconds, drafts=None)
         yield from self.watch.yield_untimed(step)
@@ -362,38 +359,21 @@ class _SpeculativeLoop:
         """Read a call, then draft, build and launch the next one by what its tokens say.
 
         The controller decides again what is drafted, as drafters that had to wait for the tokens
-        know more now. Where it is nothing, a bare root takes the place of a draft.
+        know more now.
 
         Args:
             running: the call under way.
 
         Yields:
-            Its step: before anything is drafted where it is the first or the last, else behind the
-            launch. None where a drafter starts.
+            See `give_out_and_launch`.
 
         Returns:
             The call that was launched.
         """
-        call = running.call
         step, seconds = self.read_call_and_extend_text(running)
         drafts = self.controller.next(is_read=True)
         self.report_to_controller(running, step, seconds, drafts)
-        is_given_first = self.stops(step.tokens) or running.is_prompts
-        self.commit_accepted_rows(call, step)
-        if is_given_first:
-            yield from self.watch.yield_untimed(step)
-        if drafts is None:
-            following = self.build_and_launch_call(call, root_tree(call.verified.root), None)
-        else:
-            # What a call advanced by is shown to those that draft on the device by the call itself.
-            unseen = 0 if self.text.needs_host_tokens(drafts) else len(step.tokens)
-            yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
-            tree = self.text.propose(call, drafts)
-            self.text.mark_seen(drafts.drafter)
-            following = self.build_and_launch_call(call, tree, drafts)
-        if not is_given_first:
-            yield from self.watch.yield_untimed(step)
-        return following
+        return (yield from self.give_out_and_launch(running, step, drafts))
 
     def draft_then_read_and_launch(
         self, running: _RunningCall, drafts: DraftShape
@@ -405,8 +385,7 @@ class _SpeculativeLoop:
             drafts: what to draft behind it, by a drafter that needs no host tokens.
 
         Yields:
-            None where the drafter starts; then the call's step: before the next one is built where
-            it is the first or the last, else behind the launch.
+            None where the drafter starts; then see `give_out_and_launch`.
 
         Returns:
             The call that was launched.
@@ -414,14 +393,7 @@ class _SpeculativeLoop:
         yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(running.call, drafts)
         step = self.read_release_and_report_call(running, drafts)
-        is_given_first = self.stops(step.tokens) or running.is_prompts
-        self.commit_accepted_rows(running.call, step)
-        if is_given_first:
-            yield from self.watch.yield_untimed(step)
-        following = self.build_and_launch_call(running.call, tree, drafts)
-        if not is_given_first:
-            yield from self.watch.yield_untimed(step)
-        return following
+        return (yield from self.give_out_and_launch(running, step, drafts, tree))
 
     def draft_and_build_then_read(
         self, running: _RunningCall, drafts: DraftShape, cache: TreeCache
@@ -450,24 +422,83 @@ class _SpeculativeLoop:
         tree = self.text.propose(call, drafts)
         before = cache.snapshot()
         upcoming = self.build_call(tree, call.tail)
-        mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
-        self.drafting = tree.arrays
-        mx.async_eval(self.drafting)
+        mx.eval(running.drafting)  # done, mostly; else what the tree is drafted with is copied
+        mx.async_eval(tree.arrays)
         step = self.read_release_and_report_call(running, drafts)
-        if self.stops(step.tokens):
+        if step.part.is_last:
             cache.forget_masks()
             cache.restore(before)
             del before, upcoming
-            self.commit_accepted_rows(call, step)
-            yield from self.watch.yield_untimed(step)
-            return self.build_and_launch_call(call, tree, drafts)
+            return (yield from self.give_out_and_launch(running, step, drafts, tree))
         del before
         if call.is_plain:
-            mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
+            mx.eval(tree.arrays)  # the first drafting may have read all that the cache holds
         pending = self.launch(upcoming, follows_unread_drafting=call.is_plain)
         self.commit_accepted_rows(call, step)
         yield from self.watch.yield_untimed(step)
-        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
+        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts), tree.arrays)
+
+    def give_out_and_launch(
+        self,
+        running: _RunningCall,
+        step: Step,
+        drafts: DraftShape | None,
+        tree: Tree | None = None,
+    ) -> Generator[Step | None, None, _RunningCall]:
+        """Give out what a call brought, and build and launch the next one.
+
+        The call's rows are committed first.
+
+        Args:
+            running: the call, which was read and reported.
+            step: what it brought.
+            drafts: what is drafted behind it; None for nothing.
+            tree: what was drafted; None where that is to come.
+
+        Yields:
+            The step: before anything else is begun where the call is the first or the last, or a
+            drafter has to start, else behind the launch. None where a drafter starts.
+
+        Returns:
+            The call that was launched.
+        """
+        is_given_first = step.part.is_last or running.is_prompts
+        if drafts is not None and not self.text.has_started(drafts.drafter):
+            is_given_first = True  # that may take as long as many calls
+        self.commit_accepted_rows(running.call, step)
+        if is_given_first:
+            yield from self.watch.yield_untimed(step)
+        if tree is None:
+            tree = yield from self.draft_behind_read_call(running.call, len(step.tokens), drafts)
+        following = self.build_and_launch_call(running, tree, drafts)
+        if not is_given_first:
+            yield from self.watch.yield_untimed(step)
+        return following
+
+    def draft_behind_read_call(
+        self, call: TargetCall, num_tokens: int, drafts: DraftShape | None
+    ) -> Generator[None, None, Tree]:
+        """Draft behind a call that was read.
+
+        Args:
+            call: what is drafted behind.
+            num_tokens: that it advanced by.
+            drafts: what to draft; None for nothing.
+
+        Yields:
+            None where the drafter starts; the time counts for no call.
+
+        Returns:
+            The tree: a bare root where nothing is drafted.
+        """
+        if drafts is None:
+            return root_tree(call.verified.root)
+        # What a call advanced by is shown to those that draft on the device by the call itself.
+        unseen = 0 if self.text.needs_host_tokens(drafts) else num_tokens
+        yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
+        tree = self.text.propose(call, drafts)
+        self.text.mark_seen(drafts.drafter)
+        return tree
 
     def build_call(self, tree: Tree, tail: mx.array) -> TargetCall:
         """Build the call that verifies `tree`.
@@ -526,8 +557,8 @@ class _SpeculativeLoop:
         )
 
     def read_call_and_extend_text(self, running: _RunningCall) -> tuple[Step, float | None]:
-        """Wait for a call and extend the text by its tokens, which shows them to drafters that have
-        started and need host tokens.
+        """Wait for a call, extend the text by its tokens, which shows them to drafters that have
+        started and need host tokens, and take them for the answer.
 
         The cache is not changed, and the controller is told nothing.
 
@@ -545,7 +576,8 @@ class _SpeculativeLoop:
         if running.shape is not None:
             drafter = running.shape.drafter
             draft = DraftResult(drafter, call.num_nodes, call.num_drafted, len(tokens) - 1)
-        return Step(tuple(tokens), call.read_logprobs_or_none(tokens), draft), seconds
+        logprobs = call.read_logprobs_or_none(tokens)
+        return Step(tuple(tokens), self.take(tokens), logprobs, draft), seconds
 
     def read_release_and_report_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
         """Read a call that was drafted behind, drop its hidden states, and report it.
@@ -578,7 +610,7 @@ class _SpeculativeLoop:
         """
         context = len(self.text.tokens) - len(step.tokens) - 1
         timed = None if running.is_prompts else seconds
-        self.controller.record(Call(running.shape, len(step.tokens), context, timed, drafts))
+        self.controller.record(CallRecord(running.shape, len(step.tokens), context, timed, drafts))
 
     def commit_accepted_rows(self, call: TargetCall, step: Step) -> None:
         """Have the cache keep the rows of a call's accepted path; a plain call's is kept already.
@@ -591,26 +623,30 @@ class _SpeculativeLoop:
             self.cache.commit_accepted(len(step.tokens))
 
     def build_and_launch_call(
-        self, call: TargetCall, tree: Tree, drafts: DraftShape | None
+        self, running: _RunningCall, tree: Tree, drafts: DraftShape | None
     ) -> _RunningCall:
         """Build and launch the call that verifies `tree`, behind a call that was read.
 
+        What the device drafts is done before it is launched.
+
         Args:
-            call: that was read, and whose rows are committed.
+            running: the call that was read, and whose rows are committed.
             tree: drafted behind it, or a bare root.
             drafts: the tree's shape; None where nothing was to be drafted.
 
         Returns:
             The call that was launched.
         """
-        is_on_device = drafts is not None and not self.text.needs_host_tokens(drafts)
-        if is_on_device:
-            self.drafting = tree.arrays
-            mx.async_eval(self.drafting)
+        call = running.call
+        drafting: Sequence[mx.array] = ()
+        if drafts is not None and not self.text.needs_host_tokens(drafts):
+            drafting = tree.arrays
+            mx.async_eval(drafting)
         upcoming = self.build_call(tree, call.tail)
-        mx.eval(self.drafting)
-        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_plain)
-        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
+        mx.eval(drafting)
+        follows_unread_drafting = bool(drafting) and call.is_plain
+        pending = self.launch(upcoming, follows_unread_drafting=follows_unread_drafting)
+        return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts), drafting)
 
 
 def _shape_unless_bare(tree: Tree, drafts: DraftShape | None) -> DraftShape | None:

@@ -1,9 +1,45 @@
 """What a decoding loop yields for each target call, and what adds up over an answer's calls."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .sampling import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """What of a call's tokens belongs to the answer, and whether it ends with them.
+
+    Attributes:
+        tokens: those that belong to it, the one that ends it included.
+        text: that is certain now and was not before.
+        finish_reason: why the answer ends with them, see `ssmlx.GenerationResponse`; None where it
+            does not.
+        stop: the stop string that ends it; None where none does.
+    """
+
+    tokens: tuple[int, ...]
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the answer ends with it."""
+        return self.finish_reason is not None
+
+
+Take = Callable[[Sequence[int]], AnswerPart]
+"""Takes the tokens of a call for the answer. Whoever reads a call calls it, once for each and in
+order, and puts into the call's step what it returned."""
+
+
+def take_all(tokens: Sequence[int]) -> AnswerPart:
+    """All of `tokens`, and no text: decoding without end."""
+    return AnswerPart(tuple(tokens))
 
 
 @dataclass(frozen=True)
@@ -30,11 +66,13 @@ class Step:
     Attributes:
         tokens: ids that the answer goes on by, one or more: the accepted drafted tokens, and the
             target's own one behind them.
+        part: what of them belongs to the answer.
         logprobs: an entry for each of `tokens`; None where the sampler's settings ask for none.
         draft: what came of the draft that the call verified; None where it verified none.
     """
 
     tokens: tuple[int, ...]
+    part: AnswerPart
     logprobs: tuple[TokenLogprobs, ...] | None = None
     draft: DraftResult | None = None
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import AnswerText, GenerationResponse, StopChecker, build_responses
 from ..errors import require
+from ..generation.answer_end import AnswerText, StopChecker
+from ..generation.segments import GenerationResponse, build_responses
 from ..json_files import read_json
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, encode, encode_with_template
@@ -114,9 +115,9 @@ def stream_generate(
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
     text = AnswerText(model.tokenizer)
+    stop_checker = StopChecker(text, ends, max_tokens, is_full=lambda: cache.offset > room)
     return build_responses(
-        speculative_decode(model.backend, manifest, tokens, cache),
-        StopChecker(text, ends, max_tokens, is_full=lambda: cache.offset > room),
+        speculative_decode(model.backend, manifest, tokens, cache, stop_checker.take),
         num_cached + len(tokens),
         num_cached,
         lambda reason: {"peak_memory": peak_bytes() / 1e9},

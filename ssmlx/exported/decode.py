@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..decoding.accept import accept
-from ..decoding.step import DraftResult, Step
+from ..decoding.step import DraftResult, Step, Take, take_all
 from ..drafters.copies import Copies
 from ..errors import require
 from ..model.tree import Tree, grow_tree, root_tree
@@ -167,7 +167,12 @@ def _clip_positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
 
 
 def decode_step(
-    backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache, copies: Copies
+    backend: Backend,
+    manifest: Manifest,
+    tree: Tree,
+    cache: SlotCache,
+    copies: Copies,
+    take: Take = take_all,
 ) -> tuple[Step, Tree]:
     """Make one target call: verify a draft tree, commit the accepted path, and draft the next tree.
 
@@ -178,6 +183,7 @@ def decode_step(
         cache: gets the root and the accepted nodes below it.
         copies: of the text's tokens; where streams have a condition, they are mixed into the
             guesses and told of the new tokens, else they are not used.
+        take: called with the tokens, which the cache holds then but for the last.
 
     Returns:
         The step: the accepted tokens with the bonus or correction token behind them, and what came
@@ -214,14 +220,18 @@ def decode_step(
             guesses, mx.array(tokens), count, cache.offset - count
         )
     following = grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
-    if verified.num_nodes == 1:
-        return Step(tuple(tokens)), following
-    draft = DraftResult("streams", verified.num_nodes, verified.num_drafted, len(tokens) - 1)
-    return Step(tuple(tokens), draft=draft), following
+    draft = None
+    if verified.num_nodes > 1:
+        draft = DraftResult("streams", verified.num_nodes, verified.num_drafted, len(tokens) - 1)
+    return Step(tuple(tokens), take(tokens), draft=draft), following
 
 
 def speculative_decode(
-    backend: Backend, manifest: Manifest, prompt: list[int], cache: SlotCache
+    backend: Backend,
+    manifest: Manifest,
+    prompt: list[int],
+    cache: SlotCache,
+    take: Take = take_all,
 ) -> Iterator[Step]:
     """Process a prompt, then yield a step for each target call, until the cache has no room for
     another; nothing but this ends it.
@@ -231,6 +241,7 @@ def speculative_decode(
         manifest: describes it.
         prompt: one token or more; follows what the cache holds.
         cache: is left holding the prompt and all that was yielded but for the last token.
+        take: called once with the tokens of each call, before they are yielded.
 
     Raises:
         InputError: the cache has no room for the prompt's chunks.
@@ -241,5 +252,5 @@ def speculative_decode(
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
         # The tree is small: what is done with it stays on the CPU, away from the exported model.
         with mx.stream(mx.cpu):
-            step, tree = decode_step(backend, manifest, tree, cache, copies)
+            step, tree = decode_step(backend, manifest, tree, cache, copies, take)
         yield step

@@ -3,6 +3,8 @@
 | file | what it has |
 |---|---|
 | `plan.py` | `make_plan`: settings and model to a `Plan`; `decode_plan`: a `Plan` to a loop |
+| `segments.py` | `plan_answer_segments`: a prompt to the segments of an answer |
+| `answer_end.py` | where an answer ends, and its text until there: `StopChecker` |
 | `default_head.py` | the head that drafts where nothing is asked for |
 | `batching.py` | several open answers: in turns, or a row each in plain calls |
 | `prompt_pieces.py` | how long a piece of a prompt is, and whether calls come before it |

@@ -26,8 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.batch import Batch, Mask, Row
-from ..decoding.loop import Stops, never_stops
-from ..decoding.step import Step, Steps
+from ..decoding.step import Step, Steps, Take, take_all
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
@@ -213,7 +212,7 @@ class Batches:
         cache: TextCache,
         *,
         context: Sequence[int] = (),
-        stops: Stops = never_stops,
+        take: Take = take_all,
         mask: Mask | None = None,
         on_prompt: Callable[[], None] | None = None,
     ) -> Steps:
@@ -223,7 +222,7 @@ class Batches:
         the iterator is closed, which takes the answer out of the batch.
 
         Args:
-            plan, model, prompt, cache, context, stops: see `decode_plan`.
+            plan, model, prompt, cache, context, take: see `decode_plan`.
             mask: changes the logits of each token; such an answer is always batched, and never
                 drafts.
             on_prompt: called when the cache holds the prompt but for its last token, before
@@ -245,7 +244,7 @@ class Batches:
             plan.sampling,
             cache,
             text,
-            stops,
+            take,
             mask,
             len(text),
             plan=plan,
@@ -258,7 +257,7 @@ class Batches:
             prompt,
             cache,
             context=context,
-            stops=stops,
+            take=take,
             prefill_step_size=lambda: self._next_piece_length(row),
         )
         try:
@@ -442,7 +441,7 @@ class Batches:
             row.text[-1:],
             row.cache,
             context=row.text[:-1],
-            stops=row.stops,
+            take=row.take,
         )
         row.steps = None
         with closing(steps):

@@ -19,12 +19,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..answers import is_forked
 from ..blas import this_machine
 from ..json_files import read_json
 from ..loading.adapter import stream_tensors
 from ..loading.files import json_digest, write_whole
 from ..loading.folders import cache_dir
+from ..mlx_thread import is_forked
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
 from ..policy.costs import CostTable

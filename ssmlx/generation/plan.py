@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ..decoding.draft_shape import Always, DraftController, ExpectedCall, Never
+from ..decoding.draft_shape import Always, DraftController, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
-from ..decoding.loop import StepSize, Stops, never_stops, plain_decode, speculative_decode
+from ..decoding.loop import StepSize, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling
-from ..decoding.step import Steps
+from ..decoding.step import Steps, Take, take_all
 from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
@@ -23,7 +23,7 @@ from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import InputError, require
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
-from ..policy.controller import Controller
+from ..policy.controller import PLAIN_CALL, Controller, ExpectedCall
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
 from .default_head import HEAD_DRAFTER, default_head, loaded_default_head_or_raise
@@ -95,15 +95,17 @@ class Plan:
     def expected_fastest_call(self) -> ExpectedCall:
         """What the fastest call should bring now, and what it should take.
 
-        Both are 1 where plain decoding is expected to be as fast, and where the same shape is
-        drafted at every call.
+        `PLAIN_CALL` where plain decoding is expected to be as fast, and where no call is weighed:
+        the same is drafted at every one.
         """
-        return self.controller.expected_fastest_call()
+        if isinstance(self.controller, Controller):
+            return self.controller.expected_fastest_call()
+        return PLAIN_CALL
 
     def finish(self) -> None:
         """Keep what an answer that ended, or was given up, has taught. To be called once; does
         nothing where nothing is learned."""
-        if self.learned is not None:
+        if self.learned is not None and isinstance(self.controller, Controller):
             self.controller.finish()
             self.learned.keep()
 
@@ -331,7 +333,7 @@ class Decode(Protocol):
         cache: TextCache,
         *,
         context: Sequence[int] = (),
-        stops: Stops = never_stops,
+        take: Take = take_all,
     ) -> Steps:
         """The steps of an answer; see `decode_plan` for the arguments."""
         ...
@@ -344,7 +346,7 @@ def decode_plan(
     cache: TextCache,
     *,
     context: Sequence[int] = (),
-    stops: Stops = never_stops,
+    take: Take = take_all,
     prefill_step_size: StepSize | None = None,
 ) -> Steps:
     """Decode under a plan: without end, until the iterator is closed.
@@ -358,8 +360,8 @@ def decode_plan(
         prompt: tokens behind those in the cache, one or more.
         cache: holds `context`; it is changed, from now on: rows for trees are reserved in it.
         context: the tokens in the cache; may be left out where nothing reads them.
-        stops: asked with the tokens of a call whether the answer ends with them: then no call is
-            begun ahead. Not asked where nothing drafts.
+        take: called once with the tokens of each call, before they are yielded. Where the answer
+            ends with them and a drafter may draft, no call is begun ahead.
         prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
 
     Returns:
@@ -379,6 +381,7 @@ def decode_plan(
         "context": context,
         "sampler": plan.sampling,
         "prefill_step_size": prefill_step_size or plan.config.prefill_step_size,
+        "take": take,
     }
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)
@@ -391,7 +394,6 @@ def decode_plan(
         drafters=plan.drafters,
         prune=plan.config.prune or PruneConfig(),
         acceptance=plan.config.acceptance,
-        stops=stops,
         controller=plan.controller,
         **shared,
     )

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from ..answers import claim_process_for_mlx
 from ..errors import (
     InputError,
     first_line,
@@ -27,6 +26,7 @@ from ..errors import (
     unwritable_error,
 )
 from ..json_files import parse_json
+from ..mlx_thread import claim_process_for_mlx
 
 logger = logging.getLogger("ssmlx")
 _UNFINISHED = ".unfinished"

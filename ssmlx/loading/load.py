@@ -12,10 +12,10 @@ import mlx.nn as nn
 from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..answers import claim_process_for_mlx
 from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
+from ..mlx_thread import claim_process_for_mlx
 from ..model import opt
 from ..model.backbone import Backbone, Origin
 from ..model.lm_head import PACKED_KINDS

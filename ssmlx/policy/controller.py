@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
-from ..decoding.draft_shape import Call, DraftShape, ExpectedCall
+from ..decoding.draft_shape import CallRecord, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
 from .costs import BANK_MOST, ENTRY, MAX_PLAIN_CALLS, CostTable, Kind, context_bucket
 from .offers import Offer, OfferSource
@@ -84,6 +85,27 @@ PLAIN_FRESH_TOKENS = 64
 HOST_WAIT = 0.1
 """Plain calls that waiting for a call's tokens takes where the next call could have been under way:
 the device idles while the host looks up, drafts and launches."""
+
+
+class ExpectedCall(NamedTuple):
+    """What a call should bring, and what it should take.
+
+    Attributes:
+        tokens: that the answer should advance by.
+        plain_calls: as many of which it should take.
+    """
+
+    tokens: float
+    plain_calls: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per plain call; plain decoding has 1."""
+        return self.tokens / self.plain_calls
+
+
+PLAIN_CALL = ExpectedCall(tokens=1.0, plain_calls=1.0)
+"""What a call of plain decoding brings and takes."""
 
 
 @dataclass(frozen=True)
@@ -236,15 +258,15 @@ class Controller:
         """What the fastest call should bring and take, were all tokens so far known to drafters.
 
         Returns:
-            Of the candidate with the greatest expected speed; 1 and 1 where there is none, or none
-            that is faster than plain decoding.
+            Of the candidate with the greatest expected speed; `PLAIN_CALL` where there is none, or
+            none that is faster than plain decoding.
         """
         best = max(self._draft_candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
-            return ExpectedCall(1.0, 1.0)
+            return PLAIN_CALL
         return ExpectedCall(best.tokens, best.cost)
 
-    def record(self, call: Call) -> None:
+    def record(self, call: CallRecord) -> None:
         """Note a call that was done, in order and each once: tokens, acceptance, seconds, probe.
 
         Where the text has grown into another context bucket, its costs are taken first. What the
@@ -506,7 +528,7 @@ class Controller:
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, Decision(None))
 
-    def _plain_calls_charged_by_frozen_costs(self, call: Call) -> float:
+    def _plain_calls_charged_by_frozen_costs(self, call: CallRecord) -> float:
         """Plain calls that a call is charged with: by frozen costs, pessimistic, not by its
         seconds.
 
@@ -518,7 +540,7 @@ class Controller:
         steady = self._costs.pessimistic_calls(self._cost_kind(call.shape))
         return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
-    def _count_tokens_and_acceptance(self, call: Call) -> None:
+    def _count_tokens_and_acceptance(self, call: CallRecord) -> None:
         """Add a call's tokens to the answer, to the table (bank, ages) and to the acceptance
         counts.
 
@@ -537,7 +559,7 @@ class Controller:
                 counted = self._acceptance_for(one.name, one.first_ratio)
                 counted.decay_and_add_counts(one.accepted, one.offered)
 
-    def _continue_end_or_begin_probe(self, call: Call, decision: Decision) -> None:
+    def _continue_end_or_begin_probe(self, call: CallRecord, decision: Decision) -> None:
         """Count a probe's calls down, end it where another shape was drafted, or begin one.
 
         One begins where `decision`, which the call followed, has a risk and the call drafted
@@ -560,7 +582,7 @@ class Controller:
         self._write_costs_to_table()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
-    def _collect_seconds_in_runs(self, call: Call) -> None:
+    def _collect_seconds_in_runs(self, call: CallRecord) -> None:
         """Collect a call's seconds: with plain calls, or in the run of the shape that it verified.
 
         A call that drafted and verified nothing is a plain call; one that drafted without verifying
@@ -612,7 +634,7 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _collect_plain_seconds_and_end_timing(self, call: Call) -> None:
+    def _collect_plain_seconds_and_end_timing(self, call: CallRecord) -> None:
         """Collect the seconds of a plain call, if it has any, and count down a timing of plain
         calls.
 

@@ -13,10 +13,10 @@ from typing import Self
 
 import mlx.core as mx
 
-from ..answers import is_forked, run_on_mlx_thread
 from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
+from ..mlx_thread import is_forked, run_on_mlx_thread
 from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel

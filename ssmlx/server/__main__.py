@@ -201,9 +201,9 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
         from .app import LOCAL, make_app
     except ImportError as error:
         raise missing_package_error("the server", error, "server") from error
-    from ..answers import run_on_mlx_thread
     from ..engine import Engine
     from ..generation.plan import make_plan
+    from ..mlx_thread import run_on_mlx_thread
     from ..model import metal
     from .handler import Limits, RequestHandler
 

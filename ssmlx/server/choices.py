@@ -12,7 +12,7 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import GenerationResponse
+from ..generation.segments import GenerationResponse
 from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig

@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer
-from ..api import GenerationResponse
 from ..bars import Progress
 from ..drafters.registry import Loaded
 from ..engine import Engine
 from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
+from ..generation.segments import GenerationResponse
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig, check_settings, setting
 from .choices import Choice

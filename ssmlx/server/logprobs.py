@@ -5,8 +5,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import GenerationResponse
 from ..decoding.sampling import TokenLogprobs
+from ..generation.segments import GenerationResponse
 
 LEAST = -9999.0
 """In the place of minus infinity, which JSON has not; vLLM's number."""

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from secrets import token_hex
 from typing import Any
 
-from ..api import GenerationResponse
+from ..generation.segments import GenerationResponse
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import requests

@@ -11,10 +11,11 @@ from typing import Any, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.exceptions import HTTPException
 
-from ..api import GenerationResponse, check_prompt_length, check_tokens, end_token_ids
 from ..decoding.batch import Mask
 from ..engine import Engine
+from ..generation.answer_end import end_token_ids
 from ..generation.scoring import ScoredPrompt
+from ..generation.segments import GenerationResponse, check_prompt_length, check_tokens
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from starlette.exceptions import HTTPException
 
-from ..api import GenerationResponse
 from ..drafters.lookup import EXPECTED
 from ..errors import InputError, quoted
+from ..generation.segments import GenerationResponse
 from ..prompts import Message, Tools
 from ..settings import Allowed, GenerateConfig
 

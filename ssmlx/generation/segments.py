@@ -1,0 +1,310 @@
+"""An answer from its prompt to its segments: checked, planned, decoded, and put into text."""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import index
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..answers import Prefilled
+from ..decoding.sampling import TokenLogprobs
+from ..decoding.step import DraftCounts, DraftTotals, FinishReason, Step
+from ..drafters.registry import Loaded
+from ..drafters.text_index import EarlierAnswers
+from ..errors import ContextLengthError, InputError, quoted, require
+from ..mlx_thread import wired_weights
+from ..model.shapes import to_int
+from ..model.streams import StreamFusedModel
+from ..model.text_cache import TextCache
+from ..prompts import encode
+from ..settings import GenerateConfig
+from .answer_end import AnswerText, StopChecker, end_token_ids
+from .memory import Memory, measure_memory
+from .plan import Decode, decode_plan, make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResponse:
+    """A segment of an answer, with the statistics up to it.
+
+    Attributes:
+        text: the text that this call completed; may be empty.
+        tokens: ids of the segment; an end token, or those of a stop string, are among them but
+            not in the text.
+        finish_reason: None before the last segment; then "stop" (an end token or a stop string),
+            "length" (`max_tokens`) or "context" (the model's context is full).
+        prompt_tokens: tokens of the prompt, those already in the cache included.
+        generation_tokens: tokens so far, the end token included.
+        target_calls: forward passes of the target so far, the prompt's counted as one.
+        prefill_seconds: until the first call's token.
+        decode_seconds: from then on.
+        peak_memory: GB, as `mx.get_peak_memory`.
+        draft_calls: forward passes of a draft model so far.
+        cached_tokens: tokens of the prompt that the cache held already.
+        lossy: whether tokens were accepted that the target might not have written.
+        memory: where the memory goes; on the last segment alone.
+        logprobs: those of each token; None where `GenerateConfig.logprobs` is.
+        stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
+        drafted_tokens: drafted tokens that were verified so far, accepted or not.
+        drafts: what came of each drafter's trees so far, by its name.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    generation_tokens: int
+    target_calls: int
+    prefill_seconds: float
+    decode_seconds: float
+    peak_memory: float
+    draft_calls: int = 0
+    cached_tokens: int = 0
+    lossy: bool = False
+    memory: Memory | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop: str | None = None
+    drafted_tokens: int = 0
+    drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Tokens advanced per target call: the paper's call reduction (CR)."""
+        return self.generation_tokens / self.target_calls if self.target_calls else 0.0
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens per second, of those that were processed."""
+        processed = self.prompt_tokens - self.cached_tokens
+        return processed / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        """Tokens per second after the first, which comes with the prompt's call."""
+        return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class GivenAnswer:
+    """What was given out of an answer so far, its last segment alone kept whole."""
+
+    texts: list[str] = field(default_factory=list)  # of each segment
+    tokens: list[int] = field(default_factory=list)
+    last: GenerationResponse | None = None  # None before the first segment
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(self.texts)
+
+    def add(self, segment: GenerationResponse) -> None:
+        """Append the text and the tokens of `segment`, which is the last one now."""
+        self.texts.append(segment.text)
+        self.tokens += segment.tokens
+        self.last = segment
+
+
+def with_seed_if_sampling(config: GenerateConfig) -> GenerateConfig:
+    """`config` with a seed, if it samples (`temp` above 0) and has none; else as it is.
+
+    The seed is drawn from MLX's random state of the calling thread, which changes; with
+    `deterministic` it is 0.
+    """
+    if config.seed is not None or config.temp == 0:
+        return config
+    if config.deterministic:
+        return replace(config, seed=0)
+    return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
+
+
+def check_prompt_length(model: StreamFusedModel, num_tokens: int) -> None:
+    """Raise InputError where `num_tokens` is 0, and ContextLengthError where a prompt of so many
+    leaves no room for a token of an answer in the model's context, if that has a limit."""
+    limit = model.backbone.context_length
+    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    if limit is not None and num_tokens >= limit:
+        raise ContextLengthError(num_tokens, limit)
+
+
+def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
+    """Raise InputError where `tokens` has an id outside the vocabulary; the message names the first
+    of them.
+    """
+    size = model.backbone.vocab_size
+    unknown = next((token for token in tokens if not 0 <= token < size), None)
+    found = f"the prompt has the token {unknown}"
+    expected = f"ids from 0 to {size - 1}"
+    require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
+
+
+def plan_answer_segments(
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    prompt: str | Sequence[int],
+    config: GenerateConfig,
+    *,
+    cache: TextCache | None = None,
+    context: Sequence[int] = (),
+    done: Callable[[GivenAnswer], None] | None = None,
+    decode: Decode = decode_plan,
+    loaded: Sequence[Loaded] = (),
+    earlier: EarlierAnswers | None = None,
+    joins_prompt: bool = False,
+) -> Iterator[GenerationResponse | Prefilled]:
+    """The segments of an answer, computed as they are read, on the MLX thread alone.
+
+    The prompt is checked, and the plan made, when this is called.
+
+    Args:
+        model, tokenizer, prompt, config, cache, context, earlier: as `stream_generate` takes them.
+        done: called once with what was given out, when the answer has ended, failed or was given
+            up; not where it was never begun.
+        decode: decodes under a plan: `decode_plan`, or what counts memory or batches around it.
+        loaded: what was loaded to draft with.
+        joins_prompt: whether the text goes on from the prompt's, its leading space included.
+
+    Returns:
+        An iterator of segments, with a `Prefilled` in the place of one before the first, for each
+        piece of the prompt.
+
+    Raises:
+        InputError: the prompt or the settings cannot be followed.
+    """
+    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt)
+    context = _token_ids(context)
+    cache = cache if cache is not None else model.make_cache()
+    num_cached = cache.offset
+    num_prompt = num_cached + len(tokens)
+    check_prompt_length(model, num_prompt if tokens else 0)
+    check_tokens(model, [*context, *tokens, *_token_ids(config.prompt_lookup.reference)])
+    limit = model.backbone.context_length
+    room = None if limit is None else limit - num_prompt
+    text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
+    ends = end_token_ids(model, tokenizer)
+    stop_checker = StopChecker(text, ends, config.max_tokens, room)
+    thought_ends = (getattr(tokenizer, "think_end_tokens", None) or ())[-1:]
+    plan = make_plan(
+        model,
+        config,
+        drafter=loaded,
+        context=num_prompt,
+        earlier=earlier,
+        end_tokens={*ends, *thought_ends},
+    )
+    steps = decode(
+        plan,
+        model,
+        tokens,
+        cache,
+        context=context,
+        take=stop_checker.take,
+    )
+
+    def measured(reason: FinishReason | None) -> dict[str, Any]:
+        """Fields of a segment that its tokens do not say; memory only where `reason` says that it
+        is the last."""
+        return {
+            "peak_memory": mx.get_peak_memory() / 1e9,
+            "draft_calls": plan.draft_calls,
+            "lossy": plan.lossy,
+            "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
+        }
+
+    def decode_segments() -> Iterator[GenerationResponse | Prefilled]:
+        """Decode, a segment for each call, with weights wired.
+
+        In the end, also where it fails or is closed: compute the cache, keep what was learned, add
+        the answer to `earlier`, and call `done`.
+        """
+        started = time.perf_counter()
+        total = len(tokens) - 1
+        given = GivenAnswer()
+        with wired_weights():
+            try:
+                with closing(cast("Generator[Step | None]", steps)):
+                    for first in steps:
+                        if first is not None:
+                            break
+                        yield Prefilled(cache.offset - num_cached, total)
+                    whole = filter(None, chain([first], steps))
+                    for response in build_responses(
+                        whole, num_prompt, num_cached, measured, started
+                    ):
+                        given.add(response)
+                        yield response
+            finally:
+                try:
+                    # Whoever uses the cache next must find no work of this answer in it.
+                    mx.eval(cache.state)
+                    plan.finish()
+                    if earlier is not None and given.tokens:
+                        earlier.add([*context, *tokens], given.tokens)
+                finally:  # a failed call's work may fail again
+                    if done is not None:
+                        done(given)
+
+    return decode_segments()
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    """A list of ints of a sequence of token ids, or of an array of NumPy or MLX.
+
+    Raises:
+        InputError: it is no such thing; the message calls it the prompt.
+    """
+    try:
+        return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
+    except TypeError as error:
+        found = f"the prompt is {quoted(tokens)}"
+        expected = "a text, or token ids"
+        raise InputError(found, expected=expected, do="check it") from error
+
+
+def build_responses(
+    steps: Iterator[Step],
+    num_prompt: int,
+    num_cached: int,
+    measured: Callable[[FinishReason | None], dict[str, Any]],
+    started: float | None = None,
+) -> Iterator[GenerationResponse]:
+    """Make an answer's segments from the step of each target call, up to where the answer ends.
+
+    Args:
+        steps: one for each call.
+        num_prompt: tokens of the prompt, cached ones included.
+        num_cached: tokens of the prompt that were cached.
+        measured: called with a segment's finish reason, None before the last: its other fields.
+        started: when the answer began, of `time.perf_counter`; now unless given.
+    """
+    started = first_done = time.perf_counter() if started is None else started
+    totals = DraftTotals()
+    num_tokens = 0
+    for calls, step in enumerate(steps, 1):
+        now = time.perf_counter()
+        first_done = now if calls == 1 else first_done
+        part = step.part
+        num_tokens += len(part.tokens)
+        totals.add_draft_of(step)
+        yield GenerationResponse(
+            text=part.text,
+            tokens=part.tokens,
+            finish_reason=part.finish_reason,
+            prompt_tokens=num_prompt,
+            generation_tokens=num_tokens,
+            target_calls=calls,
+            prefill_seconds=first_done - started,
+            decode_seconds=now - first_done,
+            cached_tokens=num_cached,
+            stop=part.stop,
+            logprobs=None if step.logprobs is None else step.logprobs[: len(part.tokens)],
+            drafted_tokens=totals.drafted_tokens,
+            drafts={**totals.drafts},
+            **measured(part.finish_reason),
+        )
+        if part.is_last:
+            return

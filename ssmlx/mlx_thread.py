@@ -1,0 +1,214 @@
+"""The one thread of a process that runs MLX.
+
+MLX's streams belong to threads: what one builds, another cannot compute. So all that computes is
+asked of one thread, which does it in the order of asking.
+
+A fork copies neither that thread nor MLX's own. So a process that was forked from one in which
+MLX has computed asks nothing of them, at its exit either: see `claim_process_for_mlx`.
+"""
+
+import atexit
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+import mlx.core as mx
+
+from .errors import InputError, require
+
+Result = TypeVar("Result")
+
+_computing_process: int | None = None
+
+
+class Closable(Protocol):
+    """What is open until it is closed, as an answer is."""
+
+    def close(self) -> None:
+        """End it, on the MLX thread."""
+
+
+def is_forked() -> bool:
+    """Whether this process was forked from one in which MLX had computed."""
+    return _computing_process not in (None, os.getpid())
+
+
+def claim_process_for_mlx() -> None:
+    """Note that MLX computes in this process from now on, so that none forked from it may.
+
+    To be called before MLX computes anything; as often as wanted.
+
+    Raises:
+        InputError: it is itself forked from one in which MLX has computed, and would wait for ever
+            for threads that the fork did not copy.
+    """
+    global _computing_process
+    require(
+        not is_forked(),
+        "this process was forked from one in which MLX had computed",
+        expected="a process of its own, as a fork copies none of MLX's threads",
+        do='start it by `multiprocessing.get_context("spawn")`, or fork before a model is loaded',
+    )
+    _computing_process = os.getpid()
+
+
+@dataclass(frozen=True)
+class _Task(Generic[Result]):
+    """A call for the MLX thread, and where its result or its error goes."""
+
+    future: Future[Result]
+    call: Callable[[], Result]
+    device: mx.Device  # the default one of whoever asks
+
+    def run_into_future(self) -> None:
+        """Call it, and put its result, or any exception that it raises, into the future. Nothing is
+        raised.
+        """
+        try:
+            result = self.call()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class MlxThread:
+    """The one thread that runs MLX: it does tasks in the order of asking.
+
+    It starts with the first task, and never ends.
+    """
+
+    def __init__(self) -> None:
+        """Make the queue of tasks; no thread is started before the first of them."""
+        # Put may be called by a finalizer in the middle of another put; of queues, this one can.
+        self._tasks: SimpleQueue[_Task[Any]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._is_stopped = False
+        self.open: set[Closable] = set()  # what is closed when Python ends
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def enqueue(self, task: Callable[[], Result]) -> Future[Result]:
+        """Have `task` done behind those that were asked for before, also where the MLX thread
+        itself asks; returns at once.
+
+        It is done on the default device that the calling thread has now. The first task starts the
+        thread.
+
+        Returns:
+            A future of its result or its error. The error is an InputError in a forked process, and
+            a RuntimeError when Python is ending; the task is not done then.
+        """
+        future: Future[Result] = Future()
+        try:
+            claim_process_for_mlx()
+        except InputError as error:
+            future.set_exception(error)
+            return future
+        if self._is_stopped:
+            future.set_exception(RuntimeError("Python is ending: nothing is answered any more"))
+            return future
+        self._tasks.put(_Task(future, task, mx.default_device()))
+        if self._thread is None:
+            self._start_thread_once()
+        return future
+
+    def _start_thread_once(self) -> None:
+        """Start the thread, unless it was, and have open answers closed when Python ends."""
+        with self._starting:
+            if self._thread is None:
+                # A daemon, for Python waits for any other thread before `atexit` runs.
+                self._thread = threading.Thread(
+                    target=self._run_tasks_for_ever, name="ssmlx", daemon=True
+                )
+                self._thread.start()
+                atexit.register(self._close_open_at_exit)
+
+    def _run_tasks_for_ever(self) -> None:
+        """Do tasks for ever, each on the default device of whoever asked; cancelled ones are left
+        out."""
+        while True:
+            task = self._tasks.get()
+            if mx.default_device() != task.device:
+                mx.set_default_device(task.device)
+            if task.future.set_running_or_notify_cancel():
+                task.run_into_future()
+            del task  # or its arrays would wait for the next one
+
+    def _close_open_at_exit(self) -> None:
+        """When Python ends: close what is open, wait for that, and take no more tasks.
+
+        Does nothing in a forked process. Tasks that were asked for before are still done. The
+        thread stays, and waits: as a thread ends, what MLX keeps for it asks for Python, which may
+        be gone by then.
+        """
+        if is_forked():
+            return
+        closing = self.enqueue(self._close_open)
+        self._is_stopped = True
+        closing.result()
+
+    def _close_open(self) -> None:
+        for turns in list(self.open):
+            turns.close()
+
+
+THREAD = MlxThread()
+"""The one of this process."""
+
+
+def _keep_open_alive() -> None:
+    """Keep the answers that the parent has open alive for ever, in a forked process.
+
+    Python runs a generator's end when nobody holds it any more, and these ends would wait for MLX.
+    """
+    for turns in THREAD.open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(turns))
+
+
+os.register_at_fork(after_in_child=_keep_open_alive)
+
+
+def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
+    """Do `task` on the thread that runs MLX, wait for it, and return its result or raise its error.
+
+    On that thread itself it is done at once; elsewhere behind what was asked for before.
+    """
+    return task() if THREAD.is_current else THREAD.enqueue(task).result()
+
+
+_num_wired = 0
+_limit_before = 0
+
+
+@contextmanager
+def wired_weights() -> Iterator[None]:
+    """Keep macOS from paging out MLX's memory in the block, up to the bytes that it recommends.
+
+    As mlx-lm does while it generates. On the MLX thread alone; does nothing where there is no
+    Metal. Of blocks that overlap, the last one to end waits for the GPU and sets the limit back.
+    """
+    global _num_wired, _limit_before
+    if not mx.metal.is_available():
+        yield
+        return
+    if _num_wired == 0:
+        most = int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
+        _limit_before = mx.set_wired_limit(most)
+    _num_wired += 1
+    try:
+        yield
+    finally:
+        _num_wired -= 1
+        if _num_wired == 0:
+            mx.synchronize()
+            mx.set_wired_limit(_limit_before)
