@@ -1,10 +1,9 @@
 """One model in memory for a whole app: any number of answers and chats, from any thread."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
@@ -16,7 +15,6 @@ from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
-from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
 from .generation.plan import Decode, decode_plan
@@ -30,11 +28,10 @@ from .generation.segments import (
     plan_answer_segments,
     with_seed_if_sampling,
 )
-from .loading.adapter import load_adapter
-from .loading.attach import attach_adapter, find_default_adapter
 from .loading.folders import Fetch
 from .loading.load import load
-from .loading.names import AUTO_ADAPTER, NO_ADAPTER, resolve_adapter
+from .loading.loaded_adapters import LoadedAdapters
+from .loading.names import AUTO_ADAPTER, NO_ADAPTER
 from .mlx_thread import is_forked, run_on_mlx_thread, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
@@ -46,14 +43,6 @@ from .settings import DEFAULT_MODEL, GenerateConfig
 
 Question = str | Sequence[int] | Sequence[Message]
 """A user's text, the turns of a chat, or the tokens of a prompt."""
-
-
-@dataclass(frozen=True)
-class _LoadedAdapter:
-    """The base with an adapter, or alone."""
-
-    name: str  # by which it was first asked for
-    model: StreamFusedModel
 
 
 class Engine:
@@ -113,7 +102,7 @@ class Engine:
         at the class.
         """
         check_memory(memory_gb)
-        own, self.tokenizer = load(
+        loaded, self.tokenizer = load(
             model,
             dtype=dtype,
             merge_lora=merge_lora,
@@ -123,16 +112,8 @@ class Engine:
             offline=offline,
             progress=progress,
         )
-        self._merge_lora = merge_lora
-        self._fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-        self._base = own.backbone.without_adapter()
-        alone = _LoadedAdapter(NO_ADAPTER, StreamFusedModel(self._base))
-        self._loaded: dict[Path | None, _LoadedAdapter] = {None: alone}  # by resolved folder
-        self._folders: dict[str | Path, Path | None] = {}  # by name: what it was found to be
-        self._with_own_streams = own if own.config is not None else None  # of a fused folder
-        self._automatic: tuple[str, Path | None] | None = None
-        self._loading = threading.Lock()  # of all of these
-        self._is_closed = False
+        fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
+        self._adapters = LoadedAdapters(loaded, merge_lora=merge_lora, fetch=fetch)
         self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self._is_own_cache = prompt_cache is None
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
@@ -164,7 +145,7 @@ class Engine:
             """Count it in the pool, by which it may drop some; do nothing where the engine is
             closed. On the MLX thread.
             """
-            if not self._is_closed:
+            if not self.is_closed:
                 self._counted.add(prompt_cache)
                 prompt_cache.count_in(self.memory_pool)
 
@@ -183,65 +164,12 @@ class Engine:
             InputError: there is no such adapter, or it belongs to another model; or the engine is
                 closed.
         """
-        asked = self._default if adapter is None else adapter
-        self._check_open()
-        folder = None
-        if asked != AUTO_ADAPTER:  # to fetch one keeps nobody else waiting
-            is_known = asked in self._folders
-            folder = self._folders[asked] if is_known else resolve_adapter(asked, self._fetch)
-        with self._loading:
-            self._check_open()  # it may have been closed meanwhile
-            if asked == AUTO_ADAPTER:
-                if self._with_own_streams is not None:
-                    return self._with_own_streams
-                return self._load_adapter_once(*self._find_automatic_adapter())
-            model = self._load_adapter_once(str(asked), folder)
-            if isinstance(asked, str):
-                self._folders[asked] = folder
-            return model
-
-    def _load_adapter_once(self, name: str, folder: Path | None) -> StreamFusedModel:
-        """The base with the adapter of `folder`, alone if that is None; loaded unless it is there.
-
-        The caller holds the lock.
-
-        Args:
-            name: what `adapters` calls a newly loaded one.
-            folder: the adapter's.
-
-        Raises:
-            InputError: the adapter is broken, or another model's.
-        """
-        key = None if folder is None else folder.resolve()
-        if folder is not None and key not in self._loaded:
-            model = attach_adapter(self._base, load_adapter(folder), merge_lora=self._merge_lora)
-            self._loaded[key] = _LoadedAdapter(name, model)
-        return self._loaded[key].model
-
-    def _find_automatic_adapter(self) -> tuple[str, Path | None]:
-        """The name and the folder of the adapter that "auto" means; looked for once.
-
-        For a model without streams of its own. The folder is None for the base alone. The caller
-        holds the lock.
-        """
-        if self._automatic is None:
-            found = find_default_adapter(self._loaded[None].model)
-            self._automatic = found or (NO_ADAPTER, None)
-        return self._automatic
-
-    def _check_open(self) -> None:
-        """Raise InputError where the engine is closed."""
-        require(
-            not self._is_closed,
-            "the engine is closed",
-            expected="an open one",
-            do="make a new `ssmlx.Engine`",
-        )
+        return self._adapters.model(self._default if adapter is None else adapter)
 
     @property
     def is_closed(self) -> bool:
         """Whether it was closed, and answers no more."""
-        return self._is_closed
+        return self._adapters.is_closed
 
     @property
     def default_adapter(self) -> str | None:
@@ -251,20 +179,13 @@ class Engine:
         Raises:
             InputError: it has to be looked for, and the engine is closed.
         """
-        if self._default != AUTO_ADAPTER:
-            return str(self._default)
-        with self._loading:
-            self._check_open()
-            if self._with_own_streams is not None:
-                return None
-            name, _ = self._find_automatic_adapter()
-            return name
+        return self._adapters.name_of(self._default)
 
     @property
     def adapters(self) -> list[str]:
         """The adapters that are loaded, by the names that they were first asked for by, and "none"
         for the base alone; nothing of a closed engine."""
-        return [one.name for one in list(self._loaded.values())]
+        return self._adapters.names
 
     def stream(
         self,
@@ -546,7 +467,7 @@ class Engine:
     def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
         """Have `close` close `opened`; close it now if the engine is closed. On the MLX thread."""
         self._open.add(opened)
-        if self._is_closed:
+        if self.is_closed:
             opened.close()
 
     def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
@@ -564,14 +485,9 @@ class Engine:
         """
         if is_forked():
             return
-        with self._loading:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._loaded = {}
-            self._with_own_streams = None
-            self._batches = self._new_batches()  # those that there are know models
-            del self._base
+        if not self._adapters.close():
+            return
+        self._batches = self._new_batches()  # those that there are know models
         for opened in run_on_mlx_thread(lambda: list(self._open)):
             opened.close()
         if self._is_own_cache:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from real import tokens_of, words
 
 import ssmlx
+from ssmlx.answers import Prefilled
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
 from ssmlx.generation import batching, prompt_pieces
@@ -53,11 +55,11 @@ def together(monkeypatch):
     """Two answers go together at once, whatever rows cost; and what calls were made."""
     made = []
     read = loop.append_piece_and_wait
-    step = Batch.step_or_note_error
+    step = Batch.step
     monkeypatch.setattr(Plan, "expected_fastest_call", PLAIN_CALL)
     cost_batches(monkeypatch, 1.001)
     monkeypatch.setattr(loop, "append_piece_and_wait", lambda *a: made.append("piece") or read(*a))
-    monkeypatch.setattr(Batch, "step_or_note_error", lambda self: made.append("call") or step(self))
+    monkeypatch.setattr(Batch, "step", lambda self: made.append("call") or step(self))
     return made
 
 
@@ -134,8 +136,8 @@ def test_answers_come_and_go_in_any_order(ask, together, batches):
             assert told(found) == told(alone[text])[: len(tokens_of(found))]
     for _, answer, _ in open_ones:
         answer.close()
-    assert not batches._prompts
-    assert not any(one.open or one.batch.members for one in batches._groups.values())
+    assert not batches._waiting
+    assert not any(one.answers or one.batch.members for one in batches._groups.values())
 
 
 def test_an_answer_drafts_again_when_it_is_alone(ask, together):
@@ -184,9 +186,115 @@ def test_a_slow_reader_stops_nobody(ask, together, batches, length):
         found.append(next(slow))  # it has a row now
         assert len(tokens_of([first, *quick])) == 150
     (group,) = batches._groups.values()
-    (row,) = group.open
+    (row,) = group.answers
     assert len(row.unread) == min(MOST_UNREAD, length - 2) and row not in group.batch.members
     assert tokens_of([*found, *slow]) == expected
+
+
+def statuses(batches):
+    """How many open answers have which status."""
+    rows = [row for group in batches._groups.values() for row in group.answers]
+    return Counter(row.status.name for row in (*batches._waiting, *rows))
+
+
+def test_a_reader_that_has_caught_up_shares_calls_again(ask, together, batches):
+    settings = {"max_tokens": 150}
+    slow, quick = (ask(text, **settings) for text in QUESTIONS[:2])
+    heard = [[next(slow)], [next(quick), next(quick)]]
+    heard[0].append(next(slow))
+    while statuses(batches)["PAUSED"] == 0:
+        assert statuses(batches)["BATCHED"] == 2
+        heard[1].append(next(quick))
+    heard[1] += [next(quick) for _ in range(3)]
+    assert statuses(batches) == {"PAUSED": 1, "ALONE": 1}
+    heard[0] += [next(slow) for _ in range(MOST_UNREAD + 1)]
+    heard[1].append(next(quick))
+    assert statuses(batches) == {"BATCHED": 2}
+    for text, own, rest in zip(QUESTIONS, heard, (slow, quick), strict=False):
+        assert tokens_of([*own, *rest]) == tokens_of(ask(text, alone=True, **settings))
+
+
+QUICK = {"max_tokens": 30}
+
+
+@pytest.fixture
+def quick_and_prompt(ask, batches, monkeypatch, request):
+    """An answer that decodes alone, a step of it read; and one whose prompt waits for its calls.
+
+    Also its open answer, and a function that has the prompt's reader take turns until something is
+    so, however long the other's reader stays away.
+    """
+    monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.0)
+    cost_batches(monkeypatch, 100.0)
+    quick = ask(QUESTIONS[0], **QUICK)
+    quick_heard = [next(quick)]
+    prompt = ask([request.param, 2] * 40)
+    ((row,),) = (group.answers for group in batches._groups.values())
+
+    def take_turns_until(is_so):
+        while not is_so():
+            assert isinstance(run_on_mlx_thread(prompt._source.compute_next), Prefilled)
+
+    return quick, quick_heard, prompt, row, take_turns_until
+
+
+@pytest.mark.parametrize("quick_and_prompt", [30], indirect=True)
+def test_a_prompts_reader_makes_one_call_for_an_answer_alone(ask, batches, quick_and_prompt):
+    """Of an answer that is not read on, no more: the prompt goes on without it."""
+    quick, quick_heard, prompt, row, take_turns_until = quick_and_prompt
+    take_turns_until(lambda: row.unread)
+    assert statuses(batches) == {"ALONE": 1, "WAITING": 1}
+    assert 0 < batches._waiting[0].num_left < 79
+    length = len(row.text)
+    assert tokens_of(prompt) == tokens_of(ask([30, 2] * 40, alone=True))
+    assert len(row.text) == length and len(row.unread) == 1
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **QUICK))
+    assert tokens_of([*quick_heard, *quick]) == expected
+
+
+@pytest.mark.parametrize("quick_and_prompt", [31], indirect=True)
+def test_an_error_of_a_call_made_for_another_is_its_own(ask, batches, quick_and_prompt):
+    quick, quick_heard, prompt, row, take_turns_until = quick_and_prompt
+    take_turns_until(lambda: row.unread)
+    row.steps.close()
+    row.steps = (1 / 0 for _ in "x")
+    quick_heard.append(next(quick))  # of the call that was made before
+    take_turns_until(lambda: row.error)
+    assert statuses(batches) == {"WAITING": 1}
+    with pytest.raises(ZeroDivisionError):
+        next(quick)
+    assert quick.is_over and tokens_of(prompt) == tokens_of(ask([31, 2] * 40, alone=True))
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **QUICK))
+    found = tokens_of(quick_heard)
+    assert found == expected[: len(found)] and tokens_of(ask(QUESTIONS[0], **QUICK)) == expected
+
+
+@pytest.mark.parametrize(
+    "first, status", [(32, "WAITING"), (33, "ALONE"), (34, "BATCHED"), (35, "PAUSED")]
+)
+def test_an_answer_may_be_closed_wherever_it_is(ask, together, batches, monkeypatch, first, status):
+    """Others go on, and what was computed of it is used again."""
+    settings = {"max_tokens": 60}
+    other = ask(QUESTIONS[0], **settings)
+    heard = [next(other)]
+    if status == "ALONE":
+        cost_batches(monkeypatch, 100.0)
+    closed = ask([first, 2] * 40, **settings)
+    if status == "WAITING":
+        run_on_mlx_thread(lambda: [closed._source.compute_next() for _ in range(3)])
+        assert statuses(batches)["WAITING"] == 1
+    else:
+        next(closed)
+    while status == "PAUSED" and not statuses(batches)[status]:
+        heard.append(next(other))
+    assert statuses(batches)[status] >= 1
+    closed.close()
+    assert sum(statuses(batches).values()) == 1
+    again = list(ask([first, 2] * 40, **settings))
+    assert again[0].cached_tokens > 0
+    assert tokens_of(again) == tokens_of(ask([first, 2] * 40, alone=True, **settings))
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **settings))
+    assert tokens_of([*heard, *other]) == expected and not statuses(batches)
 
 
 def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
@@ -253,7 +361,7 @@ def test_a_prompt_may_be_given_up(ask, together, batches):
     answer = ask([45, 2] * 40)
     run_on_mlx_thread(lambda: [answer._source.compute_next() for _ in range(3)])
     answer.close()
-    assert not batches._prompts
+    assert not batches._waiting
     assert next(ask([45, 2] * 40)).cached_tokens == 16
 
 
@@ -271,7 +379,7 @@ def test_what_keeping_a_prompt_raises_is_its_answers_error(ask, batches, monkeyp
         answer = ask([46, 2] * 20, shares_prompt=True)
         with pytest.raises(ZeroDivisionError):
             list(answer)
-    assert answer.is_over and not batches._prompts and lengths[0] == 40
+    assert answer.is_over and not batches._waiting and lengths[0] == 40
     assert tokens_of(ask(QUESTIONS[1])) == expected
 
 
@@ -297,13 +405,13 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
 def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
     class Open:
         def __init__(self, expected_fastest_call):
-            self.is_paused = False
+            self.is_decoding = True
             self.text = [1]
             self.plan = type("Plan", (), {"expected_fastest_call": expected_fastest_call})
 
     cost_batches(monkeypatch, cost)
     group = batching._Group(engine.model())
-    group.open = [Open(ExpectedCall(*outlook)) for outlook in outlooks]
+    group.answers = [Open(ExpectedCall(*outlook)) for outlook in outlooks]
     group.update_is_batched()
     assert group.is_batched == goes
 
@@ -346,7 +454,7 @@ def test_calls_get_the_time_that_pieces_took():
     schedule.record_call(0.3)
     assert schedule.are_calls_first(640) and not schedule.are_calls_first(64)
     schedule.record_call(0.3)
-    assert not schedule.are_calls_first(10_000) and schedule.num_calls == 2
+    assert not schedule.are_calls_first(10_000)
     schedule.owe_seconds(3.0, is_decoding=True)
     schedule.owe_seconds(1.0, is_decoding=False)
     assert not schedule.are_calls_first(640), "nobody is decoded any more"

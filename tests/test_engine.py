@@ -551,6 +551,27 @@ def test_an_adapter_is_loaded_once_however_it_is_spelled(base, folders, tmp_path
             assert "no" in refusal(engine.model, one)
 
 
+def test_threads_that_ask_at_once_get_one_model(base, folders, tmp_path, monkeypatch):
+    """Also of "auto", and of nothing once the engine is closed."""
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (tmp_path,))
+    write_tiny_adapter(tmp_path / "chat", base, scope="streams")
+    with ssmlx.Engine(str(base), dtype="float32") as engine, ThreadPoolExecutor(8) as pool:
+        asked = [*("auto", "chat", None) * 4, *(folders["all"],) * 12]
+        *found, name = pool.map(
+            lambda one: engine.model(one) if one != "name" else engine.default_adapter,
+            [*asked, "name"],
+        )
+        assert name == "chat" and len({*found[:12]}) == len({*found[12:]}) == 1
+        assert engine.adapters[0] == "none"
+        assert sorted(engine.adapters[1:]) == sorted(["chat", str(folders["all"])])
+        closing = pool.submit(engine.close)
+        for future in [pool.submit(engine.model, "none") for _ in range(8)]:
+            error = future.exception()
+            assert error is None or "the engine is closed" in str(error)
+        closing.result()
+        assert "the engine is closed" in refusal(engine.model, "none")
+
+
 def test_a_fused_folders_own_streams_are_the_default_and_no_adapter(base, tmp_path):
     from test_swap import fuse
 

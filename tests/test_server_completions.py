@@ -66,16 +66,14 @@ def test_choices_share_their_prompt_and_their_calls(client, monkeypatch):
     pieces = []
     rows = []
     read = loop.append_piece_and_wait
-    step = Batch.step_or_note_error
+    step = Batch.step
 
     def reading(model, tokens, cache, taps):
         pieces.extend(tokens)
         return read(model, tokens, cache, taps)
 
     monkeypatch.setattr(loop, "append_piece_and_wait", reading)
-    monkeypatch.setattr(
-        Batch, "step_or_note_error", lambda self: rows.append(len(self.members)) or step(self)
-    )
+    monkeypatch.setattr(Batch, "step", lambda self: rows.append(len(self.members)) or step(self))
     monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_fastest_call", PLAIN_CALL)
     monkeypatch.setattr("ssmlx.policy.costs.FrozenCosts.calls", lambda self, kind: 1.001)
     for prompts in ([words(50, 7)], [words(40, 3), words(45, 30)]):

@@ -17,7 +17,7 @@ from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
 from ..loading.folders import Fetch
-from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, bundled_adapters, resolve_adapter
+from ..loading.names import bundled_adapters
 from . import options
 from .caches import PromptFile
 from .check import time_unknown_costs_before_answers
@@ -256,7 +256,7 @@ def list_or_swap_adapter(rest: str, chat: Chat) -> str:
     """
     import mlx.core as mx
 
-    from ..loading.attach import find_adapters_of_base, find_default_adapter
+    from ..loading.attach import choose_adapter, find_adapters_of_base
 
     if not rest:
         fitting = find_adapters_of_base(chat.session.model)
@@ -265,14 +265,11 @@ def list_or_swap_adapter(rest: str, chat: Chat) -> str:
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
         return f"{adapter_and_drafting_line(chat)}\nthat are here: {names}; {hint}"
-    found: Path | None
-    if rest == AUTO_ADAPTER:
-        rest, found = find_default_adapter(chat.session.model) or (NO_ADAPTER, None)
-    else:
-        found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
-    chat.session.swap_adapter(found)
+    fetch = Fetch(progress=options.DownloadBar())
+    name, folder = choose_adapter(rest, chat.session.model, fetch)
+    chat.session.swap_adapter(folder)
     mx.reset_peak_memory()
-    chat.adapter = rest
+    chat.adapter = name
     goes_on = chat.session.messages and not chat.session.asks_alone
     return adapter_and_drafting_line(chat) + ("; the conversation goes on" if goes_on else "")
 

@@ -809,7 +809,7 @@ def load_target_and_note_adapter(
     Raises:
         InputError: the model or the adapter cannot be loaded.
     """
-    from ..loading.attach import find_default_adapter, swap_adapter
+    from ..loading.attach import choose_adapter, swap_adapter
     from ..loading.load import load
     from ..model import metal
 
@@ -825,9 +825,8 @@ def load_target_and_note_adapter(
         group=group,
     )
     if args.adapter is None and model.config is None:
-        args.adapter, folder = NO_ADAPTER, None
-        if finds_adapter:
-            args.adapter, folder = find_default_adapter(model) or (NO_ADAPTER, None)
+        asked = AUTO_ADAPTER if finds_adapter else NO_ADAPTER
+        args.adapter, folder = choose_adapter(asked, model)
         if folder is not None:
             model = swap_adapter(model, folder)
     return model, tokenizer

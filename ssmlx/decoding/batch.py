@@ -47,8 +47,6 @@ class Row:
     unread: deque[Step] = field(default_factory=deque)
     position: int = 0  # of the token that the next call of a batch decides behind
     tail: mx.array | None = None  # [C] the last tokens before it
-    is_paused: bool = False  # nobody reads it, or it is over
-    error: Exception | None = None
 
     def sample_masked_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
         """Decide the token after `token`, by the row's own settings, mask and noise.
@@ -147,9 +145,8 @@ class Batch:
         """Give an answer a row in the calls to come, from the next `step` on.
 
         Its cache must hold its text but the last token. Sets the row's `position` and `tail` by its
-        text, and `is_paused` to False.
+        text.
         """
-        row.is_paused = False
         row.position = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
@@ -183,24 +180,27 @@ class Batch:
         for cache in self._caches:
             cache.filter(keep)
 
-    def step_or_note_error(self) -> None:
+    def step(self) -> list[Row]:
         """Admit rows that are joining, and read the next token of every row into its `unread`.
 
         Two tokens are read where a call was still under way when a row joined.
 
-        Rows that are over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch. Raises
-        nothing: an error is noted in the `error` of each row, and the batch is empty then.
+        Returns:
+            The rows that have left the batch: those that are over, or whose reader is `MOST_UNREAD`
+            tokens behind.
+
+        Raises:
+            Exception: what a call has raised; the batch is empty then.
         """
         try:
-            self._step_or_raise()
-        except Exception as error:
-            for row in self.members:
-                row.error = error
+            return self._launch_and_read_calls()
+        except Exception:
             self._joining = []
             self._forget_rows_and_calls()
+            raise
 
-    def _step_or_raise(self) -> None:
-        """Admit those that join, launch calls, and read the oldest.
+    def _launch_and_read_calls(self) -> list[Row]:
+        """Admit those that join, launch calls, and read the oldest; see `step`.
 
         Mostly a call runs while the one before it is read. Where a text has just joined, a row has
         a mask, or calls are not shared, each call is read at once.
@@ -212,8 +212,10 @@ class Batch:
             self._launch_next_call()
         if not waits:
             self._launch_next_call()  # to run while the tokens of the one before are read
+        gone: list[Row] = []
         while len(self._calls) > (0 if waits else 1):
-            self._read_oldest_call_and_drop_paused()
+            gone += self._read_oldest_call()
+        return gone
 
     def _admit_joining_rows(self) -> None:
         """Make rows of the answers that are joining.
@@ -268,13 +270,16 @@ class Batch:
             row.position += 1
         self._calls.append(([*rows], self._newest, logprobs))
 
-    def _read_oldest_call_and_drop_paused(self) -> None:
+    def _read_oldest_call(self) -> list[Row]:
         """Wait for the oldest call, and add its tokens to the rows' texts, and a
         step to the `unread` of each.
 
-        Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch.
+        Returns:
+            Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind: they have
+            left the batch.
         """
         rows, tokens, logprob_rows = self._calls.popleft()
+        gone: list[Row] = []
         for row, token, row_logprobs in zip(rows, to_list(tokens), logprob_rows, strict=True):
             if row is None:
                 continue
@@ -282,6 +287,8 @@ class Batch:
             row.text.append(token)
             part = row.take([token])
             row.unread.append(Step((token,), part, logprobs))
-            row.is_paused = part.is_last or len(row.unread) >= MOST_UNREAD
-        for row in [row for row in self._rows if row.is_paused]:
+            if part.is_last or len(row.unread) >= MOST_UNREAD:
+                gone.append(row)
+        for row in gone:
             self.remove_and_restore_cache(row)
+        return gone

@@ -5,28 +5,45 @@ on this machine and by how well each text is guessed (`ssmlx.policy`). An answer
 calls, with its keys and values, and its tokens stay the same but for ties, for the noise that it
 samples by belongs to a place in the text.
 
-Nothing runs unless somebody reads: whoever asks for a token that is not there makes the call that
-brings one to every row. A reader that falls behind leaves the batch until it has caught up.
+Nothing runs unless somebody reads. A reader that finds no token takes turns until there is one. A
+turn does what `Batches._take_turn` says is next: a piece of the first prompt in line, or calls. Its
+tokens are for whoever they belong to, and so is its error. Every open answer has one `Status`:
 
-Prompts take turns too, in pieces; the first piece of a new prompt goes before those of others. How
-long a piece is, and when calls come before it, `prompt_pieces` says. A piece is processed by the
-answer's own decoding loop, which shows it to the drafters that need to see prompts.
+    status    what brings it on                     what comes next
+    NEW       its first read                        WAITING; ALONE if its prompt is one token
+    WAITING   pieces of its prompt, in line with    ALONE when the prompt is processed; FAILED
+              others; its first goes before theirs
+    ALONE     calls of its own loop, with drafts    BATCHED where answers share calls; FAILED
+    BATCHED   calls of its group's batch            ALONE where they share none any more, and all
+                                                    is read; PAUSED if its reader falls behind, or
+                                                    it is over; FAILED
+    PAUSED    its reader, who reads what there is   ALONE, when all is read and more is asked for
+    FAILED    its reader, who reads what there is   OVER: then the error is raised
+    OVER      nothing
+
+From every status an answer is OVER when it is closed. `Batches._set_status` alone changes it.
+
+While answers decode, prompts get half of the time. How long a piece is, and when calls come before
+it, `prompt_pieces` says. Where calls come first, a waiting prompt's reader makes them: for all
+batches, and for each answer alone whose reader has taken all there was, so one call ahead at most.
+A piece is processed by the answer's own decoding loop, which shows it to the drafters that need to
+see prompts.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
 
 from ..decoding.batch import Batch, Mask, Row
-from ..decoding.step import Step, Steps, Take, take_all
+from ..decoding.step import Steps, Take, take_all
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
@@ -49,39 +66,64 @@ STAY = 1.05
 """Factor by which the other mode has to be faster for answers to change: a change costs calls."""
 TIMED_CALLS = 5
 """Calls for equally many texts, behind a first one, whose median teaches what such a call costs."""
-READER_TRIES = 5
-READER_SECONDS = 0.001
-"""How often, and for how long, a prompt waits for the readers of answers whose turn it is."""
+READER_SECONDS = 0.005
+"""How long a prompt waits for a reader who has just taken a step: what it may take to come back."""
+
+
+class Status(Enum):
+    """What an open answer is at; the module's docstring says how one follows another."""
+
+    NEW = auto()
+    WAITING = auto()
+    ALONE = auto()
+    BATCHED = auto()
+    PAUSED = auto()
+    FAILED = auto()
+    OVER = auto()
 
 
 @dataclass(eq=False, kw_only=True)
 class _OpenAnswer(Row):
-    """An open answer: its row in a batch, its plan, and its own decoding loop."""
+    """An open answer: its status, its row in a batch, its plan, and its own decoding loop."""
 
     plan: Plan
     group: _Group
-    # of `decode_plan`, on the whole prompt; None once it decodes, and where it has joined a batch
+    status: Status = Status.NEW
+    # of `decode_plan`: on the whole prompt, or behind the text where it was in a batch; None in a
+    # batch, and behind one until it makes a call alone
     steps: Any = None
     on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
+    error: Exception | None = None  # for its reader, where it has failed
+    read_at: float = 0.0  # when its reader took a step, of `time.perf_counter`
 
     @property
     def num_left(self) -> int:
         """Tokens of its prompt that are not processed yet; the last one is never counted."""
         return len(self.text) - 1 - self.cache.offset
 
-    def close_own_loop(self) -> None:
-        """End its own loop, if there is one; the cache stays as it is."""
+    @property
+    def is_decoding(self) -> bool:
+        """Whether calls bring it tokens now."""
+        return self.status in (Status.ALONE, Status.BATCHED)
+
+    def end_own_loop(self) -> None:
+        """End its own loop, if there is one; nothing is done to its cache."""
         if self.steps is not None:
             self.steps.close()
             self.steps = None
 
+    def compute_cache_without_last_token(self) -> None:
+        """Have its cache hold its text but the last token, computed, as a batch takes it."""
+        self.cache.keep_first(len(self.text) - 1)
+        mx.eval(self.cache.state)
+
 
 class _Group:
-    """The open answers of one model, and the batch that some of them have a row in.
+    """The answers of one model whose prompts are processed, and the batch of some of them.
 
     Attributes:
-        batch: rows of answers that share calls.
-        open: answers that decode, whose prompts are processed.
+        batch: rows of answers that share calls: those that are BATCHED.
+        answers: those that are ALONE, BATCHED or PAUSED.
         is_batched: whether answers share calls; `update_is_batched` sets it.
     """
 
@@ -96,10 +138,14 @@ class _Group:
         self._fits = fits
         self._token_bytes = cache_size_of(model).per_token
         self._learned, _ = learned_of(model)
-        self.open: list[_OpenAnswer] = []
+        self.answers: list[_OpenAnswer] = []
         self.is_batched = False
         self._seconds: list[float] = []  # of calls in a row for as many texts as the last
         self._num_texts = 0
+
+    def with_status(self, status: Status) -> list[_OpenAnswer]:
+        """Its answers that have `status`."""
+        return [row for row in self.answers if row.status is status]
 
     def update_is_batched(self) -> None:
         """Set `is_batched`: whether the answers that are read share calls from now on.
@@ -109,7 +155,7 @@ class _Group:
         is taken, the present one being favoured by `STAY`; never batched where fewer than two are
         read, the model cannot share calls, or there is no memory for the padding. No row is moved.
         """
-        rows = [row for row in self.open if not row.is_paused]
+        rows = [row for row in self.answers if row.is_decoding]
         if len(rows) < 2 or not self.batch.shares_calls:
             self.is_batched = False
             return
@@ -133,22 +179,7 @@ class _Group:
         more = padding * self._token_bytes - self.batch.padding_bytes
         return more <= 0 or self._fits(more)
 
-    def make_and_time_call(self) -> float:
-        """Make a call of the batch, learn from its seconds, and return them.
-
-        It brings a token to every row of the batch. Where a reader has fallen behind, the mode is
-        chosen anew.
-        """
-        members = self.batch.members
-        started = time.perf_counter()
-        self.batch.step_or_note_error()
-        seconds = time.perf_counter() - started
-        self._learn_cost_every_few_calls(members, seconds)
-        if any(row.is_paused for row in members):
-            self.update_is_batched()
-        return seconds
-
-    def _learn_cost_every_few_calls(self, members: Sequence[Row], seconds: float) -> None:
+    def learn_cost_every_few_calls(self, rows: Sequence[Row], seconds: float) -> None:
         """Add a call's seconds to those of calls for as many texts in a row.
 
         The first call for another number of texts is not counted, and forgets the others. When
@@ -157,21 +188,21 @@ class _Group:
         learned of calls for a single text.
 
         Args:
-            members: the rows of the call.
+            rows: of the call.
             seconds: that it took.
         """
-        if len(members) != self._num_texts:
-            self._num_texts = len(members)
+        if len(rows) != self._num_texts:
+            self._num_texts = len(rows)
             self._seconds = []
             return
         self._seconds.append(seconds)
-        if len(self._seconds) < TIMED_CALLS or len(members) < 2:
+        if len(self._seconds) < TIMED_CALLS or len(rows) < 2:
             return
-        context = self._mean_length(members)
+        context = self._mean_length(rows)
         plain = self._learned.costs.plain_seconds(context)
         if plain is not None:
             cost = median(self._seconds) / plain
-            self._learned.costs.learn_cost_and_return_change((BATCH, len(members)), context, cost)
+            self._learned.costs.learn_cost_and_return_change((BATCH, len(rows)), context, cost)
             self._learned.keep()
         self._seconds = []
 
@@ -193,7 +224,7 @@ class Batches:
         """Begin without answers; nothing is run."""
         self._fits = fits
         self._groups: dict[CacheKey, _Group] = {}
-        self._prompts: deque[_OpenAnswer] = deque()
+        self._waiting: deque[_OpenAnswer] = deque()  # the first one's piece is next
         self._schedule = PieceSchedule()
 
     @property
@@ -229,11 +260,12 @@ class Batches:
                 anything is decoded behind it; not where the prompt is one token.
 
         Yields:
-            A step for each call; None between pieces of the prompt.
+            A step for each call. None before each turn while the prompt waits, and behind the last
+            of these; and where a drafter starts.
 
         Raises:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
-            Exception: what processing its prompt or `on_prompt` has raised.
+            Exception: what processing its prompt, `on_prompt` or a call of its own has raised.
         """
         cache.keep_first(cache.offset)
         key = CacheKey.of(model)
@@ -261,103 +293,130 @@ class Batches:
             prefill_step_size=lambda: self._next_piece_length(row),
         )
         try:
-            yield from self._process_prompt_in_turns(row)
-            while True:
-                # It may have joined a batch that is no longer wanted.
-                yield from self._decode_batched(row)
-                yield from self._decode_alone(row)
-        finally:
-            with suppress(ValueError):
-                self._prompts.remove(row)
-            row.close_own_loop()
-            group.batch.remove_and_restore_cache(row)
-            if row in group.open:
-                group.open.remove(row)
-                group.update_is_batched()
-
-    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[None]:
-        """Have the prompt of `row` processed, in turns with other prompts and with calls.
-
-        Its first piece goes before those of others. A turn processes the next piece in line, this
-        prompt's or another's, or makes calls where these have to come first. Nothing is yielded for
-        a prompt of one token, whose answer begins to decode at once.
-
-        Yields:
-            None before each turn and behind the last.
-
-        Raises:
-            Exception: what processing a piece of it has raised, in whichever answer's turn.
-        """
-        if not row.num_left:
-            self._start_decoding(row)
-            return
-        self._prompts.appendleft(row)
-        tries = READER_TRIES
-        calls = self._schedule.num_calls
-        while row in self._prompts:
-            yield
-            if row not in self._prompts:  # somebody else's turn has done the rest
-                break
-            if calls != self._schedule.num_calls:
-                tries = READER_TRIES
-                calls = self._schedule.num_calls
-            if self._must_decode_first and self._make_batch_calls_or_wait(tries):
-                tries -= 1
+            if row.num_left:
+                self._set_status(row, Status.WAITING)
+                while row.status is Status.WAITING:
+                    yield None
+                    if row.status is Status.WAITING:  # else somebody's turn has done the rest
+                        self._take_turn(row)
+                yield None
             else:
-                self._process_next_piece_or_note_error()
-                tries = READER_TRIES
-        yield
-        if row.error is not None and row not in row.group.open:
-            raise row.error
+                self._start_decoding(row)
+            while True:
+                while not row.unread:
+                    if row.error is not None:
+                        raise row.error
+                    self._take_turn(row)
+                    if row.status is Status.ALONE and not row.unread:
+                        yield None
+                row.read_at = time.perf_counter()
+                yield row.unread.popleft()
+        finally:
+            self._set_status(row, Status.OVER)
+
+    # --- what is next ---
+
+    def _take_turn(self, row: _OpenAnswer) -> None:
+        """Do what is next, for the reader of `row`, which has no step to read.
+
+        That is a piece of the first prompt in line where one is due, or else calls: for an answer
+        that decodes, the one that brings its token; for a prompt that waits, those that come before
+        it. Where these are made, and their readers are not expected back, it is a piece all the
+        same. Errors are not raised here, but kept for the answers that they belong to.
+        """
+        if self._is_piece_due:
+            self._process_next_piece()
+        elif row.status is not Status.WAITING:
+            self._bring_token(row)
+        elif not self._make_calls_for_readers() and not self._is_reader_expected:
+            self._process_next_piece()
 
     @property
-    def _must_decode_first(self) -> bool:
-        """Whether decoding calls have to come before the next piece of a prompt.
-
-        True where a prompt waits, an answer decodes, and the schedule says so.
-        """
-        if not self._prompts or not self._is_decoding:
+    def _is_piece_due(self) -> bool:
+        """Whether a prompt waits, and no calls have to come before its next piece."""
+        if not self._waiting:
             return False
-        return self._schedule.are_calls_first(self._next_piece_length(self._prompts[0]))
+        length = self._next_piece_length(self._waiting[0])
+        return not self._is_decoding or not self._schedule.are_calls_first(length)
 
     @property
     def _is_decoding(self) -> bool:
-        """Whether any answer has its prompt behind it."""
-        return any(group.open for group in self._groups.values())
+        """Whether calls bring any answer tokens now."""
+        return any(row.is_decoding for group in self._groups.values() for row in group.answers)
 
-    def _make_batch_calls_or_wait(self, tries_left: int) -> bool:
-        """Make a call for every batch that has rows; without one, let readers of other answers make
-        theirs.
-
-        Args:
-            tries_left: how often readers are still waited for; below `READER_TRIES` it sleeps
-                `READER_SECONDS` first, where there is no batch.
-
-        Returns:
-            Whether the prompt waits another turn; False where no call was made and no tries are
-            left.
-        """
-        running = [group for group in self._groups.values() if group.batch.members]
-        for group in running:
-            self._schedule.record_call(group.make_and_time_call())
-        if not running and tries_left < READER_TRIES:  # none came while others had the thread
-            time.sleep(READER_SECONDS)
-        return bool(running) or tries_left > 0
+    @property
+    def _is_reader_expected(self) -> bool:
+        """Whether the reader of an answer alone has taken a step so lately that it may be about to
+        ask for more than the call that is ahead."""
+        since = time.perf_counter() - READER_SECONDS
+        alone = (row for group in self._groups.values() for row in group.with_status(Status.ALONE))
+        return any(row.read_at > since for row in alone)
 
     def _next_piece_length(self, row: _OpenAnswer) -> int:
         """Tokens of a row's prompt that its next turn is to process."""
-        is_alone = len(self._prompts) == 1 and not self._is_decoding
+        is_alone = len(self._waiting) == 1 and not self._is_decoding
         step_size = row.plan.config.prefill_step_size
         return self._schedule.next_piece_length(row.num_left, step_size, is_alone=is_alone)
 
-    def _process_next_piece_or_note_error(self) -> None:
+    # --- statuses ---
+
+    def _set_status(self, row: _OpenAnswer, status: Status) -> None:
+        """Take `row` out of where its status has it, and put it where the new one does.
+
+        Its group chooses anew whether answers share calls. Where it leaves its own loop for a
+        batch, or a batch, its cache holds its text but the last token.
+
+        Args:
+            row: an open answer.
+            status: another one than it has.
+        """
+        group = row.group
+        if row.status is Status.WAITING:
+            self._waiting.remove(row)
+        elif row.status is Status.BATCHED:
+            group.batch.remove_and_restore_cache(row)
+        if status not in (Status.WAITING, Status.ALONE):
+            row.end_own_loop()
+        row.status = status
+        if status is Status.WAITING:
+            self._waiting.appendleft(row)
+            return
+        if status is Status.BATCHED:
+            row.compute_cache_without_last_token()
+            group.batch.queue_to_join(row)
+        is_in_group = status in (Status.ALONE, Status.BATCHED, Status.PAUSED)
+        if is_in_group and row not in group.answers:
+            group.answers.append(row)
+        elif not is_in_group and row in group.answers:
+            group.answers.remove(row)
+        group.update_is_batched()
+
+    def _fail(self, row: _OpenAnswer, error: Exception) -> None:
+        """Keep `error` for the reader of `row`, which is brought no more tokens."""
+        row.error = error
+        self._set_status(row, Status.FAILED)
+
+    def _start_decoding(self, row: _OpenAnswer) -> None:
+        """Make `row` one of the answers that decode, alone or batched. Nothing is decoded."""
+        self._set_status(row, Status.ALONE)
+        self._batch_or_unbatch(row)
+
+    def _batch_or_unbatch(self, row: _OpenAnswer) -> None:
+        """Make `row` BATCHED where its group shares calls, or it has a mask; else ALONE."""
+        is_batched = row.group.is_batched or row.mask is not None
+        wanted = Status.BATCHED if is_batched else Status.ALONE
+        if row.status is not wanted:
+            self._set_status(row, wanted)
+
+    # --- turns ---
+
+    def _process_next_piece(self) -> None:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
 
         When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
-        either, is not raised: it is kept in `row.error` for the row's reader, and takes the prompt
-        out of the line. The schedule is told what the piece took.
+        either, fails its answer. The schedule is told what the piece took.
         """
-        row = self._prompts[0]
+        row = self._waiting[0]
         before = row.num_left
         started = time.perf_counter()
         try:
@@ -367,92 +426,86 @@ class Batches:
             if not row.num_left and row.on_prompt is not None:
                 row.on_prompt()
         except Exception as error:
-            row.error = error
+            self._fail(row, error)
             return
-        finally:
-            self._prompts.popleft()
         self._schedule.record_piece(before - row.num_left, seconds)
         if row.num_left:
-            self._prompts.append(row)
+            self._waiting.rotate(-1)
         else:
             self._start_decoding(row)
         self._schedule.owe_seconds(seconds, is_decoding=self._is_decoding)
 
-    def _start_decoding(self, row: _OpenAnswer) -> None:
-        """Count `row` among the answers that decode, and choose its group's mode anew.
+    def _bring_token(self, row: _OpenAnswer) -> None:
+        """Make the call that brings `row`, which has nothing to read, its next token: its own, or
+        its batch's, which it joins or leaves before."""
+        if row.status is Status.PAUSED:
+            self._set_status(row, Status.ALONE)
+        elif row.status is Status.ALONE:
+            row.group.update_is_batched()
+        self._batch_or_unbatch(row)
+        if row.status is Status.BATCHED:
+            self._make_batch_call(row.group)
+        else:
+            self._make_own_call(row)
 
-        It joins the batch at once where answers share calls, or where it has a mask. Nothing is
-        decoded.
+    def _make_calls_for_readers(self) -> bool:
+        """Make a call for every batch that has rows, and one for each answer alone that has nothing
+        to read; returns whether there was any."""
+        groups = self._groups.values()
+        batched = [group for group in groups if group.with_status(Status.BATCHED)]
+        alone = [row for group in groups for row in group.with_status(Status.ALONE)]
+        alone = [row for row in alone if not row.unread]
+        for group in batched:
+            self._make_batch_call(group)
+        for row in alone:
+            self._make_own_call(row)
+        return bool(batched or alone)
+
+    def _make_batch_call(self, group: _Group) -> None:
+        """Make a call of a batch, which has a token to read for every BATCHED answer then.
+
+        Those that are over, or whose readers have fallen behind, are PAUSED. If the call fails, all
+        of them have. What it took is learned, and the schedule told.
         """
-        row.group.open.append(row)
-        row.group.update_is_batched()
-        if row.group.is_batched or row.mask is not None:
-            self._join_batch(row)
+        rows = group.with_status(Status.BATCHED)
+        started = time.perf_counter()
+        try:
+            paused = group.batch.step()
+        except Exception as error:
+            for row in rows:
+                failure = RuntimeError("a call for several answers failed")
+                failure.__cause__ = error
+                self._fail(row, failure)
+            return
+        seconds = time.perf_counter() - started
+        group.learn_cost_every_few_calls(rows, seconds)
+        for row in rows:
+            if row in paused:
+                self._set_status(row, Status.PAUSED)
+        self._schedule.record_call(seconds)
 
-    @staticmethod
-    def _join_batch(row: _OpenAnswer) -> None:
-        """Have `row` join its group's batch, which takes its cache: its own loop ends."""
-        row.close_own_loop()
-        row.group.batch.queue_to_join(row)
+    def _make_own_call(self, row: _OpenAnswer) -> None:
+        """Make a call of a row that is ALONE, with drafts, or start one of its drafters.
 
-    def _decode_batched(self, row: _OpenAnswer) -> Iterator[Step]:
-        """Yield steps of a token each of `row`, by calls of its batch, as long as answers share
-        calls.
-
-        An answer with a mask never stops sharing. Where the row's next token is not there yet, it
-        makes the batch's call itself, for all members, and before it the pieces of waiting prompts
-        that are due. When answers stop sharing calls and all tokens are read, the row leaves the
-        batch, even if nothing was yielded. Closed or failing, it leaves the row to `decode`.
-
-        Args:
-            row: joins the batch where it is not in it.
-
-        Raises:
-            RuntimeError: a call that it shared has failed.
+        Its own loop goes on, or a new one begins behind its text, if it was in a batch. A call's
+        tokens are appended to `row.text`, and are there to read. An error fails the row.
         """
-        group = row.group
-        batch = row.group.batch
-        while row.unread or row.error or row.mask or group.is_batched:
-            while not row.unread:
-                if row.error is not None:
-                    raise RuntimeError("a call for several answers failed") from row.error
-                if row not in batch.members:
-                    self._join_batch(row)
-                    group.update_is_batched()
-                while self._prompts and not self._must_decode_first:
-                    self._process_next_piece_or_note_error()
-                self._schedule.record_call(group.make_and_time_call())
-            yield row.unread.popleft()
-        batch.remove_and_restore_cache(row)
-
-    def _decode_alone(self, row: _OpenAnswer) -> Steps:
-        """Yield a step for each call of `row` alone, with drafts, until answers share calls.
-
-        Its own loop goes on, or a new one begins behind its text, if it was in a batch. In the end
-        its cache holds all of its text but the last token, computed. The mode is chosen anew
-        behind each call. The tokens are appended to `row.text`.
-
-        Args:
-            row: has no row in the batch.
-        """
-        steps: Any = row.steps or decode_plan(
-            row.plan,
-            row.model,
-            row.text[-1:],
-            row.cache,
-            context=row.text[:-1],
-            take=row.take,
-        )
-        row.steps = None
-        with closing(steps):
-            started = time.perf_counter()
-            for step in steps:
-                row.text += step.tokens if step is not None else ()
-                self._schedule.record_call(time.perf_counter() - started)
-                yield step
-                row.group.update_is_batched()
-                if row.group.is_batched:
-                    break
-                started = time.perf_counter()
-        row.cache.keep_first(len(row.text) - 1)
-        mx.eval(row.cache.state)
+        if row.steps is None:
+            row.steps = decode_plan(
+                row.plan,
+                row.model,
+                row.text[-1:],
+                row.cache,
+                context=row.text[:-1],
+                take=row.take,
+            )
+        started = time.perf_counter()
+        try:
+            step = next(row.steps)
+        except Exception as error:
+            self._fail(row, error)
+            return
+        self._schedule.record_call(time.perf_counter() - started)
+        if step is not None:
+            row.text += step.tokens
+            row.unread.append(step)

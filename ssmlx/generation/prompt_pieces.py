@@ -19,14 +19,10 @@ class PieceSchedule:
     """Says how many tokens of a prompt are processed next, and whether calls come before them.
 
     While answers are decoded, prompts get half of the time: what pieces took, calls get.
-
-    Attributes:
-        num_calls: decoding calls that were counted.
     """
 
     def __init__(self) -> None:
-        """Begin without anything timed or counted."""
-        self.num_calls = 0
+        """Begin without anything timed."""
         self._tokens_per_second: float | None = None  # of the last piece that was long enough
         # seconds that pieces took while answers were decoded, and calls did not take since
         self._owed_seconds = 0.0
@@ -70,6 +66,5 @@ class PieceSchedule:
         self._owed_seconds = self._owed_seconds + seconds if is_decoding else 0.0
 
     def record_call(self, seconds: float) -> None:
-        """Count a decoding call, and take its seconds from what is owed."""
-        self.num_calls += 1
+        """Take a decoding call's seconds from what is owed."""
         self._owed_seconds = max(0.0, self._owed_seconds - seconds)

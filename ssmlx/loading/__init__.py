@@ -10,7 +10,8 @@
 | `gguf.py` | that model's GGUF file to a folder in mlx-lm's layout |
 | `adapter.py` | an adapter's folder: its format, read and written; values, no model |
 | `lora_files.py` | LoRA and DoRA in mlx-lm's and PEFT's files |
-| `attach.py` | an adapter on a loaded base, off it, exchanged; what "auto" finds |
+| `attach.py` | an adapter on a loaded base, off it, exchanged; what "auto" means |
+| `loaded_adapters.py` | an engine's adapters, each loaded once on the one base |
 | `adapt_runs.py` | adapters that were made on this machine, by the weights they are for |
 | `known_heads.py` | heads that were trained to draft for published models: a table |
 | `model_heads.py` | which of them are a loaded model's, and which are on this machine |

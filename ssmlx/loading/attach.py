@@ -28,6 +28,7 @@ from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
+    NO_ADAPTER,
     adapters_made_here,
     bundled_adapters,
     resolve_adapter,
@@ -228,11 +229,10 @@ def swap_adapter(
         InputError: the adapter is missing, broken, or belongs to another model; or the model's
             folder cannot be read again.
     """
-    if adapter == AUTO_ADAPTER:
-        _, adapter = find_default_adapter(model) or ("", None)
     if isinstance(adapter, str | Path):
         own = model.backbone.origin
-        folder = resolve_adapter(adapter, Fetch(cache_dir=own.cache_dir, offline=own.offline))
+        fetch = Fetch(cache_dir=own.cache_dir, offline=own.offline)
+        _, folder = choose_adapter(adapter, model, fetch)
         adapter = None if folder is None else load_adapter(folder)
     if adapter is None:
         return StreamFusedModel(model.backbone.without_adapter())
@@ -255,6 +255,29 @@ def find_adapters_of_base(model: StreamFusedModel) -> dict[str, Path]:
             if read_base_identity(folder).find_difference(identity) is None:
                 found[name] = folder
     return found
+
+
+def choose_adapter(
+    asked: str | Path, model: StreamFusedModel, fetch: Fetch | None = None
+) -> tuple[str, Path | None]:
+    """Find which adapter a user means for a loaded model, "auto" included; nothing is loaded.
+
+    Args:
+        asked: "auto" for what `find_default_adapter` finds, or else as `resolve_adapter` takes it.
+        model: whose base is looked at for "auto"; an adapter on it changes nothing, and streams
+            that are part of it are not meant.
+        fetch: how to download; None for the usual way.
+
+    Returns:
+        Its name and its folder: "none" and None for the base alone, as "auto" is where nothing is
+        found.
+
+    Raises:
+        InputError: no adapter has this name, or it cannot be fetched.
+    """
+    if asked == AUTO_ADAPTER:
+        return find_default_adapter(model) or (NO_ADAPTER, None)
+    return str(asked), resolve_adapter(asked, fetch)
 
 
 def find_default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:

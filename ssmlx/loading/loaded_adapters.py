@@ -1,0 +1,137 @@
+"""The adapters that an engine has loaded: all on one base, whose weights they share."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import require
+from ..model.streams import StreamFusedModel
+from .adapter import load_adapter
+from .attach import attach_adapter, choose_adapter
+from .folders import Fetch
+from .names import AUTO_ADAPTER, NO_ADAPTER
+
+
+@dataclass(frozen=True)
+class _LoadedAdapter:
+    """The base with an adapter, or alone."""
+
+    name: str  # by which it was first asked for
+    model: StreamFusedModel
+
+
+class LoadedAdapters:
+    """One base alone and with any of its adapters, each loaded when it is first asked for.
+
+    Any thread may ask. The same folder gives the same model, under whatever name it is asked for.
+
+    Args:
+        loaded: the base; where it has streams, as of a fused folder, these are what "auto" means.
+        merge_lora: as `ssmlx.load` takes it.
+        fetch: how to fetch what is not here.
+    """
+
+    def __init__(self, loaded: StreamFusedModel, *, merge_lora: bool, fetch: Fetch) -> None:
+        """Begin with the base alone.
+
+        The arguments are explained at the class.
+        """
+        self._merge_lora = merge_lora
+        self._fetch = fetch
+        self._lock = threading.Lock()  # of all below
+        self._own_streams = loaded if loaded.config is not None else None
+        alone = StreamFusedModel(loaded.backbone.without_adapter())
+        self._loaded: dict[Path | None, _LoadedAdapter] = {  # by resolved folder
+            None: _LoadedAdapter(NO_ADAPTER, alone)
+        }
+        # What a name was found to be: the adapter's own name, and its folder. Not of a `Path`,
+        # which is another folder in another working directory.
+        self._chosen: dict[str, tuple[str, Path | None]] = {}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._loaded
+
+    @property
+    def names(self) -> list[str]:
+        """What is loaded, by the names that it was first asked for by, and "none" for the base
+        alone; nothing when it is closed."""
+        return [one.name for one in list(self._loaded.values())]
+
+    def model(self, asked: str | Path) -> StreamFusedModel:
+        """The base with an adapter, which is loaded unless it is there.
+
+        Args:
+            asked: as `choose_adapter` takes it; "auto" is the streams that the base has of its own,
+                if it has any.
+
+        Raises:
+            InputError: there is no such adapter, it is broken, or another model's; or all is
+                closed.
+        """
+        name, folder = self._choose(asked)
+        key = None if folder is None else folder.resolve()
+        with self._lock:
+            self._require_open()  # it may have been closed meanwhile
+            if name is None:
+                assert self._own_streams is not None
+                return self._own_streams
+            if folder is not None and key not in self._loaded:
+                backbone = self._loaded[None].model.backbone
+                adapter = load_adapter(folder)
+                model = attach_adapter(backbone, adapter, merge_lora=self._merge_lora)
+                self._loaded[key] = _LoadedAdapter(name, model)
+            if isinstance(asked, str):
+                self._chosen[asked] = name, folder
+            return self._loaded[key].model
+
+    def name_of(self, asked: str | Path) -> str | None:
+        """The name of an adapter; of "auto", of what that is found to be, which is not loaded.
+
+        Returns:
+            "none" for the base alone, None for the base's own streams.
+
+        Raises:
+            InputError: "auto" has to be looked for, and all is closed.
+        """
+        if asked != AUTO_ADAPTER:
+            return str(asked)
+        name, folder = self._choose(asked)
+        if name is not None:
+            with self._lock:  # so that it stays what it is
+                self._chosen[AUTO_ADAPTER] = name, folder
+        return name
+
+    def _choose(self, asked: str | Path) -> tuple[str | None, Path | None]:
+        """The name and the folder of an adapter, see `choose_adapter`; both None for the base's own
+        streams. The lock is free while one is fetched or looked for.
+
+        Raises:
+            InputError: there is no such adapter, or all is closed.
+        """
+        with self._lock:
+            self._require_open()
+            if asked == AUTO_ADAPTER and self._own_streams is not None:
+                return None, None
+            if isinstance(asked, str) and asked in self._chosen:
+                return self._chosen[asked]
+            alone = self._loaded[None].model
+        return choose_adapter(asked, alone, self._fetch)
+
+    def _require_open(self) -> None:
+        """Raise InputError where it is closed."""
+        require(
+            not self.is_closed,
+            "the engine is closed",
+            expected="an open one",
+            do="make a new `ssmlx.Engine`",
+        )
+
+    def close(self) -> bool:
+        """Let go of all models; returns whether it was open."""
+        with self._lock:
+            was_open = not self.is_closed
+            self._loaded = {}
+            self._own_streams = None
+            return was_open
