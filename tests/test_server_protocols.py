@@ -174,6 +174,22 @@ def test_text_before_a_call_is_told_at_once_and_every_token_once():
     assert call.name == "add" and len(parser.split_into_parts(ChoiceEnd("stop", LAST))) == 1
 
 
+def test_every_api_reports_the_tokens_of_reasoning():
+    parser = AnswerParser(TOKENIZER, OFFERED)
+    for text, tokens in (("<think>Hm", 3), (", so", 2), ("</think>I add.", 4), (CALL, 9)):
+        parser.split_into_parts(TextPart(text, tokens))
+    assert parser.split_into_parts(ChoiceEnd("length", LAST))[-1].reasoning_tokens == 5
+    scripted = Scripted(f"{THOUGHT}I add.", 1000)
+    chat = {"messages": USER}
+    for route, body, output, details, name in (
+        ("chat/completions", chat, "completion_tokens", "completion_tokens_details", "reasoning"),
+        ("messages", chat, "output_tokens", "output_tokens_details", "thinking"),
+        ("responses", {"input": "1 + 2?"}, "output_tokens", "output_tokens_details", "reasoning"),
+    ):
+        usage = posted(scripted, route, body).json()["usage"]
+        assert usage[output] == 20 and usage[details][f"{name}_tokens"] == 2, route
+
+
 def test_other_models_markers():
     own = make_tokenizer(mistral, thinks=False)
     text = '[TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'

@@ -126,6 +126,7 @@ class AnswerParser:
         self._call = ""
         self._is_behind_marker = False
         self._has_called = False
+        self._reasoning_tokens = 0
         self._name = "normal"
         machine = TextStateMachine()
         if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
@@ -144,13 +145,15 @@ class AnswerParser:
         Of a piece there is at least one part. The first one has the piece's token count and log
         probabilities, unless it is a call. At the end, text that was held back comes first, and the
         end last; its `reason` is "tool_calls" if the answer stopped by itself and has called a
-        tool.
+        tool, and its `reasoning_tokens` are those of the parts before it.
         """
         if isinstance(part, TextPart):
             self._state, segments = TextStateMachine.split(self._state, part.text)
             first, *more = self._parts_of_segments(segments) or [TextPart("")]
             if isinstance(first, TextPart):  # these are of the whole part
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
+            if isinstance(first, ReasoningPart):
+                self._reasoning_tokens += first.tokens
             return [first, *more]
         self._state, text, _ = TextStateMachine.flush(self._state)
         found = self._parts_of_segments([(self._name, text)])
@@ -159,7 +162,9 @@ class AnswerParser:
             is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
             found += self._parse_collected_calls_or_text(is_cut=is_cut)
         is_call = self._has_called and part.reason == "stop"
-        return [*found, replace(part, reason="tool_calls") if is_call else part]
+        reason = "tool_calls" if is_call else part.reason
+        end = replace(part, reason=reason, reasoning_tokens=self._reasoning_tokens)
+        return [*found, end]
 
     def _parts_of_segments(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
         """Return the parts of (state, text) segments of mlx-lm's state machine; none for empty
