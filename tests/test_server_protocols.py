@@ -75,6 +75,7 @@ class Scripted:
         self.texts = pieces(text, size)
         self.reason = reason
         self.stop = stop
+        self.reader = self  # in the place of a `PromptReader`
 
     def with_served_model_or_404(self, ask):
         return replace(ask, model="tiny")

@@ -16,7 +16,7 @@ from ..api import GenerationResponse
 from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
-from .logprobs import segment_logprobs
+from .logprobs import TokenEntries
 from .request_prompts import Prompt
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
 from .schemas import tools_for_parser
@@ -32,6 +32,7 @@ class Choice:
         prompt: Prompt,
         config: GenerateConfig,
         tokenizer: TokenizerWrapper,
+        token_entries: TokenEntries,
         prompt_cache: PromptCache,
     ) -> None:
         """Begin a choice; nothing is decoded yet.
@@ -43,6 +44,7 @@ class Choice:
             config: the request's settings. The choice's seed is theirs plus its number among those
                 of its prompt.
             tokenizer: of the model.
+            token_entries: makes the entries of log probabilities, by the same tokenizer.
             prompt_cache: of the client.
         """
         own = number % ask.choices
@@ -52,7 +54,7 @@ class Choice:
         self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
         self.prompt_cache = prompt_cache
         self.is_first = own == 0  # of its prompt
-        self._tokenizer = tokenizer
+        self._token_entries = token_entries
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
     def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
@@ -65,7 +67,7 @@ class Choice:
         """
         # A text completion reports its end token, too, as OpenAI's and vLLM's do.
         reports_end = not self.ask.is_chat
-        logprobs = segment_logprobs(self._tokenizer, response, with_end_token=reports_end)
+        logprobs = self._token_entries.of_segment(response, with_end_token=reports_end)
         piece = TextPart(response.text, len(response.tokens), logprobs)
         return self._with_number(self._parser.split_into_parts(piece))
 

@@ -370,7 +370,7 @@ class TextCompletionWriter:
         The token itself is among `top_logprobs`, whether or not it is one of the likeliest.
 
         Args:
-            token_entries: as `segment_logprobs` returns them.
+            token_entries: as `TokenEntries.of_segment` returns them.
             text_offset: characters of the choice's text before them.
         """
         sizes = [len(one["token"]) for one in token_entries]

@@ -19,7 +19,7 @@ from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig
 from .grammars import grammar_mask
-from .logprobs import prompt_logprobs
+from .logprobs import TokenEntries
 from .requests import AnswerRequest, RequestError, check_field
 from .tool_grammars import MAX_CALLS, tool_call_grammar
 
@@ -70,6 +70,7 @@ class PromptReader:
     template_args: Mapping[str, Any]  # a request's own go first
 
     def __post_init__(self) -> None:
+        self.token_entries = TokenEntries(self.engine.tokenizer)
         self._tokenizing = threading.Lock()
 
     def read_checked_prompts_and_config(
@@ -198,11 +199,9 @@ class PromptReader:
             return grammar_mask(tokenizer, grammar)
 
     def scored_entries(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
-        """Return the entries of a scored prompt's tokens, as `logprobs.prompt_logprobs` returns
-        them.
-        """
+        """Return the entries of a scored prompt's tokens, as `TokenEntries.of_prompt` does."""
         with self._tokenizing:
-            return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], found.logprobs)
+            return self.token_entries.of_prompt(prompt.tokens[0], found.logprobs)
 
 
 def _require_template_for_turns_and_tools(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
