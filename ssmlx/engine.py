@@ -27,7 +27,7 @@ from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
-from .generation.plan import Decode, decode_plan
+from .generation.plan import Decode, decode_plan, within_limit
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
@@ -375,7 +375,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self.memory_pool.within_limit(decode),
+            decode=within_limit(self.memory_pool, decode),
             loaded=loaded,
             earlier=prompt_cache.answers(model),
             joins_prompt=joins_prompt,

@@ -26,7 +26,7 @@ from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
-from .generation.plan import Decode, decode_plan, drafter_name, make_plan
+from .generation.plan import Decode, decode_plan, drafter_name, make_plan, within_limit
 from .generation.pool import MemoryPool
 from .loading.attach import swap_adapter
 from .model.cache import TreeCache
@@ -354,7 +354,7 @@ class ChatSession:
         decode: Decode = decode_plan
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
-            decode = self._pool.within_limit(decode_plan)
+            decode = within_limit(self._pool, decode_plan)
 
         def keep_turn(given: GivenAnswer) -> None:
             """Keep the answer, as far as it was given out, in the conversation, and count it in the
