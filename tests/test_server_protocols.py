@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import ssmlx
 from ssmlx.server.app import make_app
 from ssmlx.server.choices import AnswerParser
-from ssmlx.server.grammars import grammar_mask, json_grammar
+from ssmlx.server.grammars import grammar_mask, json_grammar, llguidance_tokenizer
 from ssmlx.server.handler import Limits, PrometheusMetrics, RequestHandler
 from ssmlx.server.requests import AnswerRequest, ChoiceEnd, ReasoningPart, TextPart, ToolCallPart
 
@@ -368,7 +368,7 @@ def test_a_schema_is_followed_whatever_the_logits():
     }  # fmt: skip
     noise = np.random.default_rng(0)
     for _ in range(5):
-        constrain = grammar_mask(TOKENIZER, json_grammar(schema))
+        constrain = grammar_mask(llguidance_tokenizer(TOKENIZER), json_grammar(schema))
         tokens = []
         while not tokens or tokens[-1] not in TOKENIZER.eos_token_ids:
             logits = mx.array(noise.normal(size=(1, 300)).astype(np.float32))
@@ -379,7 +379,7 @@ def test_a_schema_is_followed_whatever_the_logits():
         assert found["name"] in ("é", "b") and all(type(one) is int for one in found["tags"])
     for bad in ({"type": "foo"}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}):
         assert "expected one that llguidance knows" in refusal(
-            grammar_mask, TOKENIZER, json_grammar(bad)
+            grammar_mask, llguidance_tokenizer(TOKENIZER), json_grammar(bad)
         )
 
 

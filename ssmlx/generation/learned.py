@@ -123,7 +123,11 @@ class Learned:
 
 
 _BY_PATH: dict[Path, Learned] = {}
+"""One for each file, of the whole process: two that wrote the same file would each lose what the
+other learned. Tests put an empty one in its place."""
 _BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictionary()
+"""The file and the adapter of a model, which digests of its weights decide, as long as it lives.
+Tests begin with an empty one each (`nothing_learned`), for `_FOLDER` is another then."""
 
 
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:

@@ -6,8 +6,10 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
+from llguidance import LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.exceptions import HTTPException
 
@@ -18,7 +20,7 @@ from ..generation.scoring import ScoredPrompt
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig
-from .grammars import grammar_mask
+from .grammars import grammar_mask, llguidance_tokenizer
 from .logprobs import TokenEntries
 from .requests import AnswerRequest, RequestError, check_field
 from .tool_grammars import MAX_CALLS, tool_call_grammar
@@ -193,10 +195,15 @@ class PromptReader:
             return None
         with self._tokenizing:
             if not ask.forced_tools:
-                return grammar_mask(tokenizer, ask.grammar or "")
+                return grammar_mask(self._llguidance_tokenizer, ask.grammar or "")
             most = MAX_CALLS if ask.parallel_calls else 1
             grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
-            return grammar_mask(tokenizer, grammar)
+            return grammar_mask(self._llguidance_tokenizer, grammar)
+
+    @cached_property
+    def _llguidance_tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance needs it; made when the first grammar comes, and kept."""
+        return llguidance_tokenizer(self.engine.tokenizer)
 
     def scored_entries(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
         """Return the entries of a scored prompt's tokens, as `TokenEntries.of_prompt` does."""
