@@ -82,11 +82,6 @@ class Comparison:
     divergence: Divergence | None = None
 
     @property
-    def streaming(self) -> GenerationResponse:
-        """`speculative` by its earlier name."""
-        return self.speculative
-
-    @property
     def speed_up(self) -> float:
         """Whole answers, prompt and all: how many times as fast as plain decoding."""
         return exp(fmean(map(log, self.ratios)))

@@ -113,8 +113,7 @@ def test_nothing_drafts_where_plain_decoding_is_asked_for():
 def test_what_is_loaded_drafts(model):
     heads = make_heads("medusa", model.backbone)
     for loaded, kind in ((DraftModel(make_base()), "draft-model"), (heads, "medusa")):
-        more = {"draft_model" if kind == "draft-model" else "heads": loaded}
-        plan = make_plan(model, **more)
+        plan = make_plan(model, drafter=loaded)
         assert plan.kind == kind and list(plan.loaded) == [loaded]
         assert isinstance(plan.controller, Controller)
 

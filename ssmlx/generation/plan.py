@@ -115,8 +115,6 @@ def make_plan(
     config: GenerateConfig | None = None,
     *,
     drafter: DrafterArgument | None = None,
-    draft_model: Loaded | None = None,
-    heads: Loaded | None = None,
     context: int = 0,
     earlier: EarlierAnswers | None = None,
     end_tokens: Collection[int] = (),
@@ -131,7 +129,7 @@ def make_plan(
     Args:
         model: as `ssmlx.load` returns it.
         config: the settings.
-        drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
+        drafter: what drafts, as `ssmlx.stream_generate` takes it.
         context: tokens that are committed when the answer begins.
         earlier: the session's answers before this one, which it may repeat.
         end_tokens: tokens that end an answer, or a part of it: text drafts end with them.
@@ -144,7 +142,7 @@ def make_plan(
         InputError: the settings do not fit the model or what is loaded.
     """
     config = replace(config or GenerateConfig(), **settings)
-    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter)
     loaded = loaded or default_drafters(model, config)
     kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
