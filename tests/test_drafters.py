@@ -288,7 +288,7 @@ def test_a_trie_merges_what_is_equal():
     assert trie.add([1, 2, 3]) == 3
     assert trie.add([5], 1) == 5
     tree = trie.to_padded_tree(4)
-    index = trie.indices_in_tree().tolist()
+    index = trie.indices_in_tree()
     assert tree.tokens.tolist() == [9, 1, 2, 5, 3, 4, PAD_TOKEN, PAD_TOKEN]
     assert tree.depths.tolist() == [0, 1, 2, 2, 3, 3, 1, 1]
     assert tree.parents.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
