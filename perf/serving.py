@@ -38,6 +38,7 @@ from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
 from ssmlx.report import Columns, table
+from ssmlx.server.__main__ import adapter_of_each_served_name
 from ssmlx.settings import PREFILL_STEP_SIZE
 
 from .run.options import add_model_option, add_out_option, exit_if_count_below_one
@@ -141,7 +142,7 @@ def running_server(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
     Args:
         name: a key of `MODULES`.
         folder: of the weights; the server's log is written there.
-        adapter: for ssmlx's server.
+        adapter: for ssmlx's server: a folder or a name.
 
     Raises:
         InputError: it did not start within three minutes.
@@ -152,8 +153,10 @@ def running_server(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
     options = ["--model", str(folder), "--port", str(port)]
     model = str(folder)
     if name == "ssmlx":
+        # The server runs in another folder.
+        adapter = str(Path(adapter).resolve()) if Path(adapter).exists() else adapter
         options = [*options, "--adapter", adapter]
-        model = f"{folder.name}:{adapter}"
+        *_, model = adapter_of_each_served_name(folder.name, [adapter])
     address = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START
     with (folder / f"{name}.log").open("w") as log:

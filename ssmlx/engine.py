@@ -296,7 +296,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self.memory_pool.within_limit(decode),
+            decode=within_limit(self.memory_pool, decode),
             loaded=loaded,
             earlier=prompt_cache.answers(model),
             joins_prompt=joins_prompt,

@@ -25,6 +25,8 @@ from .errors import InputError, require
 Result = TypeVar("Result")
 
 _computing_process: int | None = None
+"""The id of the process in which MLX computes, once it does: of the process, so that a fork finds
+it. Never reset; tests of forks fork."""
 
 
 class Closable(Protocol):
@@ -163,7 +165,8 @@ class MlxThread:
 
 
 THREAD = MlxThread()
-"""The one of this process."""
+"""One for the process: arrays of one thread cannot be computed on another, so that two engines in
+one process share it. Never reset: it stops with the process."""
 
 
 def _keep_open_alive() -> None:
@@ -187,6 +190,7 @@ def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
 
 
 _num_wired = 0
+"""Open blocks of `wired_weights`: of the process, as MLX's limit is, which the last sets back."""
 _limit_before = 0
 
 

@@ -20,7 +20,7 @@ from .errors import require
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
-from .generation.plan import Decode, decode_plan, drafter_name, make_plan
+from .generation.plan import Decode, decode_plan, drafter_name, make_plan, within_limit
 from .generation.pool import MemoryPool
 from .generation.segments import (
     GenerationResponse,
@@ -81,11 +81,6 @@ class Comparison:
     plain: GenerationResponse
     ratios: Sequence[float]
     divergence: Divergence | None = None
-
-    @property
-    def streaming(self) -> GenerationResponse:
-        """`speculative` by its earlier name."""
-        return self.speculative
 
     @property
     def speed_up(self) -> float:
@@ -355,7 +350,7 @@ class ChatSession:
         decode: Decode = decode_plan
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
-            decode = self._pool.within_limit(decode_plan)
+            decode = within_limit(self._pool, decode_plan)
 
         def keep_turn(given: GivenAnswer) -> None:
             """Keep the answer, as far as it was given out, in the conversation, and count it in the

@@ -117,15 +117,15 @@ def drafter_settings():
         "prompt-lookup": {"drafter": "prompt-lookup"},
         "prompt-lookup, threshold": {"drafter": "prompt-lookup", "prune": THRESHOLD},
         "lookahead": {"drafter": "lookahead", "lookahead": SMALL_LOOKAHEAD},
-        "draft-model": {"draft_model": draft},
-        "draft-model, wide": {"draft_model": draft, "draft": DraftModelConfig(width=3)},
-        "medusa": {"heads": medusa},
-        "medusa, full": {"heads": medusa, "tree": TreeConfig(kind="full", width=2)},
-        "medusa, few tokens": {"heads": make_heads("medusa", backbone, vocab=FEW_TOKENS)},
-        "medusa, budget": {"heads": medusa, "prune": BUDGET},
-        "mlp-speculator": {"heads": stages},
-        "mlp-speculator, few tokens": {"heads": few, "speculator_tree": small},
-        "mlp-speculator, threshold": {"heads": stages, "prune": THRESHOLD},
+        "draft-model": {"drafter": draft},
+        "draft-model, wide": {"drafter": draft, "draft": DraftModelConfig(width=3)},
+        "medusa": {"drafter": medusa},
+        "medusa, full": {"drafter": medusa, "tree": TreeConfig(kind="full", width=2)},
+        "medusa, few tokens": {"drafter": make_heads("medusa", backbone, vocab=FEW_TOKENS)},
+        "medusa, budget": {"drafter": medusa, "prune": BUDGET},
+        "mlp-speculator": {"drafter": stages},
+        "mlp-speculator, few tokens": {"drafter": few, "speculator_tree": small},
+        "mlp-speculator, threshold": {"drafter": stages, "prune": THRESHOLD},
     }
 
 
@@ -256,7 +256,7 @@ def test_the_target_as_its_own_draft_model(num_draft_tokens, width):
     model = bare_model()
     draft = DraftModelConfig(num_draft_tokens=num_draft_tokens, width=width)
     for sampling in ({}, {"temp": 1.0, "seed": 2, "repetition_penalty": 1.5}):
-        settings = {"draft_model": DraftModel(make_base()), "draft": draft, **sampling}
+        settings = {"drafter": DraftModel(make_base()), "draft": draft, **sampling}
         settings["decoding"] = "speculative"
         settings["max_tokens"] = 1 + 4 * (num_draft_tokens + 1)
         responses = list(stream_generate(model, make_tokenizer(), [3, 1], **settings))
@@ -288,7 +288,7 @@ def test_a_trie_merges_what_is_equal():
     assert trie.add([1, 2, 3]) == 3
     assert trie.add([5], 1) == 5
     tree = trie.to_padded_tree(4)
-    index = trie.indices_in_tree().tolist()
+    index = trie.indices_in_tree()
     assert tree.tokens.tolist() == [9, 1, 2, 5, 3, 4, PAD_TOKEN, PAD_TOKEN]
     assert tree.depths.tolist() == [0, 1, 2, 2, 3, 3, 1, 1]
     assert tree.parents.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
@@ -554,7 +554,7 @@ def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeyp
         "next_states_and_logits",
         lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0)),
     )
-    settings = {**CHAIN, "heads": make_heads(kind, model.backbone)}
+    settings = {**CHAIN, "drafter": make_heads(kind, model.backbone)}
     sampling = {"temp": 0.7, "seed": 4}
     tokens, lengths = written(model, PROMPT, 60, **settings, **sampling)
     assert tokens == plain(model, PROMPT, 60, **sampling)
@@ -601,9 +601,9 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
     """At every call, from mlx-lm's own hidden state of the text so far."""
     model = bare_model(architecture)
     heads = make_heads(kind, model.backbone, **settings)
-    drafter = drafter_of(model, {"heads": heads})
+    drafter = drafter_of(model, {"drafter": heads})
     assert drafter.num_parameters == heads.config.num_parameters
-    tokens, seen = drafted(model, {"heads": heads}, PROMPT, 16)
+    tokens, seen = drafted(model, {"drafter": heads}, PROMPT, 16)
     assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
     for text, tree in seen:
         expected = own_tree(heads, model, text)
@@ -620,7 +620,7 @@ def test_drafting_waits_for_nothing(kind):
     """MLX refuses to read a value while it traces a function."""
     model = bare_model()
     heads = make_heads(kind, model.backbone, vocab=FEW_TOKENS)
-    drafter = drafter_of(model, {"heads": heads})
+    drafter = drafter_of(model, {"drafter": heads})
     assert not drafter.needs.host_tokens
 
     def draft(root, hidden):
@@ -637,7 +637,7 @@ def test_drafting_waits_for_nothing(kind):
 
 
 def speculator(heads, **tree):
-    return {"heads": heads, "speculator_tree": SpeculatorTreeConfig(**tree)}
+    return {"drafter": heads, "speculator_tree": SpeculatorTreeConfig(**tree)}
 
 
 CHAIN = {"tree": TreeConfig(kind="full", width=1), **speculator(None, widths=(1,) * LEVELS)}
@@ -649,7 +649,7 @@ CHAIN = {"tree": TreeConfig(kind="full", width=1), **speculator(None, widths=(1,
 )
 def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right, shape):
     model = cycle_model()
-    settings = {**shape, "heads": cycle_heads(kind, model.backbone, num_right=num_right)}
+    settings = {**shape, "drafter": cycle_heads(kind, model.backbone, num_right=num_right)}
     tokens, lengths = written(model, [4], 1 + 6 * (num_right + 1), **settings)
     assert lengths == [1] + [num_right + 1] * 6
     assert tokens == [(5 + index) % VOCAB for index in range(len(tokens))]
@@ -659,7 +659,7 @@ def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right, shape):
 def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
     model = cycle_model()
     heads = cycle_heads(kind, model.backbone, vocab=FEW_TOKENS)
-    settings = {**CHAIN, "heads": heads}
+    settings = {**CHAIN, "drafter": heads}
     lengths = [1]
     token = 5
     while sum(lengths) < 40:
@@ -680,7 +680,7 @@ def test_heads_of_an_adapted_model(kind, merge):
     kinds = {type(module) for module in model.backbone.model.modules()}
     assert model.backbone.replaced and (RowLora in kinds) != merge
     attached = attach_heads(heads, model.backbone)
-    settings = {"heads": attached, "prune": PruneConfig(kind="budget", keep=6)}
+    settings = {"drafter": attached, "prune": PruneConfig(kind="budget", keep=6)}
     assert attached.drafter == kind
     oracle = StreamFusedModel(Backbone(target_of("llama", "all")))
     expected = plain(oracle, PROMPT, 20)
@@ -697,7 +697,7 @@ def test_what_does_not_fit_is_refused():
         ("no streams", {"drafter": "streams"}),
         ("no pruning adapter", {"drafter": "prompt-lookup", "prune": BUDGET}),
         ("reach the target whole", {"drafter": "lookahead", "prune": BUDGET}),
-        ("2380 nodes", {"heads": medusa, "tree": TreeConfig(kind="full", width=13)}),
+        ("2380 nodes", {"drafter": medusa, "tree": TreeConfig(kind="full", width=13)}),
         ("tree widths of no stage", speculator(other, widths=())),
     ):
         with pytest.raises(InputError, match=said) as caught:
@@ -723,7 +723,8 @@ def test_the_drafter_follows_from_what_is_loaded():
             ({"decoding": "plain"}, None),
             ({"drafter": "prompt-lookup"}, "prompt-lookup"),
         ):
-            assert make_plan(target, heads=heads, **asked).kind == kind
+            config = GenerateConfig(**asked)
+            assert make_plan(target, config, drafter=heads).kind == kind
 
 
 def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
@@ -741,8 +742,7 @@ def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
         assert make_plan(model, drafter=given).kind == kind
     config = GenerateConfig(drafter="draft-model")
     assert make_plan(model, config, drafter=[heads, draft]).kind == "draft-model"
-    # The older names.
-    assert make_plan(model, draft_model=draft, heads=heads).kind == "draft-model"
+    # An older name.
     tokenizer = make_tokenizer(VOCAB)
     always = {"decoding": "speculative", "seed": 1}
     answers = [
@@ -773,7 +773,7 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
     draft.target_vocab_size = sizes[0]
     expected = plain(model, PROMPT, 40, **settings)
     wide = {"draft": DraftModelConfig(num_draft_tokens=3, width=min(sizes))}
-    tokens, lengths = written(model, PROMPT, 40, draft_model=draft, **wide, **settings)
+    tokens, lengths = written(model, PROMPT, 40, drafter=draft, **wide, **settings)
     assert tokens == expected and len(lengths) < 40
     logits = DraftCache(draft).append_and_get_last_logits(mx.array(PROMPT))
     assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
@@ -786,12 +786,12 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
     model = bare_model()
     draft = DraftModel(make_base())
     other = [*PROMPT[:2], 7, 7, 7, 7]
-    written(model, PROMPT, 1, draft_model=draft)
-    plan = make_plan(model, decoding="speculative", draft_model=draft)
+    written(model, PROMPT, 1, drafter=draft)
+    plan = make_plan(model, decoding="speculative", drafter=draft)
     steps = decode_plan(plan, model, other, model.make_cache())
     assert not any(islice(steps, stop))  # two turns in the target's prompt, two in its own
     del steps, plan
-    assert written(model, PROMPT, 9, draft_model=draft)[1] == [1, 4, 4] and len(draft._caches) == 1
+    assert written(model, PROMPT, 9, drafter=draft)[1] == [1, 4, 4] and len(draft._caches) == 1
 
 
 def test_another_vocabulary_is_refused():
@@ -842,8 +842,8 @@ def sampled_text(name, settings, count, seed=5):
     adapter = {"num_msa_layers": 1, **parts_of(name)}
     model = make_model("llama", "streams", base=markov_base(**SMALL), adapter=adapter)
     more = drafter_settings()[name]
-    if "draft_model" in more:
-        more["draft_model"] = DraftModel(markov_base(7, **SMALL))
+    if isinstance(more.get("drafter"), DraftModel):
+        more["drafter"] = DraftModel(markov_base(7, **SMALL))
     tokens, lengths = written(model, [1], count, **more, **settings, seed=seed)
     return [1, *tokens], len(lengths)
 

@@ -155,7 +155,7 @@ def test_decoding_is_mlx_lms(name, tied, bits):
         assert decoded(model, **draft, **SAMPLED)[0] == sampled
     assert min(calls) < LENGTH
     draft = DraftModel(make_base(name, tied, bits))
-    _, lengths = decoded(model, draft_model=draft, decoding="speculative")
+    _, lengths = decoded(model, drafter=draft, decoding="speculative")
     assert {*lengths[1:]} == {4}  # the model itself guesses all
     second_pass = {**DRAFTS[2], "stream_schedule": "second-pass"}
     assert decoded(model, **second_pass)[1] == decoded(model, **DRAFTS[2])[1]
@@ -228,7 +228,7 @@ def test_what_has_states_drafts_chains(name, bits):
     draft = DraftModel(make_base(name, bits=bits))
     for settings, tokens in (({}, expected), (SAMPLED, sampled)):
         assert decoded(model, **DRAFTS[3], **settings)[0] == tokens
-        found, lengths = decoded(model, draft_model=draft, decoding="speculative", **settings)
+        found, lengths = decoded(model, drafter=draft, decoding="speculative", **settings)
         assert found == tokens and (bits or {*lengths[1:]} == {4})
     text = [*PROMPT, *expected]
     held = cache.offset

@@ -329,7 +329,7 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
-    assert first == f"no adapter: {make_plan(plain).decision_line()}"
+    assert first == f"no adapter: {drafting_lines.decision_line(make_plan(plain))}"
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs

@@ -172,8 +172,14 @@ def test_tokens_are_plain_decodings(name, count, settings):
     expected, _ = decoded(model, count, decoding="plain", **settings)
     if not settings:
         assert expected == mlx_lm_tokens(base_of(name), PROMPT, count)
-    for more in ({}, {"decoding": "speculative"}, {"decoding": "speculative", "drafter": "mtp"}):
-        assert decoded(model, count, heads=head_of(name), **more, **settings)[0] == expected
+    head = head_of(name)
+    always = {"decoding": "speculative"}
+    for more in (
+        {"drafter": head},
+        {"drafter": head, **always},
+        {"drafter": ["mtp", head], **always},
+    ):
+        assert decoded(model, count, **more, **settings)[0] == expected
 
 
 class Scripted(Sampling):
@@ -372,7 +378,7 @@ def test_a_checkpoint_that_still_holds_its_head_drafts_with_it(tmp_path, name):
     head = load_mtp(model)
     expected, _ = decoded(model_of(name), decoding="plain")
     assert decoded(model, decoding="plain")[0] == expected
-    assert decoded(model, heads=head, decoding="speculative")[0] == expected
+    assert decoded(model, drafter=head, decoding="speculative")[0] == expected
     for path, one in tree_flatten(head.cached_module_for("auto").parameters()):
         assert_close(one, head_tensors(name)[path], 1e-6)
 
@@ -398,7 +404,7 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     assert not hasattr(module.layers[0].mlp.switch_mlp.down_proj, "bits")  # of 16 columns
     for settings in ({}, SAMPLED):
         expected, _ = decoded(model, decoding="plain", **settings)
-        tokens, _ = decoded(model, heads=head, decoding="speculative", **settings)
+        tokens, _ = decoded(model, drafter=head, decoding="speculative", **settings)
         assert tokens == expected
     # The same stored in four bits, for a target that is not quantised.
     stored = write_head(name, tmp_path / "packed", dict(tree_flatten(module.parameters())))
@@ -407,7 +413,7 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     assert packed.fc.bits == 4 and packed.layers[0].mlp.gate.bits == 8
     assert mx.array_equal(packed.fc.weight, module.fc.weight)
     expected, _ = decoded(model_of(name), decoding="plain")
-    assert decoded(model_of(name), heads=again, decoding="speculative")[0] == expected
+    assert decoded(model_of(name), drafter=again, decoding="speculative")[0] == expected
 
 
 @pytest.mark.slow
@@ -434,11 +440,11 @@ def test_the_wrong_norms_are_told(caplog, tmp_path):
     model, head = copying_model(name)
     expected, _ = decoded(model, 90, decoding="plain")
     with caplog.at_level(logging.WARNING, "ssmlx"):
-        tokens, lengths = decoded(model, 90, heads=head, decoding="speculative")
+        tokens, lengths = decoded(model, 90, drafter=head, decoding="speculative")
         assert tokens == expected and max(lengths) == 1 + TOKENS and not caplog.records
         wrong = MtpConfig(norms="raw")
         tokens, lengths = decoded(
-            model, 90, heads=head, decoding="speculative", drafter_settings=wrong
+            model, 90, drafter=head, decoding="speculative", drafter_settings=wrong
         )
     assert tokens == expected and max(lengths) == 1
     (record,) = caplog.records
@@ -448,7 +454,8 @@ def test_the_wrong_norms_are_told(caplog, tmp_path):
 
 def test_a_controller_drafts_by_the_head_and_the_text():
     model = model_of("qwen3_5_moe")
-    for given in ({"drafter": ["mtp", head_of("qwen3_5_moe")]}, {"heads": head_of("qwen3_5_moe")}):
+    head = head_of("qwen3_5_moe")
+    for given in ({"drafter": ["mtp", head]}, {"drafter": head}):
         plan = make_plan(model, **given)
         assert [one.largest.drafter for one in plan.drafters] == ["mtp", "prompt-lookup"]
         assert not plan.needs_context_tokens
@@ -462,7 +469,7 @@ def test_a_controller_drafts_where_it_pays(cost, drafts):
     model, right = copying_model("qwen3_5_moe")
     expected, _ = decoded(model, 120, decoding="plain")
     for settings, is_right in ((MtpConfig(), True), (MtpConfig(norms="raw"), False)):
-        plan = make_plan(model, heads=right, drafter_settings=settings, context=len(PROMPT))
+        plan = make_plan(model, drafter=right, drafter_settings=settings, context=len(PROMPT))
         table = CostTable()
         for nodes in (2, 3, 4):
             for _ in range(8):
@@ -510,14 +517,14 @@ def test_a_text_goes_on_warm_as_it_would_cold(kept):
     expected, _ = decoded(model, 40, decoding="plain")
     text = [*PROMPT, *expected]
     for first_prompt in (PROMPT, [5, 5, 5]):
-        decoded(model, 10, first_prompt, heads=head, decoding="speculative")
+        decoded(model, 10, first_prompt, drafter=head, decoding="speculative")
         for _ in range(2):
             cache = model.make_cache()
             prefill(model, text[:kept], cache)
             context = {"cache": cache, "context": text[:kept]}
             rest = text[kept : len(PROMPT)]
             tokens, lengths = decoded(
-                model, 30, rest, heads=head, decoding="speculative", **context
+                model, 30, rest, drafter=head, decoding="speculative", **context
             )
             assert tokens == expected[:30] and {*lengths[1:]} == {1 + TOKENS}
     caches = head._caches
@@ -534,7 +541,7 @@ def test_pairs_stay_as_far_as_the_text_is_the_same():
     head = head_of(name)
     expected, _ = decoded(model, 30, decoding="plain")
     text = [*PROMPT, *expected]
-    asked = {"heads": head, "decoding": "speculative"}
+    asked = {"drafter": head, "decoding": "speculative"}
     decoded(model, 20, **asked)
     cache = model.make_cache()
     prefill(model, text[:25], cache)
@@ -543,7 +550,7 @@ def test_pairs_stay_as_far_as_the_text_is_the_same():
     assert warm.places == [*range(len(warm.places))] and len(warm.places) >= 27
     head.drop_idle()
     cold = MtpHead(head._module, model.backbone)
-    decoded(model, 5, text[:28], heads=cold, decoding="speculative")
+    decoded(model, 5, text[:28], drafter=cold, decoding="speculative")
     fresh = cold._caches[0][0]
     for found, wanted in zip(warm.state, fresh.state, strict=True):
         assert_close(found[..., :27, :], wanted[..., :27, :], 1e-4)
@@ -562,7 +569,9 @@ def test_unknown_context_drafts_too():
     for _ in range(2):
         cache = model.make_cache()
         prefill(model, PROMPT[:9], cache)
-        tokens, lengths = decoded(model, 20, PROMPT[9:], cache, heads=head, decoding="speculative")
+        tokens, lengths = decoded(
+            model, 20, PROMPT[9:], cache, drafter=head, decoding="speculative"
+        )
         assert tokens == expected[:20] and {*lengths[1:]} == {1 + TOKENS}
 
 
@@ -571,11 +580,11 @@ def test_an_answer_that_is_given_up_leaves_the_head_fit(stop):
     model, head = copying_model("qwen3_5_moe")
     expected, _ = decoded(model, 30, decoding="plain")
     for settings in ({"prefill_step_size": 4}, {}):
-        plan = make_plan(model, heads=head, decoding="speculative", **settings)
+        plan = make_plan(model, drafter=head, decoding="speculative", **settings)
         steps = decode_plan(plan, model, PROMPT, model.make_cache())
         list(islice(steps, stop))
         del steps, plan
-        tokens, lengths = decoded(model, 30, heads=head, decoding="speculative")
+        tokens, lengths = decoded(model, 30, drafter=head, decoding="speculative")
         assert tokens == expected and {*lengths[1:]} == {1 + TOKENS}
 
 
@@ -843,7 +852,7 @@ def test_other_models_are_refused(tmp_path):
     llama = StreamFusedModel(Backbone(make_base("llama")))
     assert "expected a Qwen3-Next or Qwen3.5 model" in refusal(load_mtp, llama, beside)
     with pytest.raises(InputError, match="an MTP head for a width of 32 and 64 tokens"):
-        make_plan(llama, heads=head_of(name), decoding="speculative")
+        make_plan(llama, drafter=head_of(name), decoding="speculative")
 
 
 def test_where_last_hidden_states_cannot_be_had_says_why(monkeypatch):

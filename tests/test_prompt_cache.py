@@ -63,9 +63,9 @@ def drafters():
         "fused": {"drafter": "streams", "stream_schedule": "fused", "tree": TreeConfig(size=8)},
         "prompt-lookup": {"drafter": "prompt-lookup"},
         "lookahead": {"drafter": "lookahead", "lookahead": small},
-        "draft-model": {"draft_model": DraftModel(make_base(seed=50))},
-        "medusa": {"heads": make_heads("medusa", backbone)},
-        "mlp-speculator": {"heads": make_heads("mlp-speculator", backbone)},
+        "draft-model": {"drafter": DraftModel(make_base(seed=50))},
+        "medusa": {"drafter": make_heads("medusa", backbone)},
+        "mlp-speculator": {"drafter": make_heads("mlp-speculator", backbone)},
     }
 
 

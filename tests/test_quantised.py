@@ -71,9 +71,9 @@ def assert_same_but_for_a_near_tie(
 
 def drafter_settings(name: str, backbone: Backbone) -> dict:
     if name == "draft-model":
-        return {"draft_model": DraftModel(packed_base(4, 32, seed=9))}
+        return {"drafter": DraftModel(packed_base(4, 32, seed=9))}
     if name in ("medusa", "mlp-speculator"):
-        return {"heads": make_heads(name, backbone), "tree": BEST}
+        return {"drafter": make_heads(name, backbone), "tree": BEST}
     return {"drafter": name}
 
 

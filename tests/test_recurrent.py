@@ -374,7 +374,7 @@ def test_the_text_and_a_draft_model_draft_chains(name, settings):
     assert tokens == expected and max(lengths) == 6
     for kind, calls in ((name, {4}), ("qwen3_next", {1, 2, 3, 4})):
         draft = DraftModel(make_base(kind))
-        tokens, lengths = decoded(model, draft_model=draft, **asked)
+        tokens, lengths = decoded(model, drafter=draft, **asked)
         assert tokens == expected and {*lengths[1:]} <= calls
 
 
@@ -443,7 +443,7 @@ def test_a_draft_model_takes_over_what_its_cache_has():
     """Two answers of one text, the second of which parts from it."""
     model = make_model("lfm2")
     draft = DraftModel(make_base("lfm2"))
-    asked = {"decoding": "speculative", "draft_model": draft}
+    asked = {"decoding": "speculative", "drafter": draft}
     first, _ = decoded(model, 20, **asked)
     for prompt in ([*PROMPT, *first[:9], 5], [*PROMPT, *first[:9], 5, 8, 8], PROMPT[:7]):
         expected, _ = decoded(model, 20, prompt, decoding="plain")

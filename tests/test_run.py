@@ -401,6 +401,16 @@ def test_an_answer_that_ends_too_soon_tells_no_delay(chunks):
     assert [row["longest"] for row in rows] == [1.0] * (chunks > serving.BEFORE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["mine", "none"])
+def test_the_server_is_asked_for_the_adapter_that_it_has(adapter, tmp_path, monkeypatch):
+    base = write_base(tmp_path / "base")
+    write_tiny_adapter(tmp_path / "runs" / "mine", base)
+    monkeypatch.chdir(tmp_path / "runs")  # a folder is named from here
+    with serving.running_server("ssmlx", base, adapter) as ask:
+        assert ask("w1 w2 w3", 4).tokens == 4
+
+
 def test_a_refusal_is_told_as_one(monkeypatch):
     def refuse(request, timeout):
         raise HTTPError(request.full_url, 400, "Bad Request", {}, None)

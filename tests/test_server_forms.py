@@ -26,7 +26,7 @@ import ssmlx
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
 from ssmlx.server.choices import AnswerParser
-from ssmlx.server.grammars import grammar_mask, json_grammar
+from ssmlx.server.grammars import grammar_mask, json_grammar, llguidance_tokenizer
 from ssmlx.server.handler import RequestHandler
 from ssmlx.server.requests import ChoiceEnd, TextPart, ToolCallPart
 from ssmlx.server.schemas import tools_for_parser
@@ -52,7 +52,7 @@ TOOLS = [{"type": "function", "function": one} for one in (ADD, NOW)]
 def drawn(tokenizer, grammar, seed, liked="", most=3000):
     """A text of noise that a grammar holds to its form; of likely characters that are liked."""
     noise = np.random.default_rng(seed)
-    constrain = grammar_mask(tokenizer, grammar)
+    constrain = grammar_mask(llguidance_tokenizer(tokenizer), grammar)
     size = len(tokenizer.get_vocab())
     bonus = np.zeros(size, np.float32)
     for one in liked:

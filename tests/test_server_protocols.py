@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import ssmlx
 from ssmlx.server.app import make_app
 from ssmlx.server.choices import AnswerParser
-from ssmlx.server.grammars import grammar_mask, json_grammar
+from ssmlx.server.grammars import grammar_mask, json_grammar, llguidance_tokenizer
 from ssmlx.server.handler import Limits, PrometheusMetrics, RequestHandler
 from ssmlx.server.requests import AnswerRequest, ChoiceEnd, ReasoningPart, TextPart, ToolCallPart
 
@@ -75,6 +75,7 @@ class Scripted:
         self.texts = pieces(text, size)
         self.reason = reason
         self.stop = stop
+        self.reader = self  # in the place of a `PromptReader`
 
     def with_served_model_or_404(self, ask):
         return replace(ask, model="tiny")
@@ -172,6 +173,22 @@ def test_text_before_a_call_is_told_at_once_and_every_token_once():
     assert parser.split_into_parts(TextPart("o many", 2)) == [TextPart("<too many", 2)]
     (call,) = parser.split_into_parts(TextPart(CALL, 9))
     assert call.name == "add" and len(parser.split_into_parts(ChoiceEnd("stop", LAST))) == 1
+
+
+def test_every_api_reports_the_tokens_of_reasoning():
+    parser = AnswerParser(TOKENIZER, OFFERED)
+    for text, tokens in (("<think>Hm", 3), (", so", 2), ("</think>I add.", 4), (CALL, 9)):
+        parser.split_into_parts(TextPart(text, tokens))
+    assert parser.split_into_parts(ChoiceEnd("length", LAST))[-1].reasoning_tokens == 5
+    scripted = Scripted(f"{THOUGHT}I add.", 1000)
+    chat = {"messages": USER}
+    for route, body, output, details, name in (
+        ("chat/completions", chat, "completion_tokens", "completion_tokens_details", "reasoning"),
+        ("messages", chat, "output_tokens", "output_tokens_details", "thinking"),
+        ("responses", {"input": "1 + 2?"}, "output_tokens", "output_tokens_details", "reasoning"),
+    ):
+        usage = posted(scripted, route, body).json()["usage"]
+        assert usage[output] == 20 and usage[details][f"{name}_tokens"] == 2, route
 
 
 def test_other_models_markers():
@@ -351,7 +368,7 @@ def test_a_schema_is_followed_whatever_the_logits():
     }  # fmt: skip
     noise = np.random.default_rng(0)
     for _ in range(5):
-        constrain = grammar_mask(TOKENIZER, json_grammar(schema))
+        constrain = grammar_mask(llguidance_tokenizer(TOKENIZER), json_grammar(schema))
         tokens = []
         while not tokens or tokens[-1] not in TOKENIZER.eos_token_ids:
             logits = mx.array(noise.normal(size=(1, 300)).astype(np.float32))
@@ -362,7 +379,7 @@ def test_a_schema_is_followed_whatever_the_logits():
         assert found["name"] in ("é", "b") and all(type(one) is int for one in found["tags"])
     for bad in ({"type": "foo"}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}):
         assert "expected one that llguidance knows" in refusal(
-            grammar_mask, TOKENIZER, json_grammar(bad)
+            grammar_mask, llguidance_tokenizer(TOKENIZER), json_grammar(bad)
         )
 
 

@@ -24,6 +24,7 @@ from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
 from ssmlx.drafters.mtp import load_mtp
+from ssmlx.drafters.registry import Loaded
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
@@ -105,13 +106,12 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """The model that systems of one kind decode with, and the draft model or heads beside it.
-
-    `loaded` has "draft_model" or "heads", or nothing.
+    """The model that systems of one kind decode with, and what was loaded to draft beside it: a
+    draft model, heads, or nothing.
     """
 
     model: StreamFusedModel
-    loaded: Mapping[str, Any] = field(default_factory=dict)
+    loaded: Sequence[Loaded] = ()
 
 
 class Target:
@@ -170,7 +170,7 @@ class Target:
         missing is loaded.
         """
         own = self.load_drafting_once(kind)
-        return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded.values())
+        return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded)
 
     def make_new_drafters(self, system: System) -> Sequence[Drafter]:
         """Make new drafters for a system; none for plain decoding, mlx-lm and the draft model
@@ -182,7 +182,7 @@ class Target:
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return ()
         own = self.load_drafting_once(system.kind)
-        return make_plan(own.model, system.config, **own.loaded).drafters
+        return make_plan(own.model, system.config, drafter=own.loaded).drafters
 
     def count_learned_call_costs(self, system: System) -> int | None:
         """Return how many costs of calls are known for a system's model; None where no controller
@@ -248,18 +248,21 @@ class Target:
         if system.kind == MLX_LM:
             return answer_with_mlx_lm(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
-            model = self.load_drafting_once(DRAFT_MODEL).loaded["draft_model"].model
-            return answer_with_mlx_lm(model, self.tokenizer, prompt, system.config)
+            (draft,) = self.load_drafting_once(DRAFT_MODEL).loaded
+            assert isinstance(draft, DraftModel)
+            return answer_with_mlx_lm(draft.model, self.tokenizer, prompt, system.config)
         own = self.load_drafting_once(system.kind)
-        draft = own.loaded.get("draft_model")
-        loaded = {**own.loaded}
-        if draft is not None:
-            # It starts every answer with an empty cache.
-            loaded["draft_model"] = DraftModel(draft.model, draft.name)
+        # A draft model starts every answer with an empty cache.
+        drafter = [
+            DraftModel(one.model, one.name) if isinstance(one, DraftModel) else one
+            for one in own.loaded
+        ]
+        earlier = None
         if system.config.is_controlled and not system.config.deterministic:
             session = system.name, repeat
-            loaded["earlier"] = self._earlier.setdefault(session, EarlierAnswers())
-        return answer_with_ssmlx(own.model, self.tokenizer, prompt, system.config, **loaded)
+            earlier = self._earlier.setdefault(session, EarlierAnswers())
+        how = {"drafter": drafter, "earlier": earlier}
+        return answer_with_ssmlx(own.model, self.tokenizer, prompt, system.config, **how)
 
     def _round_products_if_asked(self, model: Module) -> Module:
         """Replace a model's layers in place by rounding ones where the weights say so; return the
@@ -294,14 +297,14 @@ class Target:
             size = self.plain.backbone.vocab_size
             dtype = self.weights.activations
             draft = load_draft_model(str(folder), self.tokenizer, size, dtype=dtype)
-            return Drafting(self.plain, {"draft_model": draft})
+            return Drafting(self.plain, [draft])
         if kind == MTP:
-            return Drafting(self.plain, {"heads": load_mtp(self.plain, folder)})
+            return Drafting(self.plain, [load_mtp(self.plain, folder)])
         heads = load_heads(folder, self.plain)
         what = f"--{kind} {folder} holds heads for {heads.drafter}"
         expected = f"heads for {kind}"
         require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
-        return Drafting(self.plain, {"heads": heads})
+        return Drafting(self.plain, [heads])
 
     def _make_target_with_streams(self) -> Drafting:
         """Make the target with the adapter's streams and the LoRA that acts on their rows.

@@ -52,7 +52,7 @@ def answer_with_ssmlx(
     tokenizer: TokenizerWrapper,
     prompt: list[int],
     config: GenerateConfig,
-    **loaded: Any,
+    **how: Any,
 ) -> TimedAnswer:
     """Answer with ssmlx, and time every call.
 
@@ -61,9 +61,9 @@ def answer_with_ssmlx(
         tokenizer: likewise.
         prompt: token ids.
         config: how to decode.
-        loaded: draft model, heads or earlier answers, as `stream_generate` takes them.
+        how: what drafts, and earlier answers, as `stream_generate` takes them.
     """
-    return timed_answer_from_responses(stream_generate(model, tokenizer, prompt, config, **loaded))
+    return timed_answer_from_responses(stream_generate(model, tokenizer, prompt, config, **how))
 
 
 def timed_answer_from_responses(responses: Iterable[GenerationResponse]) -> TimedAnswer:

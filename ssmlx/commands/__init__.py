@@ -12,7 +12,7 @@
 | `train_options.py` | the options of the training commands, from the fields of their settings |
 | `upload.py` | `ssmlx.upload` |
 | `caches.py` | `ssmlx.caches`, and `--prompt-cache FILE` of chat and generate |
-| `drafting_lines.py` | lines that say what drafts and why |
+| `drafting_lines.py` | lines that say what drafts and why, and what was learned of it |
 | `machine.py` | the machine that a figure was measured on |
 | `results.py` | results to the screen and into files |
 """

@@ -15,7 +15,7 @@ from ..errors import require
 from ..loading.names import NO_ADAPTER
 from ..settings import DRAFTERS, GenerateConfig
 from . import options
-from .drafting_lines import drafting_lines
+from .drafting_lines import cost_table_rows, drafting_lines
 
 if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
@@ -184,7 +184,7 @@ def time_and_describe_model(
     from ..blas import this_machine
     from ..generation.answer_end import end_token_ids
     from ..generation.head_start import sample_text
-    from ..generation.learned import cost_table_rows, learned_of
+    from ..generation.learned import learned_of
     from ..generation.memory import cache_size_of, measure_memory
     from ..generation.plan import make_plan
     from ..model.capabilities import Capability

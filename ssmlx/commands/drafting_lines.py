@@ -1,4 +1,6 @@
-"""What drafts for a model and why, and what would draft faster: every command says it alike."""
+"""What drafts for a model and why, what would draft faster, and what was learned of calls' costs
+and of acceptance: every command says it alike.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
     from ..generation.plan import Plan
     from ..loading.adapt_runs import FoundRuns, StoredRun
     from ..model.streams import StreamFusedModel
+    from ..policy.acceptance import AcceptancePrior
+    from ..policy.costs import CostTable
 
 
 def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> tuple[str, str]:
@@ -27,7 +31,35 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
     source = _describe_what_drafts_and_why(model, plan, adapter, found)
     faster = _faster_head_command_or_none(model, plan)
     faster = faster or _faster_command_or_why_none(model, adapter, found)
-    return f"{source}: {plan.decision_line()}", f"faster: {faster}"
+    return f"{source}: {decision_line(plan)}", f"faster: {faster}"
+
+
+def decision_line(plan: Plan) -> str:
+    """A line for users: what drafts and why, or why nothing does.
+
+    Of a drafter that drafts at every call, nodes and levels of its tree; of one that a
+    controller may let draft, the nodes of its largest tree and the speed that is expected now,
+    or that plain decoding is expected to be as fast. Of lookup in the text no numbers.
+    """
+    from ..decoding.draft_shape import Always
+    from ..drafters.lookup import NAME
+
+    if not plan.drafters:
+        asked = plan.config.decoding == "plain"
+        return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
+    largest = plan.drafters[0].largest
+    if isinstance(plan.controller, Always):
+        size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
+        return f"{plan.kind} draft at every call, as asked for: {size}"
+    if plan.kind == NAME:
+        return "what stood in the text before is drafted where it comes again"
+    call = plan.expected_fastest_call
+    if call.speed <= 1:
+        return f"{plan.kind} may draft; plain decoding is expected to be as fast here"
+    return (
+        f"{plan.kind} draft up to {largest.nodes} nodes a call; {call.speed:.2f} times "
+        "plain decoding expected by what calls cost here"
+    )
 
 
 def _describe_what_drafts_and_why(
@@ -232,3 +264,66 @@ def _speed_so_far_of_unfinished_run(run: StoredRun) -> str:
     if speed is None:
         return "goes on with a run that was begun"
     return f"goes on with a run that came to {speed:.2f} times plain decoding's speed so far"
+
+
+def cost_table_rows(costs: CostTable) -> list[list[str]]:
+    """The known costs of calls as rows of cells, to print.
+
+    Returns:
+        First the head: a title, then each known number of nodes (in a batch, of texts). Then a row
+        for each drafter and context bucket: one cell that names both, then the plain calls that a
+        call takes, with two decimals, or "" where unknown. An empty list where nothing is known.
+    """
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for bucket, name, count, calls, _ in costs.to_dict()["costs"]:
+        found.setdefault((name, bucket), {})[count] = f"{calls:.2f}"
+    counts = sorted({count for row in found.values() for count in row})
+    rows = [
+        [f"{name}, from {bucket} tokens on", *(row.get(count, "") for count in counts)]
+        for (name, bucket), row in sorted(found.items())
+    ]
+    return [["plain calls a call, by nodes", *map(str, counts)], *rows] if rows else []
+
+
+def costs_line(costs: CostTable, drafter: str, cost_name: str, context: int) -> str:
+    """A line for `--verbose`: measured costs of a drafter's calls, in plain calls by nodes.
+
+    They are those of the bucket of `context` tokens, else of the next shorter one that is known,
+    with the milliseconds of a plain call if it was timed; or the line says that nothing was timed.
+
+    Args:
+        costs: what was measured.
+        drafter: its registered name.
+        cost_name: the name under which costs of its calls are kept, see `Offer`.
+        context: tokens that are committed.
+    """
+    known = costs.frozen(context).known
+    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == cost_name}
+    if not calls:
+        return f"costs: no call of {drafter} was timed here yet"
+    shown = ", ".join(f"{count}: {one:.2f}" for count, one in calls.items())
+    seconds = costs.plain_seconds(context)
+    plain = "" if seconds is None else f" of {1000 * seconds:.1f} ms"
+    return f"costs: plain calls{plain} that a call of {drafter} takes, by nodes: {shown}"
+
+
+def acceptance_line(prior: AcceptancePrior, drafter: str, context: int) -> str:
+    """A line for `--verbose`: a drafter's acceptance ratio behind `context` tokens.
+
+    Of a drafter whose ratios are kept by the length of a match (`ChainOffer`), one ratio for each
+    known length. Or that no text was drafted with it yet, in this context or a shorter one.
+    """
+    from ..policy.offers import MATCH_LENGTHS, match_ratio
+
+    known = prior.known_ratios(context)
+    if drafter in known:
+        return f"acceptance: {known[drafter]:.2f} of the drafted tokens that {drafter} should bring"
+    by_length = {
+        length: known[name]
+        for length in MATCH_LENGTHS
+        if (name := match_ratio(drafter, length)[0]) in known
+    }
+    if not by_length:
+        return f"acceptance: no text was drafted with {drafter} here yet"
+    shown = ", ".join(f"{length}: {share:.2f}" for length, share in by_length.items())
+    return f"acceptance: of the next tokens that {drafter} drafts, by length of the match: {shown}"

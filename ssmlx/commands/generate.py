@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import bars
 from . import options
 from .caches import PromptFile
-from .drafting_lines import drafting_lines
+from .drafting_lines import acceptance_line, costs_line, drafting_lines
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
@@ -163,7 +163,7 @@ def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan)
     """
     from ..api import drafts_line
     from ..drafters.lookup import NAME
-    from ..generation.learned import acceptance_line, costs_line, learned_of
+    from ..generation.learned import learned_of
     from ..generation.plan import offer_source_of
     from ..policy.costs import ROWS
 

@@ -160,7 +160,7 @@ class LookaheadDrafter:
         for rest in self._pool.continuations_of(root):
             trie.add(rest)
         in_tree = trie.indices_in_tree()
-        self._last_level = [int(in_tree[node]) for node in nodes[-1]]
+        self._last_level = [in_tree[node] for node in nodes[-1]]
         return trie.to_padded_tree(num_levels)
 
 

@@ -220,6 +220,7 @@ def split_drafter_arguments(
 
 _Build = TypeVar("_Build", bound=Callable[[DrafterInputs], Drafter])
 _registered: dict[str, RegisteredDrafter] = {}
+"""Filled by `register_drafter` as files are imported: of the whole process. No test changes it."""
 
 
 def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:

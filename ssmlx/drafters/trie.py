@@ -1,5 +1,6 @@
 """Draft trees that are put together on the host, token by token."""
 
+from array import array
 from collections.abc import Iterable
 
 import mlx.core as mx
@@ -61,35 +62,44 @@ class Trie:
         Args:
             num_levels: no fewer than the deepest node's.
         """
-        count = len(self.tokens)
-        index = self.indices_in_tree()
-        size = padded_size(count)
-        tokens = np.full(size, PAD_TOKEN, np.int32)
-        depths = np.ones(size, np.int32)
-        paths = np.repeat(np.arange(size, dtype=np.int32)[:, None], num_levels + 1, axis=1)
-        paths[:, 0] = 0
-        for new, old in enumerate(np.argsort(index).tolist()):
+        order = self._breadth_first_order()
+        index = [0] * len(order)  # by node of the trie
+        width = num_levels + 1
+        paths = array("i", [0]) * width  # one behind the other
+        num_internal = 1
+        for new, old in enumerate(order[1:], 1):
+            index[old] = new
             above = index[self.parents[old]]
             depth = self.depths[old]
-            tokens[new] = self.tokens[old]
-            depths[new] = depth
-            paths[new, :depth] = paths[above, :depth]
-        internal = 1 + int(index[self.parents].max())
+            paths += paths[above * width : above * width + depth]
+            paths += array("i", [new]) * (width - depth)
+            num_internal = max(num_internal, above + 1)
+        size = padded_size(len(order))
+        num_padding = size - len(order)
+        for new in range(len(order), size):
+            paths += array("i", [0]) + array("i", [new]) * num_levels
+        tokens = [self.tokens[old] for old in order] + [PAD_TOKEN] * num_padding
+        depths = [self.depths[old] for old in order] + [1] * num_padding
+        # By way of NumPy, for MLX takes longer to read a list.
         return Tree(
-            mx.array(tokens),
-            mx.array(depths),
-            mx.array(paths),
-            internal,
-            num_padding=size - count,
+            mx.array(np.array(tokens, np.int32)),
+            mx.array(np.array(depths, np.int32)),
+            mx.array(np.frombuffer(paths, np.int32).reshape(size, width)),
+            num_internal,
+            num_padding=num_padding,
         )
 
-    def indices_in_tree(self) -> np.ndarray:
+    def indices_in_tree(self) -> list[int]:
         """By node of the trie, its number in the tree of `to_padded_tree`: breadth first, and in
         the order of adding at one depth."""
-        count = len(self.tokens)
-        index = np.empty(count, np.int32)
-        index[np.argsort(self.depths, kind="stable")] = np.arange(count)
+        index = [0] * len(self.tokens)
+        for new, old in enumerate(self._breadth_first_order()):
+            index[old] = new
         return index
+
+    def _breadth_first_order(self) -> list[int]:
+        """The nodes by depth, those of one depth in the order of adding."""
+        return sorted(range(len(self.depths)), key=self.depths.__getitem__)
 
 
 def padded_size(count: int) -> int:

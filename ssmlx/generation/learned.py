@@ -28,7 +28,6 @@ from ..mlx_thread import is_forked
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
 from ..policy.costs import CostTable
-from ..policy.offers import MATCH_LENGTHS, match_ratio
 
 FORMAT = "ssmlx-costs/1"
 MLX_VERSION = version("mlx")
@@ -123,69 +122,12 @@ class Learned:
             _log.debug("%s is ignored: %s", self.path, error)
 
 
-def cost_table_rows(costs: CostTable) -> list[list[str]]:
-    """The known costs of calls as rows of cells, to print.
-
-    Returns:
-        First the head: a title, then each known number of nodes (in a batch, of texts). Then a row
-        for each drafter and context bucket: one cell that names both, then the plain calls that a
-        call takes, with two decimals, or "" where unknown. An empty list where nothing is known.
-    """
-    found: dict[tuple[str, int], dict[int, str]] = {}
-    for bucket, name, count, calls, _ in costs.to_dict()["costs"]:
-        found.setdefault((name, bucket), {})[count] = f"{calls:.2f}"
-    counts = sorted({count for row in found.values() for count in row})
-    rows = [
-        [f"{name}, from {bucket} tokens on", *(row.get(count, "") for count in counts)]
-        for (name, bucket), row in sorted(found.items())
-    ]
-    return [["plain calls a call, by nodes", *map(str, counts)], *rows] if rows else []
-
-
-def costs_line(costs: CostTable, drafter: str, cost_name: str, context: int) -> str:
-    """A line for `--verbose`: measured costs of a drafter's calls, in plain calls by nodes.
-
-    They are those of the bucket of `context` tokens, else of the next shorter one that is known,
-    with the milliseconds of a plain call if it was timed; or the line says that nothing was timed.
-
-    Args:
-        costs: what was measured.
-        drafter: its registered name.
-        cost_name: the name under which costs of its calls are kept, see `Offer`.
-        context: tokens that are committed.
-    """
-    known = costs.frozen(context).known
-    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == cost_name}
-    if not calls:
-        return f"costs: no call of {drafter} was timed here yet"
-    shown = ", ".join(f"{count}: {one:.2f}" for count, one in calls.items())
-    seconds = costs.plain_seconds(context)
-    plain = "" if seconds is None else f" of {1000 * seconds:.1f} ms"
-    return f"costs: plain calls{plain} that a call of {drafter} takes, by nodes: {shown}"
-
-
-def acceptance_line(prior: AcceptancePrior, drafter: str, context: int) -> str:
-    """A line for `--verbose`: a drafter's acceptance ratio behind `context` tokens.
-
-    Of a drafter whose ratios are kept by the length of a match (`ChainOffer`), one ratio for each
-    known length. Or that no text was drafted with it yet, in this context or a shorter one.
-    """
-    known = prior.known_ratios(context)
-    if drafter in known:
-        return f"acceptance: {known[drafter]:.2f} of the drafted tokens that {drafter} should bring"
-    by_length = {
-        length: known[name]
-        for length in MATCH_LENGTHS
-        if (name := match_ratio(drafter, length)[0]) in known
-    }
-    if not by_length:
-        return f"acceptance: no text was drafted with {drafter} here yet"
-    shown = ", ".join(f"{length}: {share:.2f}" for length, share in by_length.items())
-    return f"acceptance: of the next tokens that {drafter} drafts, by length of the match: {shown}"
-
-
 _BY_PATH: dict[Path, Learned] = {}
+"""One for each file, of the whole process: two that wrote the same file would each lose what the
+other learned. Tests put an empty one in its place."""
 _BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictionary()
+"""The file and the adapter of a model, which digests of its weights decide, as long as it lives.
+Tests begin with an empty one each (`nothing_learned`), for `_FOLDER` is another then."""
 
 
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:

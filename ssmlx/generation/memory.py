@@ -139,6 +139,7 @@ class CacheSize:
 
 
 _SIZES: WeakKeyDictionary[StreamFusedModel, CacheSize] = WeakKeyDictionary()
+"""Found sizes. They follow from the model, and go with it, so that no test has to reset them."""
 
 
 def cache_size_of(model: StreamFusedModel) -> CacheSize:

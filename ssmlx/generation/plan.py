@@ -28,6 +28,8 @@ from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
 from .default_head import HEAD_DRAFTER, default_head, loaded_default_head_or_raise
 from .learned import Learned, learned_of
+from .memory import cache_size_of
+from .pool import Holding, MemoryPool, Shared
 
 TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
 """Tokens per call by nodes, of adapters that do not say: about the middle of those that ship."""
@@ -109,38 +111,12 @@ class Plan:
             self.controller.finish()
             self.learned.keep()
 
-    def decision_line(self) -> str:
-        """A line for users: what drafts and why, or why nothing does.
-
-        Of a drafter that drafts at every call, nodes and levels of its tree; of one that a
-        controller may let draft, the nodes of its largest tree and the speed that is expected now,
-        or that plain decoding is expected to be as fast. Of lookup in the text no numbers.
-        """
-        if not self.drafters:
-            asked = self.config.decoding == "plain"
-            return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
-        largest = self.drafters[0].largest
-        if isinstance(self.controller, Always):
-            size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
-            return f"{self.kind} draft at every call, as asked for: {size}"
-        if self.kind == NAME:
-            return "what stood in the text before is drafted where it comes again"
-        call = self.expected_fastest_call
-        if call.speed <= 1:
-            return f"{self.kind} may draft; plain decoding is expected to be as fast here"
-        return (
-            f"{self.kind} draft up to {largest.nodes} nodes a call; {call.speed:.2f} times "
-            "plain decoding expected by what calls cost here"
-        )
-
 
 def make_plan(
     model: StreamFusedModel,
     config: GenerateConfig | None = None,
     *,
     drafter: DrafterArgument | None = None,
-    draft_model: Loaded | None = None,
-    heads: Loaded | None = None,
     context: int = 0,
     earlier: EarlierAnswers | None = None,
     end_tokens: Collection[int] = (),
@@ -155,7 +131,7 @@ def make_plan(
     Args:
         model: as `ssmlx.load` returns it.
         config: the settings.
-        drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
+        drafter: what drafts, as `ssmlx.stream_generate` takes it.
         context: tokens that are committed when the answer begins.
         earlier: the session's answers before this one, which it may repeat.
         end_tokens: tokens that end an answer, or a part of it: text drafts end with them.
@@ -168,7 +144,7 @@ def make_plan(
         InputError: the settings do not fit the model or what is loaded.
     """
     config = replace(config or GenerateConfig(), **settings)
-    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter)
     loaded = loaded or default_drafters(model, config)
     kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
@@ -397,3 +373,37 @@ def decode_plan(
         controller=plan.controller,
         **shared,
     )
+
+
+def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
+    """Wrap `decode` so that each of its answers is counted in `pool`, and refused where there is no
+    room.
+
+    What an answer has loaded that keeps caches of texts is counted as shared.
+
+    Returns:
+        A function like `decode`. Called, it raises NoRoomError where there is no room for the
+        prompt; its iterator does where there is none for more tokens. An answer is counted until
+        its iterator ends or is closed.
+    """
+
+    def decode_claiming_memory(
+        plan: Plan,
+        model: StreamFusedModel,
+        prompt: list[int],
+        cache: TreeCache,
+        *,
+        context: Sequence[int] = (),
+        **more: Any,
+    ) -> Steps:
+        """Count the answer, then begin it; its iterator claims memory as the text grows."""
+        for one in plan.loaded:
+            if isinstance(one, Shared):
+                pool.share(one)
+        holding = Holding(pool, cache, cache_size_of(model), plan.scratch, plan.drafters)
+        num_tokens = cache.offset + len(prompt)
+        pool.add_running(holding, num_tokens)
+        steps = decode(plan, model, prompt, cache, context=context, **more)
+        return holding.claim_memory_while_decoding(steps, num_tokens)
+
+    return decode_claiming_memory

@@ -22,10 +22,7 @@ import mlx.core as mx
 from ..decoding.drafter import Drafter
 from ..decoding.step import Step, Steps
 from ..errors import NoRoomError, require
-from ..model.streams import StreamFusedModel
-from ..model.text_cache import TextCache
-from .memory import CacheSize, cache_size_of
-from .plan import Decode, Plan
+from .memory import CacheSize
 
 SHARE = 2 / 3
 """Of the memory that is left beside weights, what a pool has by default; the rest is for
@@ -138,6 +135,27 @@ class Holding:
         except NoRoomError:
             self._provided, self._claimed = before
             raise
+
+    def claim_memory_while_decoding(self, steps: Steps, num_tokens: int) -> Steps:
+        """Yield `steps`, and claim memory for the text behind each, before the next is computed.
+
+        In the end, whatever it is, `steps` are closed and this is released.
+
+        Args:
+            steps: of a decoding loop.
+            num_tokens: of the text before the first step.
+
+        Raises:
+            NoRoomError: there is no memory for more.
+        """
+        try:
+            with closing(cast("Generator[Step | None]", steps)):
+                for step in steps:
+                    yield step
+                    num_tokens += 0 if step is None else len(step.tokens)
+                    self.claim_memory(num_tokens)
+        finally:
+            self.release()
 
     def count_bytes(self) -> int:
         """Bytes that it holds, or has claimed where that is more; also kept in `num_bytes`.
@@ -275,39 +293,6 @@ class MemoryPool:
         with self._lock:
             self._running.discard(holding)
 
-    def within_limit(self, decode: Decode) -> Decode:
-        """Wrap `decode` so that each of its answers is counted, and refused where there is no room.
-
-        What an answer has loaded that keeps caches of texts is counted as shared.
-
-        Returns:
-            A function like `decode`. Called, it raises NoRoomError where there is no room for the
-            prompt; its iterator does where there is none for more tokens. An answer is counted
-            until its iterator ends or is closed.
-        """
-
-        def decode_claiming_memory(
-            plan: Plan,
-            model: StreamFusedModel,
-            prompt: list[int],
-            cache: TextCache,
-            *,
-            context: Sequence[int] = (),
-            **more: Any,
-        ) -> Steps:
-            """Count the answer, then begin it; its iterator claims memory as the text grows."""
-            for one in plan.loaded:
-                if isinstance(one, Shared):
-                    self.share(one)
-            size = cache_size_of(model)
-            holding = Holding(self, cache, size, plan.scratch, plan.drafters)
-            num_tokens = cache.offset + len(prompt)
-            self.add_running(holding, num_tokens)
-            steps = decode(plan, model, prompt, cache, context=context, **more)
-            return _claim_memory_while_decoding(steps, holding, num_tokens)
-
-        return decode_claiming_memory
-
     def _count_running_bytes(self) -> int:
         """Bytes of running answers and of what they share, counted anew; what is kept is left out.
 
@@ -351,26 +336,3 @@ class MemoryPool:
             oldest, _ = alive[0]
             del self._kept[oldest]
             return oldest()
-
-
-def _claim_memory_while_decoding(steps: Steps, holding: Holding, num_tokens: int) -> Steps:
-    """Yield `steps`, and claim memory for the text behind each, before the next is computed.
-
-    In the end, whatever it is, `steps` are closed and `holding` is released.
-
-    Args:
-        steps: of a decoding loop.
-        holding: the answer's.
-        num_tokens: of the text before the first step.
-
-    Raises:
-        NoRoomError: there is no memory for more.
-    """
-    try:
-        with closing(cast("Generator[Step | None]", steps)):
-            for step in steps:
-                yield step
-                num_tokens += 0 if step is None else len(step.tokens)
-                holding.claim_memory(num_tokens)
-    finally:
-        holding.release()

@@ -155,6 +155,10 @@ class Decision:
         return self.candidate.shape if self.candidate else None
 
 
+NOTHING = Decision(None)
+"""Nothing is drafted."""
+
+
 @dataclass
 class Run:
     """Calls in a row that verified trees of one shape, and the seconds of each."""
@@ -354,33 +358,29 @@ class Controller:
             self._plain_calls_due = MAX_PLAIN_CALLS
 
     def _decide_what_to_draft(self, is_read: bool) -> Decision:
-        """Decide what to draft now.
+        """Decide what to draft now, by the first of these that applies.
 
-        That is nothing while plain calls are timed, or where nothing can be drafted; the probe
-        under way, as long as its shape can be drafted and its cost is not learned; else the start
-        of another probe, if one is due and affordable; else the fastest shape, if it pays, with
-        `STAY_BONUS` for the present one; else nothing.
+        1. Nothing, while plain calls are timed, and where nothing can be drafted.
+        2. The shape of the probe under way, as long as it can be drafted and its cost is not
+           learned.
+        3. The start of another probe, if one is due and affordable.
+        4. The fastest shape, if it pays, with `STAY_BONUS` for the present one.
+        5. Nothing.
         """
         if self._plain_calls_due:
-            return Decision(None)
+            return NOTHING
         candidates = list(self._draft_candidates(is_read))
         if not candidates:
-            return Decision(None)
-        if self._probe_calls:
-            for one in candidates:
-                if one.shape == self._probe and self._is_unlearned(one.shape):
-                    return Decision(one)
-        best = max(
-            candidates,
-            key=lambda one: one.speed * (STAY_BONUS if one.shape == self._pending else 1),
-        )
-        pays = self._may_draft(best)
-        probe = self._choose_probe(best.speed if pays else 1.0)
-        return probe or Decision(best if pays else None)
-
-    def _is_unlearned(self, shape: DraftShape) -> bool:
-        """Whether the cost of a shape rests on less than one run of an answer."""
-        return self._costs.weight(self._cost_kind(shape)) < 1
+            return NOTHING
+        probed = self._candidate_under_probe(candidates)
+        if probed is not None:
+            return Decision(probed)
+        fastest = max(candidates, key=self._speed_favouring_present_shape)
+        pays = self._is_fast_enough(fastest) and self._may_lose_a_call(fastest)
+        probe = self._choose_probe(fastest.speed if pays else 1.0)
+        if probe is not None:
+            return probe
+        return Decision(fastest) if pays else NOTHING
 
     def _cost_kind(self, shape: DraftShape) -> Kind:
         """The kind under which the table has calls that verify, and draft, this shape."""
@@ -390,11 +390,8 @@ class Controller:
         """Yield every shape that can be drafted now, with what is expected of it.
 
         Of a drafter's shapes these are the ones up to the largest number of nodes that was timed
-        (`FIRST_NODES` where none was), and the next larger one to time. Where a drafter has to wait
-        for the tokens of the call under way and these are not read, its offer may no longer hold
-        behind them: tokens and costs are then weighted by how likely it holds, and `HOST_WAIT` is
-        added, unless the call under way is awaited anyhow. Notes for each drafter under which name
-        its costs are kept, and whether it waits.
+        (`FIRST_NODES` where none was), and the next larger one to time. Notes for each drafter
+        under which name its costs are kept, and whether it waits for tokens.
 
         Args:
             is_read: whether drafters know the tokens of the call under way.
@@ -410,28 +407,36 @@ class Controller:
             if offer.needs_host_tokens:
                 self._need_host_tokens.add(offer.drafter)
                 if not is_read:
+                    wait = self._wait_for_tokens()
                     likely, then = offer.after_tokens(
                         self._expected_unread_tokens, self._acceptance_ratio
                     )
-                    is_awaited = (
-                        self._pending is not None
-                        and self._pending.drafter in self._need_host_tokens
-                    )
-                    wait = 0.0 if is_awaited else HOST_WAIT
-            if not then.shapes:
-                continue
-            most_timed = self._costs.largest_known(offer.cost_name)
-            next_size = size_to_time(then, most_timed)
-            for shape in then.shapes:
-                if shape.nodes <= (most_timed or FIRST_NODES) or shape.nodes == next_size:
-                    kind = self._cost_kind(shape)
-                    yield Candidate(
-                        shape,
-                        offer,
-                        1 + likely * then.expected_accepted(shape, self._acceptance_ratio),
-                        1 + likely * (self._costs.calls(kind) - 1) + wait,
-                        1 + likely * (self._costs.optimistic_calls(kind) - 1) + wait,
-                    )
+            for shape in self._shapes_to_consider(then, offer.cost_name):
+                kind = self._cost_kind(shape)
+                yield Candidate(
+                    shape,
+                    offer,
+                    1 + likely * then.expected_accepted(shape, self._acceptance_ratio),
+                    1 + likely * (self._costs.calls(kind) - 1) + wait,
+                    1 + likely * (self._costs.optimistic_calls(kind) - 1) + wait,
+                )
+
+    def _shapes_to_consider(self, offer: Offer, cost_name: str) -> list[DraftShape]:
+        """The shapes of an offer up to the most nodes that were timed under `cost_name`, and the
+        next larger one.
+        """
+        if not offer.shapes:
+            return []
+        most_timed = self._costs.largest_known(cost_name)
+        next_size = size_to_time(offer, most_timed)
+        most = most_timed or FIRST_NODES
+        return [one for one in offer.shapes if one.nodes <= most or one.nodes == next_size]
+
+    def _wait_for_tokens(self) -> float:
+        """Plain calls that waiting for the call under way takes; 0 where it is awaited anyhow."""
+        pending = self._pending
+        is_awaited = pending is not None and pending.drafter in self._need_host_tokens
+        return 0.0 if is_awaited else HOST_WAIT
 
     @property
     def _expected_unread_tokens(self) -> int:
@@ -439,23 +444,40 @@ class Controller:
         pending = self._pending_candidate
         return 1 if pending is None else round(pending.tokens)
 
-    def _may_draft(self, best: Candidate) -> bool:
-        """Whether `best` is fast enough, and the answer not too far behind plain decoding.
+    def _candidate_under_probe(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The candidate of the probe under way; None where there is no probe, its shape is not
+        among them, or its cost rests on a run of an answer or more.
+        """
+        if not self._probe_calls:
+            return None
+        for one in candidates:
+            if one.shape == self._probe and self._costs.weight(self._cost_kind(one.shape)) < 1:
+                return one
+        return None
 
-        Fast enough is above `LEAVE_SPEED` where the last recorded call drafted, else above
-        `ENTER_SPEED`. What the answer has lost so far, plus what the next call would lose if it
-        brought one token (and the entry, where the last call drafted nothing), must not exceed
-        `MAX_BEHIND` plain calls, or `MAX_BEHIND_PER_TOKEN` of the answer where that is more, plus
-        `CREDIT_CALLS` times the expected gain.
+    def _speed_favouring_present_shape(self, one: Candidate) -> float:
+        """A candidate's expected speed, times `STAY_BONUS` if it is the present shape."""
+        return one.speed * (STAY_BONUS if one.shape == self._pending else 1)
+
+    def _is_fast_enough(self, one: Candidate) -> bool:
+        """Whether a candidate is faster than `LEAVE_SPEED` where the last recorded call drafted,
+        else than `ENTER_SPEED`.
+        """
+        return one.speed > (ENTER_SPEED if self._pending is None else LEAVE_SPEED)
+
+    def _may_lose_a_call(self, one: Candidate) -> bool:
+        """Whether a candidate may be drafted even if its call then brings one token.
+
+        What the answer has lost so far, plus what that call would lose (and the entry, where the
+        last call drafted nothing), must not exceed `MAX_BEHIND` plain calls, or
+        `MAX_BEHIND_PER_TOKEN` of the answer where that is more, plus `CREDIT_CALLS` times the
+        expected gain.
         """
         allowed = max(MAX_BEHIND, MAX_BEHIND_PER_TOKEN * self._tokens)
-        allowed += CREDIT_CALLS * max(0.0, best.tokens - best.cost)
+        allowed += CREDIT_CALLS * max(0.0, one.tokens - one.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        loss = self._costs.pessimistic_calls(self._cost_kind(best.shape)) - 1
-        at_risk = self._behind + loss
-        if self._pending is not None:
-            return best.speed > LEAVE_SPEED and at_risk <= allowed
-        return best.speed > ENTER_SPEED and at_risk + self._entry_cost(best.shape) <= allowed
+        loss = self._costs.pessimistic_calls(self._cost_kind(one.shape)) - 1
+        return self._behind + loss + self._entry_if_nothing_drafted(one.shape) <= allowed
 
     def _choose_probe(self, speed: float) -> Decision | None:
         """The start of a probe: a shape that may turn out faster than what is drafted now.
@@ -499,7 +521,7 @@ class Controller:
         They are what `PROBE_CALLS` calls take, at the mean of expected and hoped cost, beyond what
         their tokens take at `speed`; and the entry, where the call under way drafts nothing.
         """
-        entry = self._entry_cost(probe.shape) if self._pending is None else 0.0
+        entry = self._entry_if_nothing_drafted(probe.shape)
         likely = (probe.cost + probe.hoped_cost) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
 
@@ -507,6 +529,10 @@ class Controller:
         """Plain calls that the first drafting pass behind a plain call takes; 0 for drafters on the
         host."""
         return 0.0 if shape.drafter in self._need_host_tokens else ENTRY
+
+    def _entry_if_nothing_drafted(self, shape: DraftShape) -> float:
+        """The entry of a shape where the last recorded call drafted nothing; else 0."""
+        return self._entry_cost(shape) if self._pending is None else 0.0
 
     def _acceptance_ratio(self, name: str, first_ratio: float) -> float:
         """This answer's acceptance ratio under a name; see `offers.RatioOf`."""
@@ -526,7 +552,7 @@ class Controller:
         The loop may have asked once more since; an empty decision where none is found.
         """
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
-        return next(found, Decision(None))
+        return next(found, NOTHING)
 
     def _plain_calls_charged_by_frozen_costs(self, call: CallRecord) -> float:
         """Plain calls that a call is charged with: by frozen costs, pessimistic, not by its

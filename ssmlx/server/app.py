@@ -195,7 +195,7 @@ class Routes:
         """
         self._check_access_and_find_prompt_cache(request)
         ask, headers = await self._read_request(request, messages.read_message)
-        prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_seeded_config, ask)
+        prompt, _ = await asyncio.to_thread(self.handler.reader.first_prompt_and_seeded_config, ask)
         return JSONResponse({"input_tokens": len(prompt)}, headers=headers)
 
     async def _read_request(

@@ -16,7 +16,7 @@ from ..generation.segments import GenerationResponse
 from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
-from .logprobs import segment_logprobs
+from .logprobs import TokenEntries
 from .request_prompts import Prompt
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
 from .schemas import tools_for_parser
@@ -32,6 +32,7 @@ class Choice:
         prompt: Prompt,
         config: GenerateConfig,
         tokenizer: TokenizerWrapper,
+        token_entries: TokenEntries,
         prompt_cache: PromptCache,
     ) -> None:
         """Begin a choice; nothing is decoded yet.
@@ -43,6 +44,7 @@ class Choice:
             config: the request's settings. The choice's seed is theirs plus its number among those
                 of its prompt.
             tokenizer: of the model.
+            token_entries: makes the entries of log probabilities, by the same tokenizer.
             prompt_cache: of the client.
         """
         own = number % ask.choices
@@ -52,7 +54,7 @@ class Choice:
         self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
         self.prompt_cache = prompt_cache
         self.is_first = own == 0  # of its prompt
-        self._tokenizer = tokenizer
+        self._token_entries = token_entries
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
     def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
@@ -65,7 +67,7 @@ class Choice:
         """
         # A text completion reports its end token, too, as OpenAI's and vLLM's do.
         reports_end = not self.ask.is_chat
-        logprobs = segment_logprobs(self._tokenizer, response, with_end_token=reports_end)
+        logprobs = self._token_entries.of_segment(response, with_end_token=reports_end)
         piece = TextPart(response.text, len(response.tokens), logprobs)
         return self._with_number(self._parser.split_into_parts(piece))
 
@@ -126,6 +128,7 @@ class AnswerParser:
         self._call = ""
         self._is_behind_marker = False
         self._has_called = False
+        self._reasoning_tokens = 0
         self._name = "normal"
         machine = TextStateMachine()
         if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
@@ -144,13 +147,15 @@ class AnswerParser:
         Of a piece there is at least one part. The first one has the piece's token count and log
         probabilities, unless it is a call. At the end, text that was held back comes first, and the
         end last; its `reason` is "tool_calls" if the answer stopped by itself and has called a
-        tool.
+        tool, and its `reasoning_tokens` are those of the parts before it.
         """
         if isinstance(part, TextPart):
             self._state, segments = TextStateMachine.split(self._state, part.text)
             first, *more = self._parts_of_segments(segments) or [TextPart("")]
             if isinstance(first, TextPart):  # these are of the whole part
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
+            if isinstance(first, ReasoningPart):
+                self._reasoning_tokens += first.tokens
             return [first, *more]
         self._state, text, _ = TextStateMachine.flush(self._state)
         found = self._parts_of_segments([(self._name, text)])
@@ -159,7 +164,9 @@ class AnswerParser:
             is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
             found += self._parse_collected_calls_or_text(is_cut=is_cut)
         is_call = self._has_called and part.reason == "stop"
-        return [*found, replace(part, reason="tool_calls") if is_call else part]
+        reason = "tool_calls" if is_call else part.reason
+        end = replace(part, reason=reason, reasoning_tokens=self._reasoning_tokens)
+        return [*found, end]
 
     def _parts_of_segments(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
         """Return the parts of (state, text) segments of mlx-lm's state machine; none for empty

@@ -300,7 +300,6 @@ class TextCompletionWriter:
         options = requests.read_typed_or_default(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
         self._choices_per_prompt = ask.choices
-        self._thought = 0  # tokens of reasoning
         self._ends: dict[int, ChoiceEnd] = {}
         numbers = range(ask.num_answers)
         choices = [{"index": n, "finish_reason": None, "logprobs": None} for n in numbers]
@@ -323,7 +322,6 @@ class TextCompletionWriter:
         async for part in parts:
             if not isinstance(part, Part):
                 continue
-            self._thought += part.tokens if isinstance(part, ReasoningPart) else 0
             chunk = {**head, "choices": [self._add_part(part)]}
             if isinstance(part, ChoiceEnd):
                 self._ends[part.choice] = part
@@ -336,7 +334,6 @@ class TextCompletionWriter:
             "usage": _total_usage(ends, self._choices_per_prompt),
             "timings": ends[-1].timings,
         }
-        totals["usage"]["completion_tokens_details"]["reasoning_tokens"] = self._thought
         self.reply |= totals
         if self._has_usage:
             yield None, {**head, "choices": [], **totals}
@@ -373,7 +370,7 @@ class TextCompletionWriter:
         The token itself is among `top_logprobs`, whether or not it is one of the likeliest.
 
         Args:
-            token_entries: as `segment_logprobs` returns them.
+            token_entries: as `TokenEntries.of_segment` returns them.
             text_offset: characters of the choice's text before them.
         """
         sizes = [len(one["token"]) for one in token_entries]
@@ -471,14 +468,15 @@ def _total_usage(ends: Sequence[ChoiceEnd], choices_per_prompt: int) -> dict[str
     completion = sum(end.last.generation_tokens for end in ends)
     predicted = sum(end.num_predicted for end in ends)
     accepted = sum(end.accepted_prediction for end in ends)
-    guesses = {
+    details = {
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": predicted - accepted,
+        "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
     }
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(last.cached_tokens for last in firsts)},
-        "completion_tokens_details": guesses,
+        "completion_tokens_details": details,
     }

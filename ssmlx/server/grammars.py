@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -133,7 +132,12 @@ def _unsupported_form(name: str | None, why: str) -> RequestError:
     return RequestError(name, found, "one that llguidance knows", "simplify it")
 
 
-def grammar_mask(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
+def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
+    """Return a model's tokenizer as llguidance needs it; takes a second for a large vocabulary."""
+    return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
+
+
+def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> Mask:
     """Return a function that masks logits so that an answer follows a grammar.
 
     Given an answer's tokens so far and the logits [V] of the next one, it returns these with -inf
@@ -142,13 +146,13 @@ def grammar_mask(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
     function for one answer.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model, by `llguidance_tokenizer`.
         grammar: of llguidance.
 
     Raises:
         RequestError: llguidance cannot follow the grammar.
     """
-    matcher = LLMatcher(_llguidance_tokenizer(tokenizer), grammar, log_level=0)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
         raise _unsupported_form(None, first_line(ValueError(matcher.get_error()))[:200])
     num_known = 0
@@ -164,9 +168,3 @@ def grammar_mask(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
         return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
 
     return constrained
-
-
-@lru_cache(maxsize=1)
-def _llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
-    """The tokenizer as llguidance needs it. Takes a second; the last one is kept."""
-    return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))

@@ -18,7 +18,7 @@ from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
 from ..generation.segments import GenerationResponse
 from ..prompt_cache import PromptCache
-from ..settings import GenerateConfig, check_settings, setting
+from ..settings import check_settings, setting
 from .choices import Choice
 from .concurrency import AnswerSlots, PromptProgress, RequestSlots, merge_answers
 from .request_prompts import AGAIN, PromptReader, stopping_error
@@ -132,12 +132,6 @@ class RequestHandler:
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
-    def first_prompt_and_seeded_config(
-        self, ask: AnswerRequest
-    ) -> tuple[list[int], GenerateConfig]:
-        """Return the tokens of the request's first prompt, and its settings with a seed."""
-        return self.reader.first_prompt_and_seeded_config(ask)
-
     async def merged_parts_of_choices(
         self, ask: AnswerRequest, prompt_cache: PromptCache
     ) -> AsyncGenerator[StreamItem]:
@@ -163,9 +157,10 @@ class RequestHandler:
                 self.reader.read_checked_prompts_and_config, ask
             )
             tokenizer = self.engine.tokenizer
+            entries = self.reader.token_entries
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
-                Choice(ask, number, prompt, config, tokenizer, prompt_cache)
+                Choice(ask, number, prompt, config, tokenizer, entries, prompt_cache)
                 for number, prompt in enumerate(own)
             ]
             answers = [

@@ -1,6 +1,7 @@
 """Log probabilities of tokens in the form of OpenAI's chat completions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -12,74 +13,72 @@ LEAST = -9999.0
 """In the place of minus infinity, which JSON has not; vLLM's number."""
 
 
-def segment_logprobs(
-    tokenizer: TokenizerWrapper, response: GenerationResponse, *, with_end_token: bool = False
-) -> Any:
-    """Return the log probabilities of a response's tokens, as OpenAI's chats have them.
+class TokenEntries:
+    """Makes the entries of tokens with one tokenizer."""
 
-    Args:
-        tokenizer: of the model.
-        response: of an answer.
-        with_end_token: whether an end token, which is not in the text, has an entry too.
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        """Keep the model's tokenizer, which is not used before entries are asked for."""
+        self._tokenizer = tokenizer
 
-    Returns:
-        An entry for each token, with the likeliest tokens at the same position; None where the
-        response has no log probabilities.
-    """
-    if response.logprobs is None:
-        return None
-    has_ended = response.finish_reason == "stop" and response.stop is None
-    return _logprob_entries(
-        tokenizer, response.logprobs[: -1 if has_ended and not with_end_token else None]
-    )
+    def of_segment(
+        self, response: GenerationResponse, *, with_end_token: bool = False
+    ) -> list[dict[str, Any]] | None:
+        """Return the log probabilities of a response's tokens, as OpenAI's chats have them.
 
+        Args:
+            response: of an answer.
+            with_end_token: whether an end token, which is not in the text, has an entry too.
 
-def prompt_logprobs(
-    tokenizer: TokenizerWrapper, first: int, others: Sequence[TokenLogprobs]
-) -> list[dict[str, Any]]:
-    """Return an entry for each of a prompt's tokens.
+        Returns:
+            An entry for each token, with the likeliest tokens at the same position; None where the
+            response has no log probabilities.
+        """
+        if response.logprobs is None:
+            return None
+        has_ended = response.finish_reason == "stop" and response.stop is None
+        return self._with_likeliest(
+            response.logprobs[: -1 if has_ended and not with_end_token else None]
+        )
 
-    Args:
-        tokenizer: of the model.
-        first: the id of the first token, whose entry has no log probability.
-        others: the log probabilities of the other tokens, in their order.
-    """
-    text = tokenizer.decode([first])
-    own = {"token": text, "logprob": None, "bytes": _utf8_bytes(text), "top_logprobs": None}
-    return [own, *_logprob_entries(tokenizer, others)]
+    def of_prompt(self, first: int, others: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """Return an entry for each of a prompt's tokens.
 
+        Args:
+            first: the id of the first token, whose entry has no log probability.
+            others: the log probabilities of the other tokens, in their order.
+        """
+        text = self._tokenizer.decode([first])
+        own = {"token": text, "logprob": None, "bytes": _utf8_bytes(text), "top_logprobs": None}
+        return [own, *self._with_likeliest(others)]
 
-def _logprob_entries(
-    tokenizer: TokenizerWrapper, logprobs: Sequence[TokenLogprobs]
-) -> list[dict[str, Any]]:
-    """Return an entry for each token, with those of the likeliest tokens at the same position."""
-    make_entry = _make_token_entry_function(tokenizer)
-    return [
-        {
-            **make_entry(one.token, one.logprob),
-            "top_logprobs": [make_entry(*other) for other in one.top],
-        }
-        for one in logprobs
-    ]
+    def _with_likeliest(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """Return an entry for each token, with those of the likeliest tokens at the same
+        position.
+        """
+        return [
+            {
+                **self._entry(one.token, one.logprob),
+                "top_logprobs": [self._entry(*other) for other in one.top],
+            }
+            for one in logprobs
+        ]
 
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return an entry with "token", "logprob" and "bytes".
 
-def _make_token_entry_function(
-    tokenizer: TokenizerWrapper,
-) -> Callable[[int, float], dict[str, Any]]:
-    """Return a function from (token id, log probability) to an entry with "token", "logprob" and
-    "bytes".
-
-    A text that is no whole character has no bytes. Minus infinity becomes `LEAST`.
-    """
-    (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
-    before = len(tokenizer.decode([anchor]))
-
-    def make_entry(token: int, logprob: float) -> dict[str, Any]:
-        # Behind another one: alone, some would lose a space.
-        text = tokenizer.decode([anchor, token])[before:]
+        A text that is no whole character has no bytes. Minus infinity becomes `LEAST`.
+        """
+        before, length = self._token_before_and_its_length
+        text = self._tokenizer.decode([before, token])[length:]
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": _utf8_bytes(text)}
 
-    return make_entry
+    @cached_property
+    def _token_before_and_its_length(self) -> tuple[int, int]:
+        """The token behind which each other one is decoded, and the length of its text: alone, some
+        would lose a space.
+        """
+        (*_, before) = self._tokenizer.encode("a", add_special_tokens=False)
+        return before, len(self._tokenizer.decode([before]))
 
 
 def _utf8_bytes(text: str) -> list[int] | None:

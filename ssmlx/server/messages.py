@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 from secrets import token_hex
 from typing import Any
 
-from ..generation.segments import GenerationResponse
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import requests
 from .requests import (
     AnswerRequest,
     Body,
+    ChoiceEnd,
     Event,
     ReasoningPart,
     RequestError,
@@ -114,7 +114,6 @@ class MessagesWriter:
         Args:
             parts: of the request's only choice, with its `ChoiceEnd`.
         """
-        reasoning_tokens = 0
         async for mark, part in mark_groups_of_parts(parts):
             match mark:
                 case "answer begins":
@@ -123,7 +122,6 @@ class MessagesWriter:
                     self._blocks.append(_empty_block_for(part))
                     yield self._event_about_last_block("start", content_block=self._blocks[-1])
                 case "part":
-                    reasoning_tokens += part.tokens if isinstance(part, ReasoningPart) else 0
                     yield self._event_about_last_block(
                         "delta", delta=_extend_block_and_return_delta(self._blocks[-1], part)
                     )
@@ -135,7 +133,7 @@ class MessagesWriter:
                 case "answer ends":
                     reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
                     stop: Body = {"stop_reason": reason, "stop_sequence": part.last.stop}
-                    usage = _usage_or_zeros(part.last, reasoning_tokens)
+                    usage = _usage_or_zeros(part)
                     self.reply |= {**stop, "usage": usage, "timings": part.timings}
                     end_delta: Body = {**stop, "stop_details": None, "container": None}
                     end_usage = {name: usage[name] for name in _DELTA_USAGE}
@@ -149,22 +147,20 @@ class MessagesWriter:
         return typed_event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
 
 
-def _usage_or_zeros(
-    last: GenerationResponse | None = None, reasoning_tokens: int = 0
-) -> dict[str, Any]:
+def _usage_or_zeros(end: ChoiceEnd | None = None) -> dict[str, Any]:
     """Return the `usage` object of a message; all counts are 0 before there is an answer.
 
     Args:
-        last: the answer's last response; None before there is one.
-        reasoning_tokens: how many of its tokens are reasoning.
+        end: of the answer; None before there is one.
     """
+    last = end.last if end else None
     return {
         "input_tokens": last.prompt_tokens - last.cached_tokens if last else 0,
         "cache_read_input_tokens": last.cached_tokens if last else 0,
         "cache_creation_input_tokens": 0,
         "cache_creation": None,
         "output_tokens": last.generation_tokens if last else 0,
-        "output_tokens_details": {"thinking_tokens": reasoning_tokens},
+        "output_tokens_details": {"thinking_tokens": end.reasoning_tokens if end else 0},
         "server_tool_use": None,
         "service_tier": "standard",
         "inference_geo": None,

@@ -6,8 +6,10 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
+from llguidance import LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.exceptions import HTTPException
 
@@ -19,8 +21,8 @@ from ..generation.segments import GenerationResponse, check_prompt_length, check
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig
-from .grammars import grammar_mask
-from .logprobs import prompt_logprobs
+from .grammars import grammar_mask, llguidance_tokenizer
+from .logprobs import TokenEntries
 from .requests import AnswerRequest, RequestError, check_field
 from .tool_grammars import MAX_CALLS, tool_call_grammar
 
@@ -71,6 +73,7 @@ class PromptReader:
     template_args: Mapping[str, Any]  # a request's own go first
 
     def __post_init__(self) -> None:
+        self.token_entries = TokenEntries(self.engine.tokenizer)
         self._tokenizing = threading.Lock()
 
     def read_checked_prompts_and_config(
@@ -193,17 +196,20 @@ class PromptReader:
             return None
         with self._tokenizing:
             if not ask.forced_tools:
-                return grammar_mask(tokenizer, ask.grammar or "")
+                return grammar_mask(self._llguidance_tokenizer, ask.grammar or "")
             most = MAX_CALLS if ask.parallel_calls else 1
             grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
-            return grammar_mask(tokenizer, grammar)
+            return grammar_mask(self._llguidance_tokenizer, grammar)
+
+    @cached_property
+    def _llguidance_tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance needs it; made when the first grammar comes, and kept."""
+        return llguidance_tokenizer(self.engine.tokenizer)
 
     def scored_entries(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
-        """Return the entries of a scored prompt's tokens, as `logprobs.prompt_logprobs` returns
-        them.
-        """
+        """Return the entries of a scored prompt's tokens, as `TokenEntries.of_prompt` does."""
         with self._tokenizing:
-            return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], found.logprobs)
+            return self.token_entries.of_prompt(prompt.tokens[0], found.logprobs)
 
 
 def _require_template_for_turns_and_tools(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:

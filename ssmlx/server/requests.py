@@ -85,6 +85,7 @@ class ChoiceEnd:
     reason: Literal["stop", "length", "tool_calls"]
     last: GenerationResponse  # its last segment
     num_predicted: int = 0  # tokens of the request's `prediction`
+    reasoning_tokens: int = 0  # how many of the choice's tokens are reasoning
     choice: int = 0
 
     @property

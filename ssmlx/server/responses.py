@@ -104,7 +104,6 @@ class ResponsesWriter:
         Args:
             parts: of the request's only choice, with its `ChoiceEnd`.
         """
-        reasoning_tokens = 0
         group = _OpenItem("", {}, {}, "")
         async for mark, part in mark_groups_of_parts(parts):
             match mark:
@@ -120,7 +119,6 @@ class ResponsesWriter:
                             "content_part.added", part=group.text_object
                         )
                 case "part":
-                    reasoning_tokens += part.tokens if isinstance(part, ReasoningPart) else 0
                     group.text_object[group.text_field] += part.text
                     yield self._event_about_last_item(f"{group.event}.delta", delta=part.text)
                 case "group ends":
@@ -133,7 +131,7 @@ class ResponsesWriter:
                         )
                     yield self._event_about_last_item("output_item.done", item=group.item)
                 case "answer ends":
-                    self._set_usage_status_and_timings(part, reasoning_tokens)
+                    self._set_usage_status_and_timings(part)
                     yield self._numbered_event(
                         _completed_or_incomplete_before(part), response=self.reply
                     )
@@ -158,19 +156,14 @@ class ResponsesWriter:
         text_object = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return _OpenItem("output_text", item, text_object, "text")
 
-    def _set_usage_status_and_timings(self, end: ChoiceEnd, reasoning_tokens: int) -> None:
-        """Set usage, status and timings of the whole response.
-
-        Args:
-            end: of the answer.
-            reasoning_tokens: how many of its tokens are reasoning.
-        """
+    def _set_usage_status_and_timings(self, end: ChoiceEnd) -> None:
+        """Set usage, status and timings of the whole response, by the end of its answer."""
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
         usage = {"input_tokens": last.prompt_tokens, "input_tokens_details": cached}
         usage["output_tokens"] = last.generation_tokens
-        usage["output_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        usage["output_tokens_details"] = {"reasoning_tokens": end.reasoning_tokens}
         usage["total_tokens"] = last.prompt_tokens + last.generation_tokens
         self.reply |= {
             "status": _completed_or_incomplete_before(end),

@@ -20,8 +20,12 @@ from .trial import Trial, try_kernel
 _NAME = "scaled_dot_product_attention"
 _HOOKED = "_takes_tree_masks"
 _chosen: Attention = "auto"
+"""Of the whole process, as the functions are that `hook_layers` replaces. Tests reset it by
+`choose_attention("auto")`."""
 _trials: dict[Bucket, Trial] = {}
+"""What was timed on this chip, whatever model asked. Tests clear it."""
 _wanted: dict[Bucket, AttentionShape] = {}
+"""Shapes that wait for their trial, between two calls of any answer. Tests clear it."""
 
 
 def is_available() -> bool:
