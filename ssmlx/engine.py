@@ -17,7 +17,7 @@ from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
-from .generation.plan import Decode, decode_plan
+from .generation.plan import Decode, decode_plan, within_limit
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
 from .generation.segments import (

@@ -8,7 +8,7 @@ from tiny_heads import make_heads
 
 import ssmlx
 from ssmlx.commands.drafting_lines import decision_line
-from ssmlx.decoding.draft_shape import Always, DraftShape, ExpectedCall, Never
+from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.generation.plan import make_plan

@@ -391,7 +391,7 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
         plan: Plan,
         model: StreamFusedModel,
         prompt: list[int],
-        cache: TreeCache,
+        cache: TextCache,
         *,
         context: Sequence[int] = (),
         **more: Any,

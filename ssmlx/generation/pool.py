@@ -22,6 +22,7 @@ import mlx.core as mx
 from ..decoding.drafter import Drafter
 from ..decoding.step import Step, Steps
 from ..errors import NoRoomError, require
+from ..model.text_cache import TextCache
 from .memory import CacheSize
 
 SHARE = 2 / 3
