@@ -198,7 +198,7 @@ def statuses(batches):
 
 
 def test_a_reader_that_has_caught_up_shares_calls_again(ask, together, batches):
-    settings = {"max_tokens": 150}
+    settings = {"max_tokens": 90}
     slow, quick = (ask(text, **settings) for text in QUESTIONS[:2])
     heard = [[next(slow)], [next(quick), next(quick)]]
     heard[0].append(next(slow))
@@ -274,8 +274,8 @@ def test_an_error_of_a_call_made_for_another_is_its_own(ask, batches, quick_and_
 )
 def test_an_answer_may_be_closed_wherever_it_is(ask, together, batches, monkeypatch, first, status):
     """Others go on, and what was computed of it is used again."""
-    settings = {"max_tokens": 60}
-    other = ask(QUESTIONS[0], **settings)
+    settings = {"max_tokens": 40}
+    other = ask(QUESTIONS[0], max_tokens=60)
     heard = [next(other)]
     if status == "ALONE":
         cost_batches(monkeypatch, 100.0)
@@ -293,7 +293,7 @@ def test_an_answer_may_be_closed_wherever_it_is(ask, together, batches, monkeypa
     again = list(ask([first, 2] * 40, **settings))
     assert again[0].cached_tokens > 0
     assert tokens_of(again) == tokens_of(ask([first, 2] * 40, alone=True, **settings))
-    expected = tokens_of(ask(QUESTIONS[0], alone=True, **settings))
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, max_tokens=60))
     assert tokens_of([*heard, *other]) == expected and not statuses(batches)
 
 

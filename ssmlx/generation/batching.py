@@ -399,9 +399,9 @@ class Batches:
     def _start_decoding(self, row: _OpenAnswer) -> None:
         """Make `row` one of the answers that decode, alone or batched. Nothing is decoded."""
         self._set_status(row, Status.ALONE)
-        self._batch_or_unbatch(row)
+        self._join_or_leave_batch(row)
 
-    def _batch_or_unbatch(self, row: _OpenAnswer) -> None:
+    def _join_or_leave_batch(self, row: _OpenAnswer) -> None:
         """Make `row` BATCHED where its group shares calls, or it has a mask; else ALONE."""
         is_batched = row.group.is_batched or row.mask is not None
         wanted = Status.BATCHED if is_batched else Status.ALONE
@@ -442,7 +442,7 @@ class Batches:
             self._set_status(row, Status.ALONE)
         elif row.status is Status.ALONE:
             row.group.update_is_batched()
-        self._batch_or_unbatch(row)
+        self._join_or_leave_batch(row)
         if row.status is Status.BATCHED:
             self._make_batch_call(row.group)
         else:
