@@ -20,9 +20,10 @@ from ssmlx.commands.options import run_command
 from ssmlx.errors import InputError
 from ssmlx.loading import folders, hub, names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter_in_place
-from ssmlx.loading.files import atomic_folder, check_tensors, read_tensors, write_whole
+from ssmlx.loading.files import atomic_folder, write_whole
 from ssmlx.loading.folders import Fetch, cache_dir
 from ssmlx.loading.names import ALIASES, resolve_adapter, resolve_model
+from ssmlx.loading.tensors import check_tensors, read_tensors
 
 # --- names of models; nothing uses a network but the last test ---
 

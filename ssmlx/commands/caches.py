@@ -133,9 +133,9 @@ class PromptFile:
             InputError: it cannot be written.
         """
         from ..answers import run_on_mlx_thread
-        from ..loading.files import delete_unfinished_files
         from ..model.cache_key import CacheKey
         from ..prompt_cache.prompt_files import write_prompt
+        from ..prompt_cache.unfinished_files import delete_unfinished_files
 
         path = self.path
         if path is None or self.cache is None or not self._is_new:

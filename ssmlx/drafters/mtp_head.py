@@ -26,10 +26,11 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from ..bars import Progress
 from ..errors import join_first, quoted, require
 from ..json_files import read_json
-from ..loading.files import check_tensors
-from ..loading.folders import Fetch, files_in_weight_index
+from ..loading.folders import Fetch
 from ..loading.load import MTP_PREFIX, is_mtp_name, refuse_unsafe_and_explain_errors
 from ..loading.names import resolve_model
+from ..loading.stored_tensors import tensor_names
+from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
 from ..model.modules import clone_sharing_arrays, module_arrays
@@ -243,16 +244,13 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
         may_be_head_alone: whether all tensors of a folder without names in `mtp.` are the head's.
 
     Raises:
-        InputError: it holds none, or its index cannot be read.
+        InputError: it holds none, or its index or a header cannot be read.
         RuntimeError, OSError: a file is missing or broken.
     """
-    found: dict[str, mx.array] = {}
-    for path in _files_that_may_hold_head(folder):
-        tensors: Any = mx.load(str(path), format="safetensors")
-        found.update(tensors)
-    own = {name.partition(MTP_PREFIX)[2]: one for name, one in found.items() if is_mtp_name(name)}
+    files = tensor_names(folder)
+    own = {name: name.partition(MTP_PREFIX)[2] for name in files if is_mtp_name(name)}
     if not own and may_be_head_alone:
-        own = {name: one for name, one in found.items() if not name.startswith(_OTHERS)}
+        own = {name: name for name in files}
         require(
             any(name.startswith("fc.") for name in own),
             f"{folder} holds no MTP head",
@@ -265,20 +263,11 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
         expected="tensors named mtp.*, which many conversions drop",
         do='give --drafter "mtp model=MODEL", a folder or Hub name that holds them',
     )
-    return {name: one for name, one in own.items() if not name.startswith(_OTHERS)}
-
-
-def _files_that_may_hold_head(folder: Path) -> list[Path]:
-    """The files of weights that a folder's index names, and files with "mtp" in their names; all
-    files of weights where it has no index.
-
-    Raises:
-        InputError: the index cannot be read.
-    """
-    indexed = files_in_weight_index(folder)
-    # What a file beside them adds, the index may not know.
-    beside = folder.glob("*.safetensors" if indexed is None else "*mtp*.safetensors")
-    return sorted({*(indexed or ()), *beside})
+    own = {name: own_name for name, own_name in own.items() if not own_name.startswith(_OTHERS)}
+    loaded: dict[Path, Any] = {
+        path: mx.load(str(path), format="safetensors") for path in {files[name] for name in own}
+    }
+    return {own_name: loaded[files[name]][name] for name, own_name in own.items()}
 
 
 def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:

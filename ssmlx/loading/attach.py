@@ -22,7 +22,6 @@ from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapt_runs import find_runs_by_weights, log_outdated_if_none_chosen
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
-from .files import check_tensors
 from .folders import Fetch
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
@@ -32,6 +31,7 @@ from .names import (
     bundled_adapters,
     resolve_adapter,
 )
+from .tensors import check_tensors
 
 
 def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
