@@ -58,7 +58,7 @@ from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
-from ssmlx.loading.load import has_drafting_heads
+from ssmlx.loading.load import may_have_drafting_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
@@ -999,7 +999,7 @@ def test_a_session_reuses_its_caches(base, loaded, folders, kind):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, sharded):
     folder = shutil.copytree(base, tmp_path / "medusa2")
-    assert not has_drafting_heads(folder)
+    assert not may_have_drafting_heads(folder)
     heads = random_heads("medusa", loaded[0].backbone)
     carried = {f"medusa_head.{name}": array for name, array in heads.tensors.items()}
     weights = mx.load(str(base / "model.safetensors"))
@@ -1012,7 +1012,7 @@ def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, s
         files = {"model.safetensors": weights | carried}
     for file, tensors in files.items():
         mx.save_safetensors(str(folder / file), tensors)
-    assert has_drafting_heads(folder)
+    assert may_have_drafting_heads(folder)
     model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
     prompt = [9, 30, 21]
     assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)
