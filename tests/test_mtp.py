@@ -787,6 +787,16 @@ def changed(tensors, **changes):
             {},
             "another shape: layers.1.input_layernorm.weight; expected one MTP head, of one layer",
         ),
+        (
+            {"mtp__fc__weight": mx.array(1.0)},
+            {},
+            "has fc.weight of the shape []; expected a",
+        ),
+        (
+            {"mtp__layers__0__mlp__gate_proj__weight": mx.array(1.0)},
+            {},
+            "has layers.0.mlp.gate_proj.weight of the shape []; expected a matrix",
+        ),
         ({}, {"hidden_size": 64}, "another base model: hidden_size is 64; expected 32"),
         ({}, {"vocab_size": 99}, "another base model: vocab_size is 99; expected 64"),
         ({}, {"text_config": {"head_dim": 4}}, "another base model: head_dim is 4; expected 8"),

@@ -54,6 +54,7 @@ _SHARED_SETTINGS = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "num_experts_per_tok",
 )  # fmt: skip
+_MATRIX = re.compile(r".*(?:proj|gate|fc)(?:\.(?:weight|scales|biases))?")
 _ONE = "one MTP head, of one layer: fc, pre_fc_norm_embedding, pre_fc_norm_hidden, layers.0, norm"
 _OTHER = "choose the head of this very model"
 
@@ -267,7 +268,15 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
     loaded: dict[Path, Any] = {
         path: mx.load(str(path), format="safetensors") for path in {files[name] for name in own}
     }
-    return {own_name: loaded[files[name]][name] for name, own_name in own.items()}
+    tensors = {own_name: loaded[files[name]][name] for name, own_name in own.items()}
+    for name, one in tensors.items():  # the head's sizes are read off these shapes
+        require(
+            (one.ndim >= 2 and one.size > 0) or not _MATRIX.fullmatch(name),
+            f"the MTP head in {folder} has {name} of the shape {list(one.shape)}",
+            expected="a matrix",
+            do="download it again, or choose another head",
+        )
+    return tensors
 
 
 def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -363,14 +372,10 @@ def _build_unloaded_module(
 
 def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, folder: Path) -> None:
     """Raise InputError unless `tensors` have the names and shapes of the module's, and are finite;
-    packed weights are integers, and all others floats."""
+    packed weights are uint32, and all others floats."""
     expected: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
-    packed = {name for name, one in expected.items() if one.dtype == mx.uint32}
-    wrong = [
-        name
-        for name in packed & set(tensors)
-        if tensors[name].dtype != mx.uint32 or tensors[name].shape != expected[name].shape
-    ]
+    packed = [name for name, one in expected.items() if one.dtype == mx.uint32]
+    wrong = [name for name in packed if name in tensors and tensors[name].dtype != mx.uint32]
     unknown = sorted(name for name in tensors if name not in expected)
     require(
         not wrong and not unknown,
@@ -379,14 +384,8 @@ def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, fol
         expected=_ONE,
         do=_OTHER,
     )
-    check_tensors(
-        {name: one for name, one in tensors.items() if name not in packed},
-        {name: one.shape for name, one in expected.items() if name not in packed},
-        folder,
-    )
-    missing = sorted(packed - set(tensors))
-    found = f"the MTP head in {folder} lacks {join_first(missing)}"
-    require(not missing, found, expected=_ONE, do="download it again")
+    shapes = {name: one.shape for name, one in expected.items()}
+    check_tensors(tensors, shapes, folder, of_any_dtype=packed)
 
 
 def quantise_in_place_like(target: nn.Module, module: nn.Module) -> None:
