@@ -145,6 +145,19 @@ class PairCache:
         self.keep_first_rows(len(self.places))
         self.text = list(tokens)
 
+    def copy_beginning(self, num_tokens: int) -> "PairCache":
+        """A new cache of the text's first `num_tokens`, 1 or more, with the pairs of these."""
+        copied = PairCache()
+        copied.text = self.text[:num_tokens]
+        copied.places = self.places[: bisect_left(self.places, num_tokens - 1)]
+        if num_rows := len(copied.places):
+            rows = copied._rows
+            rows.keys = mx.contiguous(self._rows.keys[..., :num_rows, :])
+            rows.values = mx.contiguous(self._rows.values[..., :num_rows, :])
+            rows.offset = num_rows
+            mx.eval(copied.state)
+        return copied
+
     def keep_first_rows(self, num_rows: int) -> None:
         """Drop all rows but the first ones."""
         self._rows.trim(self._rows.offset - num_rows)
