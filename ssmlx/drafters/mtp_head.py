@@ -54,7 +54,7 @@ _SHARED_SETTINGS = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "num_experts_per_tok",
 )  # fmt: skip
-_MATRIX = re.compile(r".*(?:proj|gate|fc)(?:\.(?:weight|scales|biases))?")
+_MATRIX = re.compile(r"(?:fc|layers\.0\..*(?:proj|gate))(?:\.(?:weight|scales|biases))?")
 _ONE = "one MTP head, of one layer: fc, pre_fc_norm_embedding, pre_fc_norm_hidden, layers.0, norm"
 _OTHER = "choose the head of this very model"
 
