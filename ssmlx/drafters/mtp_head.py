@@ -23,12 +23,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 
-from ..bars import Progress
 from ..errors import join_first, quoted, require
-from ..json_files import read_json
-from ..loading.folders import Fetch
 from ..loading.load import MTP_PREFIX, is_mtp_name, refuse_unsafe_and_explain_errors
-from ..loading.names import resolve_model
 from ..loading.stored_tensors import tensor_names
 from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone
@@ -105,11 +101,8 @@ class MtpModule(nn.Module):
 
 def load_mtp_module(
     model: StreamFusedModel,
-    name: str | Path | None = None,
-    *,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-    progress: Progress | None = None,
+    folder: Path | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> MtpModule:
     """Load the MTP head of a model, its norms' weights as they are stored.
 
@@ -118,8 +111,8 @@ def load_mtp_module(
 
     Args:
         model: the target, whose last hidden states can be had.
-        name: the folder or the Hub name that holds the head; the target's own folder unless given.
-        cache_dir, offline, progress: as `ssmlx.load` takes them.
+        folder: holds the head, and nothing else or a whole model; the target's own unless given.
+        config: the content of the config.json in `folder`; read unless given.
 
     Returns:
         The module, in the target's dtype, computed.
@@ -130,27 +123,25 @@ def load_mtp_module(
     """
     backbone = model.backbone
     layer_class = _require_known_layer_class(backbone)
-    if name:
-        fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-        folder = resolve_model(name, fetch)
-    else:
-        require(
-            backbone.origin.folder is not None,
-            "an MTP head of a model that was not read from a folder",
-            expected="the folder that holds the head",
-            do='give --drafter "mtp model=FOLDER"',
-        )
-        assert backbone.origin.folder is not None
-        folder = backbone.origin.folder
+    is_beside = folder is not None
+    folder = folder or backbone.origin.folder
+    require(
+        folder is not None,
+        "an MTP head of a model that was not read from a folder",
+        expected="the folder that holds the head",
+        do='give --drafter "mtp model=FOLDER"',
+    )
+    assert folder is not None
     with refuse_unsafe_and_explain_errors(
         folder,
         f"{folder} cannot be read as an MTP head",
         expected="whole safetensors files",
         do="download them again",
-    ):
-        if name:
-            _require_settings_of_target(folder, backbone)
-        tensors = _stack_experts(_find_head_tensors(folder, may_be_head_alone=bool(name)))
+        config=config,
+    ) as settings:
+        if is_beside:
+            _require_settings_of_target(settings, folder, backbone)
+        tensors = _stack_experts(_find_head_tensors(folder, may_be_head_alone=is_beside))
         module = _build_unloaded_module(tensors, backbone.args, layer_class, folder)
         _require_tensors_fit(tensors, module, folder)
         module.load_weights(list(tensors.items()))
@@ -204,10 +195,17 @@ def _require_known_layer_class(backbone: Backbone) -> type[nn.Module]:
     return found
 
 
-def _require_settings_of_target(folder: Path, backbone: Backbone) -> None:
+def _require_settings_of_target(
+    settings: Mapping[str, Any], folder: Path, backbone: Backbone
+) -> None:
     """Raise InputError where a head's config.json names other sizes, or another kind of model, than
-    the target's settings."""
-    settings = read_json(folder / "config.json", "settings")
+    the target's settings.
+
+    Args:
+        settings: the content of config.json.
+        folder: of the head, for messages.
+        backbone: the target.
+    """
     inner = settings.get("text_config")
     values = {**settings, **(inner if isinstance(inner, dict) else {})}
     expected = _model_type_without_parts(getattr(backbone.args, "model_type", ""))
