@@ -23,8 +23,9 @@ import numpy as np
 from ssmlx.commands.options import make_parser, run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
-from ssmlx.loading.files import atomic_folder, read_tensors
+from ssmlx.loading.files import atomic_folder
 from ssmlx.loading.load import refuse_unsafe_and_explain_errors
+from ssmlx.loading.tensors import read_tensors
 
 from . import check_torch
 

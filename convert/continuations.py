@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
 from ssmlx.errors import InputError, require
-from ssmlx.loading.files import PartFile, make_folder, weights_and_configs_digest, write_whole
+from ssmlx.loading.files import make_folder, write_whole
+from ssmlx.loading.weights_digest import weights_and_configs_digest
 from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import frozen_at_new_year_2026
+from ssmlx.training.part_file import PartFile
 
 from . import check_torch
 

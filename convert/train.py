@@ -105,8 +105,8 @@ def train_streams(args: argparse.Namespace) -> None:
     import torch
 
     from ssmlx.loading.adapter import load_stream_adapter
-    from ssmlx.loading.files import weights_and_configs_digest
     from ssmlx.loading.folders import TRAINED_FOLDER
+    from ssmlx.loading.weights_digest import weights_and_configs_digest
     from ssmlx.training.job import read_and_check_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation

@@ -325,7 +325,7 @@ def train_heads(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from ssmlx.loading.files import weights_and_configs_digest
+    from ssmlx.loading.weights_digest import weights_and_configs_digest
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import abc
 from collections.abc import Mapping
@@ -150,3 +151,8 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         do="copy or convert it again",
     )
     return values
+
+
+def json_digest(values: Any) -> str:
+    """Return 16 hexadecimal digits of JSON values' SHA-256, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

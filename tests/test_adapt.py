@@ -24,11 +24,11 @@ from ssmlx.commands.options import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_adapters_of_base, find_default_adapter
-from ssmlx.loading.files import PartFile, locked_folder_removed_if_empty, weights_and_configs_digest
+from ssmlx.loading.files import locked_folder_removed_if_empty
 from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_made_here, resolve_adapter
-from ssmlx.loading.weights_digest import sampled_weights_digest
+from ssmlx.loading.weights_digest import sampled_weights_digest, weights_and_configs_digest
 from ssmlx.training import (
     adapt_check,
     adapt_plan,
@@ -42,6 +42,7 @@ from ssmlx.training.adapt_run import AdaptOptions, Amounts
 from ssmlx.training.batch_responder import BatchResponder, NumberedPrompt
 from ssmlx.training.config import RunOptions, TrainConfig
 from ssmlx.training.job import make_stream_config, read_base_settings
+from ssmlx.training.part_file import PartFile
 
 LENGTH = 12
 AMOUNTS = Amounts(

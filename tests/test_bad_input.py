@@ -25,8 +25,9 @@ from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import ContextLengthError, InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.files import locked_folder_removed_if_empty, write_finite_tensors_in_place
+from ssmlx.loading.files import locked_folder_removed_if_empty
 from ssmlx.loading.lora_files import LORA_FILE
+from ssmlx.loading.tensors import write_finite_tensors_in_place
 from ssmlx.prompts import read_prompts
 from ssmlx.server.requests import RequestError
 from ssmlx.settings import StreamConfig

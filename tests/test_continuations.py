@@ -16,9 +16,9 @@ from convert import continuations
 from convert.__main__ import main as convert
 from convert.continuations import Sampling, encode_prompts_refusing_long, generate_batch
 from ssmlx.errors import InputError
-from ssmlx.loading.files import PartFile
 from ssmlx.prompts import as_messages, encode_with_template, read_prompts
 from ssmlx.settings import StreamConfig
+from ssmlx.training.part_file import PartFile
 
 WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
 WORDS += [f"w{index}" for index in range(33)]

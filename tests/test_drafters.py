@@ -13,7 +13,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from real import one_line, write_base, write_tiny_adapter
+from real import one_line, tokens_of, write_base, write_tiny_adapter
 from tiny import (
     VOCAB,
     first_tokens,
@@ -58,7 +58,7 @@ from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
-from ssmlx.loading.load import has_drafting_heads
+from ssmlx.loading.load import may_have_drafting_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
@@ -964,6 +964,35 @@ def offset_of(draft):
     return caches[0][0].offset if caches else -1
 
 
+def test_two_chats_in_turn_keep_their_draft_models_caches(base, monkeypatch):
+    """Each processes what its turn adds alone, though both begin with one system prompt."""
+    processed = []
+    append = DraftCache.append_and_get_last_logits
+
+    def append_noting(cache, tokens):
+        processed.append(tokens.shape[0])
+        return append(cache, tokens)
+
+    monkeypatch.setattr(DraftCache, "append_and_get_last_logits", append_noting)
+    with ssmlx.Engine(str(base), adapter="none", dtype="float32") as engine:
+        vocab_size = engine.model().backbone.vocab_size
+        draft = ssmlx.load_draft_model(base, engine.tokenizer, vocab_size, dtype="float32")
+        settings = {"system": " ".join(["w9 w8 w7"] * 4), "max_tokens": 6}
+        always = {"drafter": draft, "decoding": "speculative"}
+        chats = [engine.chat(**settings, **always) for _ in range(2)]
+        plain = [engine.chat(**settings, decoding="plain") for _ in range(2)]
+        for turn in range(3):
+            for number in (0, 1):
+                text = " ".join([f"w{20 + number}"] * (20 if turn == 0 else 5))
+                processed.clear()
+                found = tokens_of(chats[number].reply(text))
+                assert found == tokens_of(plain[number].reply(text))
+                # The second chat's first turn finds the system prompt in a copy.
+                assert (turn, number) == (0, 0) or max(processed) < 20 + 8
+                assert turn == 0 or max(processed) < 5 + 12
+        assert engine.memory_pool._count_running_bytes() >= draft.cache_bytes > 0
+
+
 @pytest.mark.parametrize("kind", ["prompt-lookup", "lookahead", "draft-model", *HEAD_KINDS])
 def test_a_session_reuses_its_caches(base, loaded, folders, kind):
     """The text's, of which those that read it are told, and a draft model's own."""
@@ -997,7 +1026,7 @@ def test_a_session_reuses_its_caches(base, loaded, folders, kind):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, sharded):
     folder = shutil.copytree(base, tmp_path / "medusa2")
-    assert not has_drafting_heads(folder)
+    assert not may_have_drafting_heads(folder)
     heads = random_heads("medusa", loaded[0].backbone)
     carried = {f"medusa_head.{name}": array for name, array in heads.tensors.items()}
     weights = mx.load(str(base / "model.safetensors"))
@@ -1010,7 +1039,7 @@ def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, s
         files = {"model.safetensors": weights | carried}
     for file, tensors in files.items():
         mx.save_safetensors(str(folder / file), tensors)
-    assert has_drafting_heads(folder)
+    assert may_have_drafting_heads(folder)
     model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
     prompt = [9, 30, 21]
     assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)

@@ -23,14 +23,10 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading import folders, names, weights_digest
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_default_adapter
-from ssmlx.loading.files import (
-    locked_folder_removed_if_empty,
-    weights_and_configs_digest,
-    write_whole,
-)
+from ssmlx.loading.files import locked_folder_removed_if_empty, write_whole
 from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.names import resolve_adapter
-from ssmlx.loading.weights_digest import sampled_weights_digest
+from ssmlx.loading.weights_digest import sampled_weights_digest, weights_and_configs_digest
 from ssmlx.training import sizing
 
 LENGTH = 8

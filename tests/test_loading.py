@@ -18,11 +18,14 @@ from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_pr
 import ssmlx
 from ssmlx.commands.options import run_command
 from ssmlx.errors import InputError
+from ssmlx.json_files import read_json
 from ssmlx.loading import folders, hub, names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter_in_place
-from ssmlx.loading.files import atomic_folder, check_tensors, read_tensors, write_whole
+from ssmlx.loading.files import atomic_folder, write_whole
 from ssmlx.loading.folders import Fetch, cache_dir
 from ssmlx.loading.names import ALIASES, resolve_adapter, resolve_model
+from ssmlx.loading.stored_tensors import tensor_names
+from ssmlx.loading.tensors import check_tensors, read_tensors
 
 # --- names of models; nothing uses a network but the last test ---
 
@@ -464,6 +467,35 @@ def test_the_real_wheel_becomes_a_model_folder():
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
     assert folders.first_missing_model_file(path) is None
+
+
+def test_names_of_tensors_are_those_of_every_file_that_is_read(tmp_path):
+    """Of the index, of what mlx-lm reads beside it, and of a head's; without an index of all."""
+    files = {"model-1": "a", "model-2": "b", "added-mtp": "mtp.c", "other": "d"}
+    for file, name in files.items():
+        tensors = {name: mx.zeros(2), "shared": mx.zeros(1)}
+        mx.save_safetensors(str(tmp_path / f"{file}.safetensors"), tensors)
+    last = tmp_path / "other.safetensors"
+    assert tensor_names(tmp_path) == {"shared": last} | {
+        name: tmp_path / f"{file}.safetensors" for file, name in files.items()
+    }
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {*tensor_names(tmp_path)} == {"a", "b", "mtp.c", "shared"}
+    (tmp_path / "model-2.safetensors").write_bytes(b"no header")
+    assert "has no header that can be read" in refusal(tensor_names, tmp_path)
+
+
+def test_config_json_is_parsed_once_at_a_load(base, monkeypatch):
+    read = []
+
+    def read_noting(path, what):
+        read.append(path.name)
+        return read_json(path, what)
+
+    monkeypatch.setattr("ssmlx.loading.load.read_json", read_noting)
+    ssmlx.load(str(base), adapter="none")
+    assert read.count("config.json") == 1
 
 
 def test_a_new_folder_appears_whole_and_replaces_an_older_one(tmp_path):

@@ -663,6 +663,32 @@ def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
         assert heard[1] == expected[1][: len(heard[1])]
 
 
+@pytest.mark.parametrize("system", [None, "w9 w8 w7 w9 w8 w7 w9 w8 w7 w9 w8"])
+def test_two_chats_in_turn_find_their_pairs_again(tmp_path, system):
+    """Also behind a system prompt that both begin with, whose pairs the second one copies."""
+    tensors = published(head_tensors("qwen3_next"), raw=False)
+    folder = write_target("qwen3_next", tmp_path / "model", tensors, eos_token_id=VOCAB)
+    questions = [" ".join([f"w{number}"] * 9) for number in (20, 21, 22)]
+    with ssmlx.Engine(str(folder), dtype="float32", prompt_cache=PromptCache(0)) as engine:
+        head = load_mtp(engine.model())
+        settings = {"system": system, "max_tokens": 12}
+        drafting = {"drafter": head, "decoding": "speculative"}
+        chats = [engine.chat(**settings, **drafting) for _ in range(2)]
+        plain = [engine.chat(**settings, decoding="plain") for _ in range(2)]
+        for turn in range(3):
+            for number in (0, 1):
+                text = questions[number + turn - 1]
+                found = tokens_of(chats[number].reply(text))
+                assert found == tokens_of(plain[number].reply(text))
+        newest = [cache for cache, _ in head._caches][:2]
+        asked = [chat._prompt(chat.messages[:-1]) for chat in reversed(chats)]
+        for cache, prompt in zip(newest, asked, strict=True):
+            assert cache.text[: len(prompt)] == prompt
+            # An answer's newest pairs wait for a draft, and end with it.
+            assert len(cache.places) >= len(cache.text) - 3 * 2
+        assert engine.memory_pool._count_running_bytes() >= head.cache_bytes > 0
+
+
 def head_trained_on(model, texts):
     """A head that has learned what stands two tokens on in `texts`, of pairs that see all before.
 
@@ -794,6 +820,16 @@ def changed(tensors, **changes):
             {"mtp__layers__1__input_layernorm__weight": mx.zeros(WIDTH)},
             {},
             "another shape: layers.1.input_layernorm.weight; expected one MTP head, of one layer",
+        ),
+        (
+            {"mtp__fc__weight": mx.array(1.0)},
+            {},
+            "has fc.weight of the shape []; expected a",
+        ),
+        (
+            {"mtp__layers__0__mlp__gate_proj__weight": mx.array(1.0)},
+            {},
+            "has layers.0.mlp.gate_proj.weight of the shape []; expected a matrix",
         ),
         ({}, {"hidden_size": 64}, "another base model: hidden_size is 64; expected 32"),
         ({}, {"vocab_size": 99}, "another base model: vocab_size is 99; expected 64"),

@@ -36,13 +36,13 @@ from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.loading.attach import attach_adapter, swap_adapter
-from ssmlx.loading.files import delete_unfinished_files
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache_key import CacheKey
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.prompt_cache.prompt_files import read_prompt
+from ssmlx.prompt_cache.unfinished_files import delete_unfinished_files
 from ssmlx.settings import LookaheadConfig, TreeConfig
 
 LENGTH = 10
@@ -461,8 +461,7 @@ import os, signal, sys, time
 sys.path.insert(0, "tests")
 import ssmlx, mlx.core as mx
 from test_prompt_cache import fill, model_of, text
-from ssmlx.loading import files
-from ssmlx.prompt_cache import PromptCache
+from ssmlx.prompt_cache import PromptCache, unfinished_files
 folder, point, first, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 save = mx.save_safetensors
 def stop(*_):
@@ -476,7 +475,7 @@ mx.set_default_device(mx.cpu)
 if point == "half":
     mx.save_safetensors = half
 if point == "fsync":
-    files.os.fsync = stop
+    unfinished_files.os.fsync = stop
 for seed in range(first, first + count):
     with PromptCache(folder=folder, max_disk_bytes=200_000) as prompts:
         prompts.put(model_of(), text(60, seed), fill(model_of(), text(60, seed)))

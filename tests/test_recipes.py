@@ -19,8 +19,8 @@ from convert.training.run import TorchTrainer
 from examples.recipes import chat_prompts, comparison, e2e_prompts
 from examples.recipes.e2e_prompts import PROG, format_attributes, main, parse_attributes
 from ssmlx.errors import InputError
-from ssmlx.loading.files import PartFile
 from ssmlx.training import questions
+from ssmlx.training.part_file import PartFile
 from ssmlx.training.record import read_log_entries
 
 TRAIN = [

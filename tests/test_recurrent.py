@@ -45,6 +45,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.state_cache import flatten_caches
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import chain_tree
+from ssmlx.prompts import chat_tokens
 from ssmlx.settings import GenerateConfig, PromptLookupConfig
 
 VOCAB = SIZES["vocab_size"]
@@ -532,6 +533,42 @@ def test_a_chat_goes_on_warm_as_it_would_cold(folder, lora):
     for config in (always, asked):
         said, reused = talk(config)
         assert said == expected and reused > 0
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{{ m.content.split()[-2:] | join(' ') if m.role == 'assistant' else m.content }} | "
+    "{% endfor %}{% if add_generation_prompt %}model: w30 w31{% endif %}"
+)
+"""A template that opens answers with a thought, and shows of earlier answers their end alone."""
+
+
+@pytest.mark.parametrize("kind", ["alone", "deterministic", *slow("in an engine", "drafts")])
+def test_a_chat_whose_template_drops_thoughts_goes_on_behind_its_last_prompt(folder, kind):
+    settings = {
+        "deterministic": {"deterministic": True},
+        "drafts": {"decoding": "speculative", "drafter": "prompt-lookup"},
+    }.get(kind, {})
+    turns = [" ".join([f"w{number}"] * 12) for number in (3, 4, 5, 6)]
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        model, tokenizer = engine.model(), engine.tokenizer
+        tokenizer._tokenizer.chat_template = THINKING
+        config = GenerateConfig(max_tokens=7, prefill_step_size=5, **settings)
+        in_engine = kind == "in an engine"
+        chat = engine.chat(config) if in_engine else ssmlx.ChatSession(model, tokenizer, config)
+        expected_reuse = 0
+        for number, text in enumerate(turns):
+            before = chat.totals.reused_tokens
+            reply = chat.reply(text)
+            found = tokens_of(islice(reply, 1 if number == 1 else None))
+            reply.close()  # the second is given up behind its first call
+            assert chat.totals.reused_tokens - before == expected_reuse
+            prompt = chat_tokens(tokenizer, chat.messages[:-1])
+            plain = GenerateConfig(max_tokens=7, decoding="plain")
+            expected = tokens_of(ssmlx.stream_generate(model, tokenizer, prompt, plain))
+            assert found == expected[: len(found) if number == 1 else 7]
+            asked = chat_tokens(tokenizer, chat.messages[:-1], add_generation_prompt=False)
+            expected_reuse = len(asked)
 
 
 @pytest.mark.parametrize("drafting", [{}, {"decoding": "speculative", "drafter": "prompt-lookup"}])

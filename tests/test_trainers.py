@@ -48,8 +48,8 @@ from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter, read_every_row_lora
-from ssmlx.loading.files import read_tensors
 from ssmlx.loading.load import load_base
+from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
 from ssmlx.prompts import TokensBetweenTurns
 from ssmlx.settings import StreamConfig, TreeConfig

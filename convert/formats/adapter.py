@@ -17,9 +17,9 @@ from ssmlx.loading.adapter import (
     read_stream_weights,
     write_streams_and_settings,
 )
-from ssmlx.loading.files import check_tensors
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
+from ssmlx.loading.tensors import check_tensors
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_out_and_in, linear_paths
 from ssmlx.settings import AdapterScope

@@ -21,8 +21,8 @@ import mlx.core as mx
 
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
-from ssmlx.loading.files import read_tensors
 from ssmlx.loading.lora_files import SCALE
+from ssmlx.loading.tensors import read_tensors
 from ssmlx.settings import StreamConfig
 
 from .. import check_torch

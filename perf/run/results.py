@@ -15,7 +15,7 @@ from typing import Any
 from ssmlx.commands.machine import describe_machine, power_source_or_unknown
 from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
-from ssmlx.loading.files import PartFile
+from ssmlx.training.part_file import PartFile
 
 from .timing import TimedAnswer, TimedCall
 

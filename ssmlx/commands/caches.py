@@ -132,11 +132,11 @@ class PromptFile:
         Raises:
             InputError: it cannot be written.
         """
-        from ..loading.files import delete_unfinished_files
         from ..mlx_thread import run_on_mlx_thread
         from ..model.cache import TreeCache
         from ..model.cache_key import CacheKey
         from ..prompt_cache.prompt_files import write_prompt
+        from ..prompt_cache.unfinished_files import delete_unfinished_files
 
         path = self.path
         cache = self.cache

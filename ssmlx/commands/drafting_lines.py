@@ -231,9 +231,9 @@ def _faster_command_keeping_lora(
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
-    from ..loading.files import weights_and_configs_digest
     from ..loading.folders import Fetch
     from ..loading.names import resolve_adapter
+    from ..loading.weights_digest import weights_and_configs_digest
 
     backbone = model.backbone
     if model.num_streams or adapter is None:

@@ -90,7 +90,7 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
 
     from ..loading.adapter import load_stream_adapter
     from ..loading.attach import read_every_row_lora
-    from ..loading.files import weights_and_configs_digest
+    from ..loading.weights_digest import weights_and_configs_digest
     from ..model.ranks import launched_group
     from ..training.job import STORE_FILE, read_and_check_job, run_to_end
     from ..training.mlx_model import (

@@ -121,6 +121,19 @@ class DraftCache:
         """Tokens that the cache holds."""
         return self._cache.offset
 
+    def copy_beginning(self, num_tokens: int) -> "DraftCache":
+        """A new cache of the text's first `num_tokens`, 1 or more.
+
+        It holds what this one holds of them, as far as that can be taken back there.
+        """
+        copied = DraftCache(self._draft)
+        copied.text = self.text[:num_tokens]
+        num_held = self._cache.longest_keepable(min(num_tokens, self.offset))
+        if num_held:
+            copied._cache = self._cache.fork(num_held)
+            copied._cache.drop_free_room()
+        return copied
+
     def start(self, tokens: Sequence[int]) -> Iterator[None]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
 

@@ -18,8 +18,8 @@ from mlx_lm.models import gemma4_text
 
 from ..errors import InputError, first_line, quoted, require
 from ..json_files import build_settings_ignoring_unknown
-from ..loading.files import check_tensors
 from ..loading.load import resolve_dtype, unpack_and_cast_model
+from ..loading.tensors import check_tensors
 from ..model.lm_head import row_weights
 from ..settings import check_settings, setting
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..errors import require
 from ..json_files import build_settings_ignoring_unknown, read_json
 from ..loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
-from ..loading.files import check_tensors, read_tensors, write_finite_tensors_in_place
+from ..loading.tensors import check_tensors, read_tensors, write_finite_tensors_in_place
 from ..model.backbone import Backbone
 from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel

@@ -145,6 +145,19 @@ class PairCache:
         self.keep_first_rows(len(self.places))
         self.text = list(tokens)
 
+    def copy_beginning(self, num_tokens: int) -> "PairCache":
+        """A new cache of the text's first `num_tokens`, 1 or more, with the pairs of these."""
+        copied = PairCache()
+        copied.text = self.text[:num_tokens]
+        copied.places = self.places[: bisect_left(self.places, num_tokens - 1)]
+        if num_rows := len(copied.places):
+            rows = copied._rows
+            rows.keys = mx.contiguous(self._rows.keys[..., :num_rows, :])
+            rows.values = mx.contiguous(self._rows.values[..., :num_rows, :])
+            rows.offset = num_rows
+            mx.eval(copied.state)
+        return copied
+
     def keep_first_rows(self, num_rows: int) -> None:
         """Drop all rows but the first ones."""
         self._rows.trim(self._rows.offset - num_rows)
@@ -386,20 +399,20 @@ def load_mtp(
     model.backbone.capabilities.require("last_hidden", "an MTP head")
     found = None if name else find_local_head(model.backbone)
     name = name or (found.folder if found else None)
+    folder = config = None
     if name:
-        name = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
-        settings = read_json(name / "config.json", "settings")
-        if settings.get("model_type") in ASSISTANT_TYPES:
-            return load_assistant(name, settings, model.backbone, dtype)
+        folder = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
+        config = read_json(folder / "config.json", "settings")
+        if config.get("model_type") in ASSISTANT_TYPES:
+            return load_assistant(folder, config, model.backbone, dtype)
     kind = model_type(model.backbone.model)
     require(
         not kind.startswith("gemma4"),
-        f"{name or '--drafter mtp'} with the model type {kind!r}, which has no head of its own",
+        f"{folder or '--drafter mtp'} with the model type {kind!r}, which has no head of its own",
         expected="an assistant of Gemma 4, of the model type gemma4_assistant",
         do='give --drafter "mtp model=ASSISTANT"',
     )
-    how: dict[str, Any] = {"cache_dir": cache_dir, "offline": offline, "progress": progress}
-    return MtpHead(load_mtp_module(model, name, **how), model.backbone)
+    return MtpHead(load_mtp_module(model, folder, config), model.backbone)
 
 
 def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> MtpHead | Assistant:

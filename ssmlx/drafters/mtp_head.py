@@ -23,13 +23,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 
-from ..bars import Progress
 from ..errors import join_first, quoted, require
-from ..json_files import read_json
-from ..loading.files import check_tensors
-from ..loading.folders import Fetch, files_in_weight_index
 from ..loading.load import MTP_PREFIX, is_mtp_name, refuse_unsafe_and_explain_errors
-from ..loading.names import resolve_model
+from ..loading.stored_tensors import tensor_names
+from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
 from ..model.modules import clone_sharing_arrays, module_arrays
@@ -53,6 +50,7 @@ _SHARED_SETTINGS = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "num_experts_per_tok",
 )  # fmt: skip
+_MATRIX = re.compile(r"(?:fc|layers\.0\..*(?:proj|gate))(?:\.(?:weight|scales|biases))?")
 _ONE = "one MTP head, of one layer: fc, pre_fc_norm_embedding, pre_fc_norm_hidden, layers.0, norm"
 _OTHER = "choose the head of this very model"
 
@@ -103,11 +101,8 @@ class MtpModule(nn.Module):
 
 def load_mtp_module(
     model: StreamFusedModel,
-    name: str | Path | None = None,
-    *,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-    progress: Progress | None = None,
+    folder: Path | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> MtpModule:
     """Load the MTP head of a model, its norms' weights as they are stored.
 
@@ -116,8 +111,8 @@ def load_mtp_module(
 
     Args:
         model: the target, whose last hidden states can be had.
-        name: the folder or the Hub name that holds the head; the target's own folder unless given.
-        cache_dir, offline, progress: as `ssmlx.load` takes them.
+        folder: holds the head, and nothing else or a whole model; the target's own unless given.
+        config: the content of the config.json in `folder`; read unless given.
 
     Returns:
         The module, in the target's dtype, computed.
@@ -128,27 +123,25 @@ def load_mtp_module(
     """
     backbone = model.backbone
     layer_class = _require_known_layer_class(backbone)
-    if name:
-        fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-        folder = resolve_model(name, fetch)
-    else:
-        require(
-            backbone.origin.folder is not None,
-            "an MTP head of a model that was not read from a folder",
-            expected="the folder that holds the head",
-            do='give --drafter "mtp model=FOLDER"',
-        )
-        assert backbone.origin.folder is not None
-        folder = backbone.origin.folder
+    is_beside = folder is not None
+    folder = folder or backbone.origin.folder
+    require(
+        folder is not None,
+        "an MTP head of a model that was not read from a folder",
+        expected="the folder that holds the head",
+        do='give --drafter "mtp model=FOLDER"',
+    )
+    assert folder is not None
     with refuse_unsafe_and_explain_errors(
         folder,
         f"{folder} cannot be read as an MTP head",
         expected="whole safetensors files",
         do="download them again",
-    ):
-        if name:
-            _require_settings_of_target(folder, backbone)
-        tensors = _stack_experts(_find_head_tensors(folder, may_be_head_alone=bool(name)))
+        config=config,
+    ) as settings:
+        if is_beside:
+            _require_settings_of_target(settings, folder, backbone)
+        tensors = _stack_experts(_find_head_tensors(folder, may_be_head_alone=is_beside))
         module = _build_unloaded_module(tensors, backbone.args, layer_class, folder)
         _require_tensors_fit(tensors, module, folder)
         module.load_weights(list(tensors.items()))
@@ -202,10 +195,17 @@ def _require_known_layer_class(backbone: Backbone) -> type[nn.Module]:
     return found
 
 
-def _require_settings_of_target(folder: Path, backbone: Backbone) -> None:
+def _require_settings_of_target(
+    settings: Mapping[str, Any], folder: Path, backbone: Backbone
+) -> None:
     """Raise InputError where a head's config.json names other sizes, or another kind of model, than
-    the target's settings."""
-    settings = read_json(folder / "config.json", "settings")
+    the target's settings.
+
+    Args:
+        settings: the content of config.json.
+        folder: of the head, for messages.
+        backbone: the target.
+    """
     inner = settings.get("text_config")
     values = {**settings, **(inner if isinstance(inner, dict) else {})}
     expected = _model_type_without_parts(getattr(backbone.args, "model_type", ""))
@@ -243,16 +243,13 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
         may_be_head_alone: whether all tensors of a folder without names in `mtp.` are the head's.
 
     Raises:
-        InputError: it holds none, or its index cannot be read.
+        InputError: it holds none, or its index or a header cannot be read.
         RuntimeError, OSError: a file is missing or broken.
     """
-    found: dict[str, mx.array] = {}
-    for path in _files_that_may_hold_head(folder):
-        tensors: Any = mx.load(str(path), format="safetensors")
-        found.update(tensors)
-    own = {name.partition(MTP_PREFIX)[2]: one for name, one in found.items() if is_mtp_name(name)}
+    files = tensor_names(folder)
+    own = {name: name.partition(MTP_PREFIX)[2] for name in files if is_mtp_name(name)}
     if not own and may_be_head_alone:
-        own = {name: one for name, one in found.items() if not name.startswith(_OTHERS)}
+        own = {name: name for name in files}
         require(
             any(name.startswith("fc.") for name in own),
             f"{folder} holds no MTP head",
@@ -265,20 +262,19 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
         expected="tensors named mtp.*, which many conversions drop",
         do='give --drafter "mtp model=MODEL", a folder or Hub name that holds them',
     )
-    return {name: one for name, one in own.items() if not name.startswith(_OTHERS)}
-
-
-def _files_that_may_hold_head(folder: Path) -> list[Path]:
-    """The files of weights that a folder's index names, and files with "mtp" in their names; all
-    files of weights where it has no index.
-
-    Raises:
-        InputError: the index cannot be read.
-    """
-    indexed = files_in_weight_index(folder)
-    # What a file beside them adds, the index may not know.
-    beside = folder.glob("*.safetensors" if indexed is None else "*mtp*.safetensors")
-    return sorted({*(indexed or ()), *beside})
+    own = {name: own_name for name, own_name in own.items() if not own_name.startswith(_OTHERS)}
+    loaded: dict[Path, Any] = {
+        path: mx.load(str(path), format="safetensors") for path in {files[name] for name in own}
+    }
+    tensors = {own_name: loaded[files[name]][name] for name, own_name in own.items()}
+    for name, one in tensors.items():  # the head's sizes are read off these shapes
+        require(
+            (one.ndim >= 2 and one.size > 0) or not _MATRIX.fullmatch(name),
+            f"the MTP head in {folder} has {name} of the shape {list(one.shape)}",
+            expected="a matrix",
+            do="download it again, or choose another head",
+        )
+    return tensors
 
 
 def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -374,14 +370,10 @@ def _build_unloaded_module(
 
 def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, folder: Path) -> None:
     """Raise InputError unless `tensors` have the names and shapes of the module's, and are finite;
-    packed weights are integers, and all others floats."""
+    packed weights are uint32, and all others floats."""
     expected: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
-    packed = {name for name, one in expected.items() if one.dtype == mx.uint32}
-    wrong = [
-        name
-        for name in packed & set(tensors)
-        if tensors[name].dtype != mx.uint32 or tensors[name].shape != expected[name].shape
-    ]
+    packed = [name for name, one in expected.items() if one.dtype == mx.uint32]
+    wrong = [name for name in packed if name in tensors and tensors[name].dtype != mx.uint32]
     unknown = sorted(name for name in tensors if name not in expected)
     require(
         not wrong and not unknown,
@@ -390,14 +382,8 @@ def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, fol
         expected=_ONE,
         do=_OTHER,
     )
-    check_tensors(
-        {name: one for name, one in tensors.items() if name not in packed},
-        {name: one.shape for name, one in expected.items() if name not in packed},
-        folder,
-    )
-    missing = sorted(packed - set(tensors))
-    found = f"the MTP head in {folder} lacks {join_first(missing)}"
-    require(not missing, found, expected=_ONE, do="download it again")
+    shapes = {name: one.shape for name, one in expected.items()}
+    check_tensors(tensors, shapes, folder, of_any_dtype=packed)
 
 
 def quantise_in_place_like(target: nn.Module, module: nn.Module) -> None:

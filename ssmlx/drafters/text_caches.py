@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from ..prompts import common_prefix_length
 
@@ -22,6 +22,10 @@ class OwnedCache(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def copy_beginning(self, num_tokens: int) -> Self:
+        """Return a new cache of the first `num_tokens` of the text, 1 or more, with as much of what
+        is kept of them as can be had; this one stays as it is."""
+
 
 _Cache = TypeVar("_Cache", bound=OwnedCache)
 
@@ -30,7 +34,8 @@ class TextCacheOwner(Generic[_Cache]):
     """What was loaded to draft with and keeps caches of texts, each of which one drafter has for as
     long as it lives.
 
-    So answers may be open at once, and a chat's next turn finds what the last one left.
+    So answers may be open at once, and a chat's next turn finds what the last one left, also where
+    others have been answered meanwhile.
 
     Args:
         make_cache: makes an empty cache.
@@ -54,20 +59,29 @@ class TextCacheOwner(Generic[_Cache]):
     def claim_idle_or_new_cache(self, tokens: Sequence[int], drafter: object) -> _Cache:
         """Give `drafter` a cache of its own for as long as it lives; none that another has.
 
+        Of the caches that no living drafter has, it begins with the one whose text shares the
+        longest beginning with `tokens`: that cache itself, not trimmed, where at least half of its
+        text is shared; else a copy of what is shared, because another chat, which has the same
+        system prompt, may go on behind the rest.
+
         Args:
             tokens: the text that will be drafted behind.
             drafter: who gets the cache; only a weak reference is kept.
 
         Returns:
-            Of the caches that no living drafter has, the one whose text shares the longest
-            beginning with `tokens`, even if that is empty; it is not trimmed to it. A new one where
-            all are taken. Of the other idle ones the `_MOST_IDLE` that were taken last are kept,
-            the rest dropped.
+            The cache, a new one where nothing is shared. Of the other idle ones the `_MOST_IDLE`
+            that were taken last are kept, the rest dropped.
         """
         idle = [cache for cache, owner in self._caches if owner() is None]
         shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
         found = max(idle, key=lambda one: shared[id(one)], default=None)
-        cache = self._make_cache() if found is None else found
+        num_shared = 0 if found is None else shared[id(found)]
+        if found is None or not num_shared:
+            cache = self._make_cache()
+        elif 2 * num_shared >= len(found.text):
+            cache = found
+        else:
+            cache = found.copy_beginning(num_shared)
         spare = [one for one in idle if one is not cache][_MOST_IDLE:]
         dropped = {id(one) for one in (cache, *spare)}
         others = [pair for pair in self._caches if id(pair[0]) not in dropped]

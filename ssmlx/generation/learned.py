@@ -20,9 +20,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..blas import this_machine
-from ..json_files import read_json
+from ..json_files import json_digest, read_json
 from ..loading.adapter import stream_tensors
-from ..loading.files import json_digest, write_whole
+from ..loading.files import write_whole
 from ..loading.folders import cache_dir
 from ..mlx_thread import is_forked
 from ..model.streams import StreamFusedModel

@@ -37,7 +37,6 @@ from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
-from .files import check_tensors, read_tensors, write_finite_tensors_in_place
 from .folders import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 from .lora_files import (
     SCALE,
@@ -50,6 +49,7 @@ from .lora_files import (
     write_lora_file,
     write_uniform_lora,
 )
+from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
 
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"

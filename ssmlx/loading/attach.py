@@ -22,7 +22,6 @@ from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapt_runs import find_runs_by_weights, log_outdated_if_none_chosen
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
-from .files import check_tensors
 from .folders import Fetch
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
@@ -33,6 +32,7 @@ from .names import (
     bundled_adapters,
     resolve_adapter,
 )
+from .tensors import check_tensors
 
 
 def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
@@ -170,39 +170,63 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
         InputError: the adapter is another model's, or weights that an earlier adapter was merged
             into cannot be read again.
     """
+    # 1. What does not fit is refused, before layers of the base are read again, or copied.
     streams = adapter if isinstance(adapter, StreamAdapter) else None
     if streams is not None:
         require_same_base(streams, backbone)
+    # 2. LoRA is compared with the layers of the base alone: an earlier adapter's are other modules.
     base = backbone.without_adapter()
     lora = match_lora_to_model(adapter, base)
-    if streams is not None:
-        check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
-    _ = base.digest  # before layers are changed
-    backbone = base.clone_sharing_weights()
+    stream_lora = {} if streams is None else streams.stream_lora
+    check_lora(base.model, stream_lora, Path("the adapter"), LINEARS)
+    # 3. Layers are exchanged in a copy, which has the base's digest.
+    copied = base.clone_sharing_weights()
+    has_own_lora = streams is not None and streams.config.adapter_scope == "streams"
+    own = stream_lora if has_own_lora else None
+    scope = _exchange_layers(copied, lora, own, merge_lora=merge_lora)
+    # 4. All is computed here: the first answer would merge and cast, which takes time and memory.
+    mx.eval(copied.model.parameters())
+    if streams is None:
+        fused = StreamFusedModel(copied, scope=scope)
+    else:
+        weights = cast_streams(streams.streams, copied.dtype)
+        mx.eval(weights.trainable_arrays)
+        fused = StreamFusedModel(copied, streams.config, weights, scope)
+    fused.lora_digest = lora_digest(lora)
+    return fused
+
+
+def _exchange_layers(
+    backbone: Backbone, lora: Loras, stream_lora: Loras | None, *, merge_lora: bool
+) -> RowScope:
+    """Put LoRA on the layers of a backbone, in place, and note in `replaced` what it stands for.
+
+    Args:
+        backbone: a copy of the base, without LoRA.
+        lora: for every row, by the model's module paths.
+        stream_lora: for stream rows alone; None where streams have no LoRA of their own.
+        merge_lora: see `attach_adapter`.
+
+    Returns:
+        The rows that the streams' LoRA acts on, for the model to set; every row where they have
+        none of their own.
+    """
     model = backbone.model
     dtype = backbone.dtype
-    every_row = RowScope(0)
-    replaced = attach_lora(model, lora, every_row, merge=merge_lora, dtype=dtype)
+    scope = RowScope(0)
+    replaced = attach_lora(model, lora, scope, merge=merge_lora, dtype=dtype)
     dropped = []
     if merge_lora and backbone.origin.reload is not None:
         dropped = [path for path, layer in replaced.items() if is_mergeable(layer, lora[path])]
-    scope = every_row
-    if streams is not None and streams.config.adapter_scope == "streams":
+    if stream_lora is not None:
+        # Behind the other: a layer with both is wrapped with what tunes it inside, for every row.
         scope = RowScope()
-        own = attach_lora(model, streams.stream_lora, scope, merge=False, dtype=dtype)
-        replaced = {**own, **replaced}
+        of_streams = attach_lora(model, stream_lora, scope, merge=False, dtype=dtype)
+        # Of such a layer the base's own is what the first call has replaced.
+        replaced = {**of_streams, **replaced}
     backbone.replaced = {**replaced, **dict.fromkeys(dropped)}
     backbone.refresh_parts()
-    # Now: the first answer would merge and cast, which takes time and memory.
-    mx.eval(model.parameters())
-    if streams is None:
-        fused = StreamFusedModel(backbone, scope=scope)
-    else:
-        weights = cast_streams(streams.streams, dtype)
-        mx.eval(weights.trainable_arrays)
-        fused = StreamFusedModel(backbone, streams.config, weights, scope)
-    fused.lora_digest = lora_digest(lora)
-    return fused
+    return scope
 
 
 def swap_adapter(

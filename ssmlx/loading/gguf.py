@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from .files import write_finite_tensors_in_place
+from .tensors import write_finite_tensors_in_place
 
 _Tensors = dict[str, mx.array]
 _Metadata = dict[str, Any]

@@ -71,8 +71,9 @@ def find_or_download_adapter(name: str, revision: str | None, fetch: Fetch) -> P
         InputError: it is not whole in the cache, and may not or cannot be fetched; or what came is
             no adapter, too large, or other than what was listed.
     """
+    download = partial(_download_adapter, name)
     return _find_or_download(
-        name, revision, fetch, ADAPTER_FILES, first_missing_adapter_file, _download_adapter
+        name, revision, fetch, ADAPTER_FILES, first_missing_adapter_file, download
     )
 
 
@@ -107,7 +108,7 @@ def _find_or_download(
         fetch: where to, and whether anything may be fetched.
         patterns: of the files to fetch.
         missing_file: names the first file that a folder lacks; None where it is whole.
-        download: called with name, revision, progress and a `snapshot_download` that has name and
+        download: called with revision, progress and a `snapshot_download` that has name and
             patterns; returns the folder.
 
     Raises:
@@ -128,7 +129,7 @@ def _find_or_download(
     fetch.require_not_offline(asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
     with _all_errors_as_input_errors(name, revision):
-        path = download(name, revision, fetch.progress, snapshot)
+        path = download(revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
     return path
 
@@ -156,12 +157,11 @@ def find_whole_model_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
 
 
 def _download_model(
-    name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
+    revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
 ) -> Path:
     """Download a model's files from the Hub; return their folder in its cache.
 
     Args:
-        name: on the Hub, which `snapshot` has already.
         revision: a commit, tag or branch; None for the newest.
         progress: is told (bytes so far, bytes in all).
         snapshot: `snapshot_download` with the name and the files given.

@@ -1,6 +1,6 @@
 """From a model's name to the pieces that decode: weights, tokenizer, adapter."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
+from .stored_tensors import tensor_names
 
 OWN_FAMILIES = {"opt": opt}
 """Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
@@ -106,25 +107,20 @@ def unpack_and_cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def read_nested_rope_settings(folder: Path) -> dict[str, Any]:
-    """Return the rotary settings that a folder's config.json nests, under the names that every
-    mlx-lm model reads.
+def nested_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings that a config.json nests, under the names that every mlx-lm model
+    reads.
 
-    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore. The
-    file stays as it is.
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore.
 
     Args:
-        folder: the model's.
+        config: the content of config.json, which stays as it is.
 
     Returns:
         `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
         outside of `rope_parameters`; empty where that is missing or has no `rope_theta`.
         `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind.
-
-    Raises:
-        InputError: config.json cannot be read.
     """
-    config = read_json(folder / "config.json", "a model's settings")
     nested = config.get("rope_parameters")
     if not isinstance(nested, dict) or "rope_theta" not in nested:
         return {}
@@ -137,7 +133,7 @@ def read_nested_rope_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def choose_model_classes(folder: Path) -> ModelClasses:
+def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasses:
     """Choose the function by which mlx-lm's loader finds the classes of a folder's model.
 
     For architectures that mlx-lm lacks and this package has, the classes are this package's. Else
@@ -146,14 +142,11 @@ def choose_model_classes(folder: Path) -> ModelClasses:
 
     Args:
         folder: the model's.
-
-    Raises:
-        InputError: config.json cannot be read.
+        config: the content of its config.json.
     """
-    config = read_json(folder / "config.json", "a model's settings")
     if file := OWN_FAMILIES.get(config.get("model_type", "")):
         return lambda config: (file.Model, file.ModelArgs)
-    return classes_without_heads if has_drafting_heads(folder) else utils._get_classes
+    return classes_without_heads if may_have_drafting_heads(folder) else utils._get_classes
 
 
 def is_mtp_name(name: str) -> bool:
@@ -161,11 +154,14 @@ def is_mtp_name(name: str) -> bool:
     return name.startswith(MTP_PREFIX) or f".{MTP_PREFIX}" in name
 
 
-def has_drafting_heads(folder: Path) -> bool:
+def may_have_drafting_heads(folder: Path) -> bool:
     """Whether a model's own weights have Medusa heads (Medusa-2) or a head for multi-token
-    prediction, by the tensors' names."""
-    files: list[Any] = [mx.load(str(path)) for path in folder.glob("model*.safetensors")]
-    names = [name for tensors in files for name in tensors]
+    prediction, by the tensors' names; True too where the names cannot be read.
+    """
+    try:
+        names = tensor_names(folder)
+    except (InputError, OSError):  # what is wrong with the weights, mlx-lm's loader tells
+        return True
     return any(name.startswith(MEDUSA_PREFIX) or is_mtp_name(name) for name in names)
 
 
@@ -191,37 +187,61 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 
 @contextmanager
 def refuse_unsafe_and_explain_errors(
-    folder: Path, failure: str, *, expected: str, do: str
-) -> Iterator[None]:
-    """Turn every error over a model folder in the block into an InputError of one line.
+    folder: Path,
+    failure: str,
+    *,
+    expected: str,
+    do: str,
+    config: Mapping[str, Any] | None = None,
+) -> Iterator[Mapping[str, Any]]:
+    """Turn every error over a model folder in the block into an InputError, see `explain_errors`.
 
-    Any exception is turned, an InputError excepted, and SystemExit too, which one of mlx-lm's
-    models raises; KeyboardInterrupt is not. Before the block, folders are refused that ask to run
-    code of their own (`model_file` in config.json, `auto_map` in tokenizer_config.json), or whose
-    config gives sizes that are no numbers or too large to build. `auto_map` in config.json is
-    allowed, as it is never followed.
+    Before the block, folders are refused that ask to run code of their own (`model_file` in
+    config.json, `auto_map` in tokenizer_config.json), or whose config gives sizes that are no
+    numbers or too large to build. `auto_map` in config.json is allowed, as it is never followed.
 
     Args:
         folder: the model's.
         failure: begins the message.
         expected: what the folder should be.
         do: what to do about it.
+        config: the content of its config.json, where that was read before.
+
+    Yields:
+        The content of config.json; nothing where there is none.
 
     Raises:
         InputError: the folder is refused, or the block fails.
     """
+
+    def read_if_there(name: str) -> dict[str, Any]:
+        path = folder / name
+        return read_json(path, "settings") if path.exists() else {}
+
+    with explain_errors(failure, expected=expected, do=do):
+        config = config or read_if_there("config.json")
+        _require_safe(folder / "config.json", config, "model_file")
+        tokenizer_config = read_if_there("tokenizer_config.json")
+        _require_safe(folder / "tokenizer_config.json", tokenizer_config, "auto_map")
+        yield config
+
+
+@contextmanager
+def explain_errors(failure: str, *, expected: str, do: str) -> Iterator[None]:
+    """Turn every error in the block into an InputError of one line.
+
+    Any exception is turned, an InputError excepted, and SystemExit too, which one of mlx-lm's
+    models raises; KeyboardInterrupt is not.
+
+    Args:
+        failure: begins the message.
+        expected: what was expected in the place of what failed.
+        do: what to do about it.
+
+    Raises:
+        InputError: the block fails.
+    """
     try:
-        for name, key in (("config.json", "model_file"), ("tokenizer_config.json", "auto_map")):
-            settings = read_json(folder / name, "settings") if (folder / name).exists() else {}
-            require(
-                not settings.get(key),
-                f"{folder / name} asks to run code that came with the model ({key})",
-                expected="classes that mlx-lm and transformers have",
-                do="choose another model; ssmlx never runs such code",
-            )
-            _require_sizes_in_bounds(folder / name, settings)
-            inner = settings.get("text_config")
-            _require_sizes_in_bounds(folder / name, inner if isinstance(inner, dict) else {})
         yield
     except InputError:
         raise
@@ -232,7 +252,26 @@ def refuse_unsafe_and_explain_errors(
         raise InputError(found, expected=expected, do=do) from error
 
 
-def _require_sizes_in_bounds(path: Path, settings: dict[str, Any]) -> None:
+def _require_safe(path: Path, settings: Mapping[str, Any], code_key: str) -> None:
+    """Raise InputError where a model's settings ask to run code, or have sizes out of bounds.
+
+    Args:
+        path: of the settings, for the message.
+        settings: the JSON object.
+        code_key: under which they name code.
+    """
+    require(
+        not settings.get(code_key),
+        f"{path} asks to run code that came with the model ({code_key})",
+        expected="classes that mlx-lm and transformers have",
+        do="choose another model; ssmlx never runs such code",
+    )
+    _require_sizes_in_bounds(path, settings)
+    inner = settings.get("text_config")
+    _require_sizes_in_bounds(path, inner if isinstance(inner, dict) else {})
+
+
+def _require_sizes_in_bounds(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise InputError where one of the sizes in a model's settings (layers, widths, heads,
     vocabulary, positions; see `_MOST`) is no number, or is below 1 or above its bound there.
 
@@ -331,20 +370,21 @@ def load_weights(
     """
     claim_process_for_mlx()
     dtype = resolve_dtype(dtype)
-    with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        settings = read_nested_rope_settings(path)
+    with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
+        if not settings:  # there is no file, which this says, or an empty one
+            read_json(path / "config.json", "a model's settings")
         model, config = utils.load_model(
             path,
             lazy=True,
-            model_config=settings,
+            model_config=nested_rope_settings(settings),
             trust_remote_code=False,
-            get_model_classes=choose_model_classes(path),
+            get_model_classes=choose_model_classes(path, settings),
         )
     model = unpack_and_cast_model(model, dtype)
     if group is not None:
         shard_over_ranks(model, group)
     modules = dict(model.named_modules())
-    with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
+    with explain_errors(failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in evaluated_modules])
     return model, config
 
@@ -365,6 +405,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",
         do="copy the tokenizer's files into the folder",
+        config=config,
     ):
         ends = config.get("eos_token_id")
         every = ends if isinstance(ends, list) else [ends]

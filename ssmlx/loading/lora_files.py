@@ -27,8 +27,8 @@ from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
-from .files import check_tensors, read_tensors, write_finite_tensors_in_place
 from .folders import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
+from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 LORA_FILE = LORA_FILES["all"]

@@ -16,7 +16,7 @@ from .folders import Fetch
 from .hub import find_whole_model_in_hub_cache
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
 from .load import is_mtp_name
-from .weights_digest import stored_names
+from .stored_tensors import tensor_names
 
 OWN_HEAD = "its own MTP head"
 _GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")
@@ -114,9 +114,8 @@ def has_own_mtp_head(model_folder: Path | None) -> bool:
     """
     if model_folder is None:
         return False
-    files = sorted(model_folder.glob("*.safetensors"))
     try:
-        return any(is_mtp_name(name) for file in files for name in stored_names(file))
+        return any(is_mtp_name(name) for name in tensor_names(model_folder))
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no MTP head is looked for in %s: %s", model_folder, error)
         return False

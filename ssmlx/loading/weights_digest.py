@@ -1,37 +1,25 @@
-"""What tells a model's stored weights from others, wherever they lie."""
+"""What tells stored weights from others, wherever they lie: a model's by samples, others whole."""
 
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InputError
-from ..json_files import parse_json, read_json
+from ..json_files import read_json
 from .files import write_whole
 from .folders import cache_dir
+from .stored_tensors import StoredTensor, read_header
 
 PIECE_BYTES = 1024
 MOST_PIECES = 8
 MOST_READS = 16_384
 """Of a tensor, and of a model with very many tensors in all."""
-_MOST_HEADER = 2**28
 _REMEMBERED_FILE = "weights.json"
 _MOST_REMEMBERED = 256
-
-
-@dataclass(frozen=True)
-class _StoredTensor:
-    """Where the bytes of a tensor lie: from `begin` to below `end` of the file `path`."""
-
-    name: str
-    kind: str  # its type and shape, as the header says them
-    path: Path
-    begin: int
-    end: int
 
 
 def sampled_weights_digest(folder: Path) -> str:
@@ -79,13 +67,20 @@ def sampled_weights_digest(folder: Path) -> str:
     return digest
 
 
-def stored_names(path: Path) -> list[str]:
-    """Return the names of a safetensors file's tensors, from its header alone.
+def weights_and_configs_digest(folder: Path | None) -> str:
+    """Return the SHA-256, in hexadecimal, over names and contents of the files `*.safetensors` and
+    `*config.json` in a folder.
 
-    Raises:
-        InputError: the header cannot be read.
+    All bytes are read, each time. Other files and folders inside do not count. For None, and for a
+    folder without such files, it is the digest of nothing.
     """
-    return [tensor.name for tensor in _read_header(path)]
+    digest = hashlib.sha256()
+    if folder is not None:
+        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def _file_stamp(file: Path) -> list[Any]:
@@ -114,7 +109,7 @@ def _digest_sampled_tensors(files: list[Path]) -> str:
     Raises:
         InputError: a file has no header that can be read.
     """
-    tensors = [tensor for file in files for tensor in _read_header(file)]
+    tensors = [tensor for file in files for tensor in read_header(file)]
     tensors.sort(key=lambda one: one.name)
     pieces = max(1, min(MOST_PIECES, MOST_READS // max(1, len(tensors))))
     digest = hashlib.sha256()
@@ -130,32 +125,7 @@ def _digest_sampled_tensors(files: list[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read_header(path: Path) -> Iterator[_StoredTensor]:
-    """Yield where each tensor of a safetensors file lies, from the file's header, in its order.
-
-    Raises:
-        InputError: the header cannot be read, or is larger than `_MOST_HEADER` bytes.
-    """
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MOST_HEADER:
-                raise ValueError
-            header = parse_json(file.read(size))
-        for name, one in header.items():
-            if name != "__metadata__":
-                begin, end = one["data_offsets"]
-                kind = f"{one['dtype']} {one['shape']}"
-                yield _StoredTensor(name, kind, path, 8 + size + int(begin), 8 + size + int(end))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"{path} has no header that can be read",
-            expected="a whole safetensors file",
-            do="download the model again",
-        ) from error
-
-
-def _read_spread_pieces(tensor: _StoredTensor, file: BinaryIO, num_pieces: int) -> Iterator[bytes]:
+def _read_spread_pieces(tensor: StoredTensor, file: BinaryIO, num_pieces: int) -> Iterator[bytes]:
     """Yield `num_pieces` pieces of `PIECE_BYTES` of a tensor's bytes, evenly from the first to the
     last; of a tensor that is no larger than these together, all bytes as one piece.
     """

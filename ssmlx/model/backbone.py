@@ -137,8 +137,10 @@ class Backbone(Stages):
     def clone_sharing_weights(self) -> Backbone:
         """A backbone with copies of the model's modules, on the very same arrays.
 
-        Modules of the copy may be exchanged, and those of this backbone stay as they are.
+        Modules of the copy may be exchanged, and those of this backbone stay as they are. The
+        copy keeps this backbone's `digest`, which is computed here.
         """
+        _ = self.digest  # kept in the instance, whose attributes are copied
         clone = copy.copy(self)
         clone.model = clone_sharing_arrays(self.model)
         clone.refresh_parts()
@@ -209,8 +211,8 @@ class Backbone(Stages):
     def digest(self) -> str:
         """32 hexadecimal digits of the model's settings and weights, see `digest_sampled_values`.
 
-        Keys and values are reused under it, computed once and kept. Ask for it before an adapter
-        changes layers: it is to be the base model's.
+        Keys and values are reused under it, computed once and kept. Copies keep that of the base
+        model, whatever is put on them, see `clone_sharing_weights`.
         """
         settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
         return digest_sampled_values(

@@ -217,14 +217,19 @@ class StateCache(TextCache):
             raise ValueError(f"{num_tokens} tokens of a chain of {self._chain.num_rows}")
         self._offset += num_tokens
 
-    def mark(self) -> None:
+    def mark(self) -> bool:
         """Let `keep_first` come back to where the text ends now, until `forget_marks`.
 
         Does nothing where a layer keeps a window: its rows are overwritten.
+
+        Returns:
+            Whether it can come back here.
         """
         self._take_back_rejected()
-        if all(type(cache) in (KVCache, ArraysCache) for cache in flatten_caches(self._caches)):
-            self._marks[self._offset] = [list(cache.cache) for cache in self._state_caches]
+        if any(type(one) not in (KVCache, ArraysCache) for one in flatten_caches(self._caches)):
+            return False
+        self._marks[self._offset] = [list(cache.cache) for cache in self._state_caches]
+        return True
 
     def forget_marks(self) -> None:
         """Free the states that `mark` keeps."""
@@ -297,6 +302,15 @@ class StateCache(TextCache):
         fork.keep_first(num_tokens)
         fork._take_back_rejected()
         return fork
+
+    def drop_free_room(self) -> None:
+        """Cut keys and values to the rows of the text, computed: of a fork that is shorter than
+        what it was made of, the rest is freed."""
+        for cache in flatten_caches(self._caches):
+            if type(cache) is KVCache and cache.keys is not None:
+                cache.keys = mx.contiguous(cache.keys[..., : cache.offset, :])
+                cache.values = mx.contiguous(cache.values[..., : cache.offset, :])
+        mx.eval(self.state)
 
     @property
     def _state_caches(self) -> list[ArraysCache]:

@@ -4,6 +4,7 @@
 |---|---|
 | `cache.py` | `PromptCache`, which answers begin from and add to |
 | `prompt_files.py` | the file format of one prompt, and a folder of such files |
+| `unfinished_files.py` | files that are seen when they are whole; what killed processes have left |
 """
 
 from .cache import PromptCache

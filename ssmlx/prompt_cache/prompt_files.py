@@ -22,12 +22,13 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, first_line, require
-from ..loading.files import atomic_file, check_tensors, delete_unfinished_files
+from ..loading.tensors import check_tensors
 from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
 from ..model.layer_state import Rows
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix_length
+from .unfinished_files import atomic_file, delete_unfinished_files
 
 FORMAT = "ssmlx-prompt/1"
 _KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")

@@ -6,6 +6,7 @@
 | `data.py` | data folders to token ids; draft vocabularies; bucketed batches |
 | `objective.py` | eq. 5's terms, tokens per call of held-out text, the frozen layers' outputs |
 | `job.py` | a run from its options to its last step |
+| `part_file.py` | the finished part of a long run, which a stopped one goes on behind |
 | `record.py` | the log of a run, and its picture |
 | `mlx_model.py` | the stream-fused model in batches, as a function of its trained weights |
 | `mlx_trainer.py` | losses under the frozen head, the optimiser's steps, the saved state |

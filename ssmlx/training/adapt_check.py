@@ -17,9 +17,10 @@ from ..api import stream_generate
 from ..bars import bar, busy
 from ..blas import this_machine
 from ..errors import require
+from ..json_files import json_digest
 from ..loading.adapt_runs import is_worth_using
 from ..loading.adapter import load_stream_adapter
-from ..loading.files import json_digest, write_whole
+from ..loading.files import write_whole
 from ..loading.folders import FIGURES_FILE
 from ..loading.load import load
 from ..model.streams import StreamFusedModel

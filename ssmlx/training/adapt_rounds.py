@@ -16,7 +16,7 @@ from mlx_lm.generate import wired_limit
 from ..bars import busy
 from ..loading.adapt_runs import PAYS
 from ..loading.adapter import load_stream_adapter
-from ..loading.files import PartFile, atomic_folder, make_folder, write_whole
+from ..loading.files import atomic_folder, make_folder, write_whole
 from .adapt_run import (
     DATA_FOLDER,
     FILES,
@@ -33,6 +33,7 @@ from .job import STORE_FILE, read_and_check_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
+from .part_file import PartFile
 from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, format_duration
 from .questions import normalise_prompt, opening_words
 from .sizing import StepCosts, cut_passes_to_hours, fastest_tree

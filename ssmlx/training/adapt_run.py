@@ -13,15 +13,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import __version__
 from ..errors import InputError, require
-from ..json_files import read_json
+from ..json_files import json_digest, read_json
 from ..loading.adapt_runs import read_adapt_runs
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
 from ..loading.attach import attach_adapter, match_lora_to_model
-from ..loading.files import json_digest, weights_and_configs_digest, write_whole
+from ..loading.files import write_whole
 from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
-from ..loading.weights_digest import sampled_weights_digest
+from ..loading.weights_digest import sampled_weights_digest, weights_and_configs_digest
 from ..model.backbone import Backbone
 from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_at_new_year_2026

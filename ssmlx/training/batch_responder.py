@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import apply_min_p
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import bar
-from ..loading.files import PartFile
+from .part_file import PartFile
 from .questions import is_good_prompt, normalise_prompt, user_turn_prefix
 
 PREFILL_AT_ONCE = 8

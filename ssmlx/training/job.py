@@ -18,10 +18,10 @@ from ..bars import bar, busy
 from ..errors import InputError, require, unwritable_error
 from ..json_files import read_json
 from ..loading.adapter import StreamAdapter
-from ..loading.files import make_folder, weights_and_configs_digest
+from ..loading.files import make_folder
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
-from ..loading.weights_digest import sampled_weights_digest
+from ..loading.weights_digest import sampled_weights_digest, weights_and_configs_digest
 from ..prompts import find_tokens_between_turns
 from ..settings import StreamConfig
 from .config import RunOptions, TrainConfig

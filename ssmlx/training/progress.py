@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .mlx_trainer import read_saved_step_or_0
+from .part_file import count_lists_in_part_file
 
 ENDED_FILE = "ended"  # of a round's folder
 ANSWERS_FILE = "answers.part"  # likewise
@@ -95,19 +96,9 @@ def describe_round_progress(folder: Path, num_answers: int, num_steps: int, stat
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
     step = read_saved_step_or_0(folder / state_file)
-    answers = _count_finished_rows(folder / ANSWERS_FILE)
+    answers = count_lists_in_part_file(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"
     if answers:
         return f"{answers:,} of {num_answers:,} answers"
-    return f"{_count_finished_rows(folder / QUESTIONS_FILE):,} questions"
-
-
-def _count_finished_rows(path: Path) -> int:
-    """Count the whole lines of a `PartFile` after its line of settings; 0 without a file."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return max(
-            0, sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")) - 1
-        )
+    return f"{count_lists_in_part_file(folder / QUESTIONS_FILE):,} questions"
