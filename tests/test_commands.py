@@ -592,7 +592,8 @@ def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"usage: python -m {name} ")
     options = [line for line in lines if line.startswith("  --")]
-    assert name != PROG or (len(lines) <= 80 and len(options) <= 30)
+    # A drafter has a line of its own, and may be added.
+    assert name != PROG or (len(lines) - len(DRAFTERS) <= 73 and len(options) <= 30)
 
 
 @pytest.mark.slow

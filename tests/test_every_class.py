@@ -1,11 +1,16 @@
-"""Every class of the installed mlx-lm: what it runs decodes plainly at least, with its tokens."""
+"""Every class of the installed mlx-lm: what it runs decodes plainly at least, with its tokens.
+
+`python tests/test_every_class.py NAME ...` says what classes verify, or why they do not.
+"""
 
 import json
 import re
+import sys
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import mlx_lm.models
@@ -364,3 +369,10 @@ def test_what_mlx_lm_cannot_run_either_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_lm.models.qwen3.Model.__call__", fails)
     said = refusal(load_base, folder, "float32")
     assert said.startswith("the model type 'qwen3' does not run (no memory); expected")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        with TemporaryDirectory() as folder:
+            can = load_base(write_model(name, Path(folder)), "float32")[0].capabilities
+        print(f"{name}: trees: {can.trees or 'yes'}; chains: {can.chains or 'yes'}")

@@ -167,7 +167,8 @@ class Drafter(Protocol):
             shape: how large a tree; fewer nodes are fine.
 
         Returns:
-            A tree whose root is `verified.root`; a bare root where there is nothing to draft.
+            A tree whose root is `verified.root`; a bare root where there is nothing to draft. A
+            drafter that needs host tokens knows it: the last token that `start` or `follow` gave.
         """
 
 

@@ -41,7 +41,8 @@ class DrafterInputs:
         config: the settings, with nothing of the draft's shape left open.
         sampling: how the target decides.
         settings: the drafter's own, of the class that it registered; None where that is None.
-        end_tokens: tokens that end an answer, or a part of it: nothing is drafted behind them.
+        end_tokens: tokens that end an answer, or a part of it. A drafter may end its drafts with
+            them: what is accepted behind the one that ends the answer is dropped.
         loaded: what its `DrafterLoader` loaded; None where it needs nothing.
     """
 
