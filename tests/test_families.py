@@ -52,6 +52,10 @@ FAMILIES = {
     "llama": {"rope_scaling": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     "qwen3_moe": EXPERTS,
     "gemma3": wrapped("gemma3_text"),
+    "minimax": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16,
+        "rotary_dim": 4,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **BY_LAYER},
     "ministral3": MINISTRAL,
     "mistral3": wrapped("ministral3", **MINISTRAL),
