@@ -9,7 +9,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from mlx_lm.models.cache import make_prompt_cache
 from tiny import LATENT, mlx_lm_tokens, slow
 
 from ssmlx.api import token_steps
@@ -20,6 +19,7 @@ from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.loading.known_heads import OWN_HEAD_FAMILIES
 from ssmlx.model.backbone import Backbone
+from ssmlx.model.family import make_caches
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import root_tree
 from ssmlx.settings import GenerateConfig, TreeConfig
@@ -52,6 +52,20 @@ FAMILIES = {
     "llama": {"rope_scaling": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     "qwen3_moe": EXPERTS,
     "gemma3": wrapped("gemma3_text"),
+    "internlm2": {"head_dim": None},
+    "bailing_moe": {
+        **EXPERTS, "num_shared_experts": 1, "first_k_dense_replace": 1, "norm_head": False,
+        "use_bias": False, "use_qkv_bias": False,
+    },
+    "spark2_5": {**BY_LAYER, "rope_parameters": {
+        kind: {"rope_theta": 1000.0, "rope_type": "default"} for kind in BY_LAYER["layer_types"]
+    }},
+    "kimi_vl": wrapped("deepseek_v3", **LATENT),
+    "kimi_k25": wrapped("deepseek_v3", **LATENT),
+    "minimax": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16,
+        "rotary_dim": 4,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **BY_LAYER},
     "ministral3": MINISTRAL,
     "mistral3": wrapped("ministral3", **MINISTRAL),
@@ -73,7 +87,9 @@ FAMILIES = {
     "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
 }  # fmt: skip
 WINDOWED = {
-    *re.findall(r"\w+", "gemma3_text gemma3 gpt_oss ministral3 mistral3 cohere2 olmo3 exaone4")
+    *re.findall(
+        r"\w+", "gemma3_text gemma3 gpt_oss ministral3 mistral3 cohere2 olmo3 exaone4 spark2_5"
+    )
 }
 LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
@@ -102,7 +118,10 @@ WHOLE = {  # why they are run by their own call
     "gemma4": "its layers cannot be run one by one",
 }
 BOTH = (True, False)
-HEADS = {"llama": BOTH, "qwen3": BOTH, "gemma3_text": BOTH, "minicpm": (False,)}
+HEADS = {
+    **dict.fromkeys(("llama", "qwen3", "gemma3_text", "internlm2"), BOTH),
+    **dict.fromkeys(("minicpm", "kimi_vl", "kimi_k25"), (False,)),
+}
 CASES = [(name, tied) for name in FAMILIES for tied in HEADS.get(name, (True,))]
 FIRST = [("qwen3", False), ("gemma3_text", True), ("gpt_oss", True)]
 SOME = [*FIRST, *slow(*(case for case in CASES if case not in FIRST))]
@@ -197,7 +216,7 @@ def test_taps_are_what_mlx_lms_layers_are_given(name, tied):
     for layer in base.layers:
         noting(layer)
     cache = StreamFusedModel(backbone).make_cache()
-    caches = make_prompt_cache(getattr(base, "language_model", base))
+    caches = make_caches(base)
     first = mx.array(PROMPT[: WINDOW + 3])
     second = mx.array(PROMPT[WINDOW + 3 :])
     for piece, taps in ((first, [3, 0, 2]), (second, [1]), (second, [])):

@@ -12,12 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache
 
 from ..errors import InputError, first_line
 from .cache import TreeCache
 from .capabilities import Reason
-from .family import WINDOW_NAMES, cannot_draft_error, model_type
+from .family import WINDOW_NAMES, cannot_draft_error, make_caches, model_type
 from .masks import WindowMasks
 from .metal import TreeMask, hook_layers
 from .modules import clone_sharing_arrays
@@ -45,7 +45,7 @@ def check_stages(stages: Stages) -> None:
     tried = _float32_with_short_windows(stages)
     longest = max(window or 0 for window in tried.windows)
     tokens = mx.tile(mx.array(CHECK_TOKENS), 1 + longest // 6)[: None if longest else 6]
-    caches: Any = make_prompt_cache(tried.parts.outer)
+    caches = make_caches(tried.model)
     first = tokens.size // 2
     # Past a window a token at a time: so mlx-lm's rotating cache is right.
     calls = mx.split(tokens, range(first, tokens.size) if longest else [first])

@@ -6,6 +6,7 @@ the parts put together are the model is tried by `capability_checks`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -15,8 +16,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import InputError
 
-# The names that mlx-lm's classes have for the final norm, and for a layer's window.
+# The names that mlx-lm's classes have for token embedding, final norm, LM head, a layer's
+# attention, and a layer's window.
+_EMBEDDING_NAMES = ("embed_tokens", "tok_embeddings", "word_embeddings", "embedding")
 _NORM_NAMES = ("norm", "final_layernorm", "embedding_norm")
+_HEAD_NAMES = ("lm_head", "output")
+_ATTENTION_NAMES = ("self_attn", "attention")
 WINDOW_NAMES = ("sliding_window", "window_size")
 
 
@@ -32,7 +37,9 @@ class Parts:
         decoder: the module with embedding, layers and final norm; None where it has none such.
         final_norm: what last hidden states pass before the LM head; None where it was not found.
         norm_name: its attribute in `decoder`; "" where it was not found.
+        embedding_name: the token embedding's attribute in `decoder`; "" where it was not found.
         head: the LM head; None where it is tied to the embedding.
+        head_name: its attribute in `outer`; "" where it is tied.
         layers: the decoder layers, from the first.
         windows: by layer, how many tokens a token sees, itself among them; None for all.
         scales_queries: whether layers are given a factor for their queries (`attn_scale`).
@@ -44,10 +51,17 @@ class Parts:
     decoder: Any
     final_norm: Any
     norm_name: str
+    embedding_name: str
     head: Any
+    head_name: str
     layers: list[Any]
     windows: list[int | None]
     scales_queries: bool
+
+    @property
+    def embedding(self) -> Any:
+        """The token embedding."""
+        return getattr(self.decoder, self.embedding_name)
 
     @property
     def embeds_positions(self) -> bool:
@@ -70,9 +84,10 @@ def find_parts(model: nn.Module) -> Parts:
     outer = language_model(model)
     decoder = _find_decoder_or_raise(model)
     norm_name = _find_norm_name_or_raise(model, decoder)
+    head_name = _first_name(outer, _HEAD_NAMES)
     args = settings_of(outer)
     layers = list(model.layers)
-    caches = make_prompt_cache(outer)
+    caches = make_caches(model)
     return Parts(
         outer=outer,
         args=args,
@@ -80,7 +95,9 @@ def find_parts(model: nn.Module) -> Parts:
         decoder=decoder,
         final_norm=getattr(decoder, norm_name),
         norm_name=norm_name,
-        head=getattr(outer, "lm_head", None),
+        embedding_name=_first_name(decoder, _EMBEDDING_NAMES),
+        head=getattr(outer, head_name, None),
+        head_name=head_name,
         layers=layers,
         windows=[_window_of_cache(model, layer, cache) for layer, cache in enumerate(caches)],
         scales_queries="attn_scale" in signature(type(layers[0]).__call__).parameters,
@@ -112,6 +129,7 @@ def find_available_parts(model: nn.Module, vocab_size: int) -> Parts:
     except (InputError, AttributeError, TypeError, ValueError):
         decoder = None
     layers = list(getattr(any_model, "layers", []))
+    head_name = _first_name(outer, _HEAD_NAMES)
     return Parts(
         outer=any_model,
         args=args,
@@ -119,11 +137,23 @@ def find_available_parts(model: nn.Module, vocab_size: int) -> Parts:
         decoder=decoder,
         final_norm=final_norm,
         norm_name=norm_name,
-        head=getattr(outer, "lm_head", None),
+        embedding_name=_first_name(decoder, _EMBEDDING_NAMES),
+        head=getattr(outer, head_name, None),
+        head_name=head_name,
         layers=layers,
         windows=[None] * len(layers),
         scales_queries=False,
     )
+
+
+def make_caches(model: nn.Module) -> list[Any]:
+    """mlx-lm's empty caches for a model, by layer.
+
+    They are those of the language model where it has layers by that name: a model that wraps it
+    may not pass its windows on (Mistral 3).
+    """
+    outer = language_model(model)
+    return list(make_prompt_cache(outer if hasattr(outer, "layers") else model))
 
 
 def model_type(model: nn.Module) -> str:
@@ -153,19 +183,29 @@ def language_model(model: nn.Module) -> Any:
     return getattr(model, "language_model", model)
 
 
+def attention_of(layer: Any) -> Any:
+    """The attention module of a decoder layer; None where it has none by mlx-lm's usual names."""
+    return getattr(layer, _first_name(layer, _ATTENTION_NAMES), None)
+
+
+def _first_name(module: Any, names: Sequence[str]) -> str:
+    """The first of `names` that is an attribute of `module`; "" where none is."""
+    return next((name for name in names if hasattr(module, name)), "")
+
+
 def _find_decoder_or_raise(model: nn.Module) -> Any:
     """Find the module of a model that has token embedding, layers and final norm.
 
     Raises:
-        InputError: there is none by mlx-lm's usual names, or no `embed_tokens` in it, or the model
+        InputError: there is none by mlx-lm's usual names, or no embedding in it, or the model
             has no `layers`. The norm is not looked for.
     """
     inner = getattr(language_model(model), "model", None)
     decoder = getattr(inner, "decoder", inner)
     if decoder is None or not hasattr(model, "layers"):
         raise cannot_draft_error(model, "it has no `model.layers`")
-    if not hasattr(decoder, "embed_tokens"):
-        raise cannot_draft_error(model, "it has no token embedding named `embed_tokens`")
+    if not _first_name(decoder, _EMBEDDING_NAMES):
+        raise cannot_draft_error(model, "it has no token embedding by a usual name")
     return decoder
 
 
@@ -179,10 +219,10 @@ def _find_norm_name_or_raise(model: nn.Module, decoder: Any) -> str:
     Raises:
         InputError: it has none of the usual names.
     """
-    for name in _NORM_NAMES:
-        if hasattr(decoder, name):
-            return name
-    raise cannot_draft_error(model, "it has no final norm")
+    name = _first_name(decoder, _NORM_NAMES)
+    if not name:
+        raise cannot_draft_error(model, "it has no final norm")
+    return name
 
 
 def _window_of_cache(model: nn.Module, layer: int, cache: Any) -> int | None:

@@ -116,6 +116,10 @@ def head_layer(head: LMHead | None) -> Any:
     return head.layer if isinstance(head, ScaledHead) else getattr(head, "__self__", head)
 
 
-def return_input(_self: nn.Module, hidden: mx.array, *_args: Any, **_named: Any) -> mx.array:
-    """The call of a model's body that returns its input: of the model, its head is left."""
+def return_input(_self: nn.Module, *args: Any, **named: Any) -> mx.array:
+    """The call of a model's body that returns its input: of the model, its head is left.
+
+    The input is the first argument, or `inputs` where a class names it (MiniMax).
+    """
+    hidden: mx.array = args[0] if args else named["inputs"]
     return hidden

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .cache import TreeCache
-from .family import Parts, find_parts, language_model
+from .family import Parts, attention_of, find_parts, language_model
 from .latent import run_rows_as_texts
 from .layer_state import LayerView
 from .lm_head import LMHead, ScaledHead, return_input
@@ -163,7 +163,7 @@ class Stages:
 
     def token_embeddings(self, tokens: mx.array) -> mx.array:
         """[..., D] rows of the embedding for `tokens` [...], neither scaled nor with positions."""
-        rows: mx.array = self.parts.decoder.embed_tokens(tokens)
+        rows: mx.array = self.parts.embedding(tokens)
         return rows
 
     def run(
@@ -298,12 +298,12 @@ class Stages:
             logits.
         """
         head = self.parts.head
-        layer = replacement or (self.parts.decoder.embed_tokens if head is None else head)
+        layer = replacement or (self.parts.embedding if head is None else head)
         if not self._changes_logits:
             plain: LMHead = layer.as_linear if head is None else layer
             return plain
-        body = {} if head is not None else {"embed_tokens": layer}
-        parts = {} if head is None else {"lm_head": layer}
+        body = {} if head is not None else {self.parts.embedding_name: layer}
+        parts = {} if head is None else {self.parts.head_name: layer}
         outer = language_model(self.parts.outer)
         parts["model"] = copy_with_parts(outer.model, return_input, **body)
         return ScaledHead(layer, copy_with_parts(outer, **parts))
@@ -349,11 +349,11 @@ def make_ropes_take_positions(stages: Stages) -> list[tuple[Any, nn.Module]]:
     Returns:
         For each that was wrapped, the attention module and the rotary embedding that it had. Empty
         for a model that embeds positions; layers whose rotary embedding is wrapped already, or that
-        have none as `self_attn.rope`, are left out.
+        have none as `rope` of their attention, are left out.
     """
     found: list[tuple[Any, nn.Module, PositionedRope]] = []
     for layer in [] if stages.embeds_positions else stages.layers:
-        attention: Any = getattr(layer, "self_attn", None)
+        attention: Any = attention_of(layer)
         rope: Any = getattr(attention, "rope", None)
         if isinstance(rope, nn.Module) and not isinstance(rope, PositionedRope):
             found.append((attention, rope, PositionedRope(rope)))

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ...errors import check_choice, require
 from ...settings import ATTENTIONS, Attention
+from ..family import attention_of
 from .division import AttentionShape, Bucket, Division, divide_attention, is_supported, this_chip
 from .kernels import attend, pack_bits
 from .trial import Trial, try_kernel
@@ -92,11 +93,11 @@ class TreeMask:
 def all_call_mlx_attention(layers: Iterable[Any]) -> bool:
     """Whether the attention of all `layers` can be hooked, see `hook_layers`.
 
-    That is so where the class of each layer's `self_attn` has a Python `__call__` that uses a
+    That is so where the class of each layer's attention has a Python `__call__` that uses a
     global `scaled_dot_product_attention` of its own file, as mlx-lm's classes do. Nothing is
     changed or run. True where there are no layers.
     """
-    calls: list[Any] = [type(getattr(layer, "self_attn", None)).__call__ for layer in layers]
+    calls: list[Any] = [type(attention_of(layer)).__call__ for layer in layers]
     codes = (getattr(call, "__code__", None) for call in calls)
     return all(
         code is not None and _NAME in code.co_names and _NAME in call.__globals__
@@ -118,7 +119,7 @@ def hook_layers(layers: Iterable[Any]) -> bool:
     if not all_call_mlx_attention(layers):
         return False
     for layer in layers:
-        call: Any = type(layer.self_attn).__call__
+        call: Any = type(attention_of(layer)).__call__
         original = call.__globals__[_NAME]
         if not hasattr(original, _HOOKED):
             call.__globals__[_NAME] = _wrap_attention(original)
