@@ -45,8 +45,6 @@ class Prefilled:
 
 
 _computing_process: int | None = None
-"""The id of the process in which MLX computes, once it does: of the process, so that a fork finds
-it. Never reset; tests of forks fork."""
 
 
 def is_forked() -> bool:
@@ -178,8 +176,6 @@ class _MlxThread:
 
 
 _mlx_thread = _MlxThread()
-"""One for the process: arrays of one thread cannot be computed on another, so that two engines in
-one process share it. Never reset: it stops with the process."""
 
 
 def _keep_open_answers_alive() -> None:
@@ -426,7 +422,6 @@ def _end_and_close_source(source: _SegmentSource[Any]) -> Future[None]:
 
 
 _num_wired = 0
-"""Open blocks of `wired_weights`: of the process, as MLX's limit is, which the last sets back."""
 _limit_before = 0
 
 
