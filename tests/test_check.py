@@ -8,6 +8,7 @@ import pytest
 from real import exit_code, one_line, words, write_tiny_adapter, write_tokenizer
 from test_adapt import write_family
 from test_every_class import write_model
+from tiny import let_calls_take
 
 import ssmlx
 from ssmlx.commands import chat, check, generate
@@ -105,12 +106,14 @@ def base_of(adapter):
     return adapter.parent / "base"
 
 
-def test_real_calls_are_timed(run, adapter, kept):
+def test_real_calls_are_timed(run, adapter, kept, monkeypatch):
+    let_calls_take(monkeypatch, lambda nodes: 1e-4 * (1 + nodes))
     code, out, _ = run("--adapter", adapter, "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["costs"][0]["nodes"] == 2 and found["plain_seconds"] > 0
-    assert all(row["plain_calls"] > 1 for row in found["costs"])
+    assert found["plain_seconds"] == pytest.approx(2e-4)
+    calls = {row["nodes"]: row["plain_calls"] for row in found["costs"]}
+    assert calls[2] == pytest.approx(1.5) and list(calls) == sorted(calls)
     assert found["drafters"]["streams"] is None and found["lacks"] == {}
     assert found["memory"]["weights"] > 0 and found["end_tokens"] == {"2": "</s>"}
 

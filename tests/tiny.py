@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from itertools import product
 from math import prod
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ssmlx.decoding.step import DraftTotals
+from ssmlx.generation import time_calls
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import OWN_FAMILIES
@@ -279,6 +281,30 @@ class FakeClock:
 
     def spend(self, seconds: float) -> None:
         self.now += seconds
+
+
+def let_calls_take(monkeypatch, seconds_of) -> None:
+    """Let timed calls take so many seconds, by the nodes of their trees, on a clock of their own.
+
+    The calls are real. The clock goes on with each of them, and with nothing else.
+    """
+    now = 0.0
+    real_lower = StreamFusedModel.lower
+    real_append = Backbone.append
+
+    def lower(self, tree, *more):
+        nonlocal now
+        now += seconds_of(tree.num_nodes)
+        return real_lower(self, tree, *more)
+
+    def append(self, *args):
+        nonlocal now
+        now += seconds_of(1)
+        return real_append(self, *args)
+
+    monkeypatch.setattr(StreamFusedModel, "lower", lower)
+    monkeypatch.setattr(Backbone, "append", append)
+    monkeypatch.setattr(time_calls, "time", SimpleNamespace(perf_counter=lambda: now))
 
 
 def slow(*cases) -> list:

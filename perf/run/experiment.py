@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from .results import (
     sources_digest,
     timing_environment,
 )
-from .statistics import Estimate, mean, median, ratio, ratio_of_median_rates
+from .statistics import Estimate, mean, median, medians_over_repeats, ratio, ratio_of_median_rates
 from .target import (
     DRAFT_ALONE,
     DRAFT_MODEL,
@@ -46,7 +46,7 @@ from .target import (
     Weights,
 )
 from .tasks import Example, Task, leave_out_middle, mean_scores
-from .timing import TimedAnswer, rotate_turns
+from .timing import rotate_turns
 
 KeptAnswers = Sequence[Sequence[Kept]]
 """One system's answers: for every prompt, its repeats."""
@@ -359,7 +359,7 @@ def _system_row(
     tokens = [len(kept.answer.tokens) for kept in first]
     calls = [kept.answer.target_calls for kept in first]
     drafts = [kept.answer.draft_calls for kept in first]
-    rates = _medians_over_repeats(prompts, lambda answer: answer.tokens_per_second)
+    rates = medians_over_repeats(prompts, lambda kept: kept.answer.tokens_per_second)
     return {
         "name": system.name,
         "kind": system.kind,
@@ -372,11 +372,15 @@ def _system_row(
         "cut_at_max_tokens": sum(count == system.config.max_tokens for count in tokens),
         "draft_calls": sum(drafts),
         "draft_calls_per_answer": asdict(mean(drafts)),
-        "latency_seconds": asdict(mean(_medians_over_repeats(prompts, lambda a: a.seconds))),
-        "first_token_seconds": asdict(
-            mean(_medians_over_repeats(prompts, lambda a: a.prefill_seconds))
+        "latency_seconds": asdict(
+            mean(medians_over_repeats(prompts, lambda kept: kept.answer.seconds))
         ),
-        "decode_seconds": asdict(mean(_medians_over_repeats(prompts, lambda a: a.decode_seconds))),
+        "first_token_seconds": asdict(
+            mean(medians_over_repeats(prompts, lambda kept: kept.answer.prefill_seconds))
+        ),
+        "decode_seconds": asdict(
+            mean(medians_over_repeats(prompts, lambda kept: kept.answer.decode_seconds))
+        ),
         "tokens_per_second": statistics.median(rates),
         "decode_rate": asdict(median(rates)),
         "call_seconds": _median_seconds_of_later_calls(prompts),
@@ -411,13 +415,6 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 
-def _medians_over_repeats(
-    answers: KeptAnswers, figure_of: Callable[[TimedAnswer], float]
-) -> list[float]:
-    """[prompts] a figure of an answer, the median of the repeats."""
-    return [statistics.median(figure_of(kept.answer) for kept in repeats) for repeats in answers]
-
-
 def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
     """Return the median over answers of the seconds of a target call after the first.
 
@@ -445,11 +442,12 @@ def speedup_figures(
         Above 1 the system is faster.
     """
     rates = {
-        n: _medians_over_repeats(prompts, lambda a: a.tokens_per_second)
+        n: medians_over_repeats(prompts, lambda kept: kept.answer.tokens_per_second)
         for n, prompts in answers.items()
     }
     base, plain, own = (
-        _medians_over_repeats(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
+        medians_over_repeats(answers[n], lambda kept: kept.answer.seconds)
+        for n in (MLX_LM, PLAIN, system.name)
     )
     found: dict[str, Any] = {
         "speedup": ratio_of_median_rates(rates[system.name], rates[MLX_LM]),
@@ -458,7 +456,7 @@ def speedup_figures(
         "latency_over_plain": asdict(ratio(plain, own)),
     }
     if best_tree_system is not None:
-        theirs = _medians_over_repeats(answers[best_tree_system], lambda a: a.seconds)
+        theirs = medians_over_repeats(answers[best_tree_system], lambda kept: kept.answer.seconds)
         found["latency_over_best_tree"] = asdict(ratio(theirs, own))
     if DRAFT_MODEL in rates and system.kind == STREAMS:
         found["speedup_over_draft_model"] = ratio_of_median_rates(

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ssmlx.policy.costs import context_bucket
 
-from .statistics import ratio
+from .statistics import medians_over_repeats, ratio
 from .target import MLX_LM, PLAIN, STREAMS, TEXT
 from .timing import TimedAnswer, TimedCall
 
@@ -261,7 +261,9 @@ def cheapest_system(prices: Prices, names: Sequence[str]) -> str | None:
         prices: of each system, by prompt and repeat; a prompt's is the median of its repeats.
         names: of systems.
     """
-    return min(names, key=lambda name: sum(_medians_over_repeats(prices[name])), default=None)
+    return min(
+        names, key=lambda name: sum(medians_over_repeats(prices[name], _seconds_of)), default=None
+    )
 
 
 def price_ratios_and_slow_answers(
@@ -280,9 +282,13 @@ def price_ratios_and_slow_answers(
         best_tree_system: name of the system that drafts the best fixed tree; None where none took
             part.
     """
-    own = _medians_over_repeats(prices[name])
-    plain = _medians_over_repeats(prices[PLAIN])
-    trees = None if best_tree_system is None else _medians_over_repeats(prices[best_tree_system])
+    own = medians_over_repeats(prices[name], _seconds_of)
+    plain = medians_over_repeats(prices[PLAIN], _seconds_of)
+    trees = (
+        None
+        if best_tree_system is None
+        else medians_over_repeats(prices[best_tree_system], _seconds_of)
+    )
     best = plain if trees is None or sum(plain) < sum(trees) else trees
     answers = [one for repeats in prices[name] for one in repeats]
     speeds = [
@@ -305,6 +311,5 @@ def price_ratios_and_slow_answers(
     }
 
 
-def _medians_over_repeats(prices: Sequence[Sequence[Price]]) -> list[float]:
-    """[prompts] seconds, the median of the repeats."""
-    return [median(one.seconds for one in repeats) for repeats in prices]
+def _seconds_of(price: Price) -> float:
+    return price.seconds

@@ -43,8 +43,11 @@ def figure_cell(
 
     def cell(row: Row) -> str:
         """Return the text of the cell."""
-        text = interval_text(row[name], digits, scale) if row[name] else "-"
-        return text if with_interval else text.partition(" ")[0]
+        if not row[name]:
+            return "-"
+        if with_interval:
+            return interval_text(row[name], digits, scale)
+        return f"{scale * row[name]['value']:.{digits}f}"
 
     return cell
 

@@ -3,6 +3,7 @@
 A percentile bootstrap, seeded: the same prompts are drawn for every figure of a run.
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -102,6 +103,18 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
 def mean(values: ArrayLike) -> Estimate:
     """Estimate the mean of [prompts]."""
     return ratio(values, np.ones(len(np.asarray(values))))
+
+
+def medians_over_repeats(
+    repeats_of_prompts: Sequence[Sequence[Any]], figure_of: Callable[[Any], float]
+) -> list[float]:
+    """Return [prompts] a figure, of each prompt the median of its repeats.
+
+    Args:
+        repeats_of_prompts: of each prompt what was measured, one or more times.
+        figure_of: reads the figure from one of these.
+    """
+    return [statistics.median(map(figure_of, repeats)) for repeats in repeats_of_prompts]
 
 
 def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:

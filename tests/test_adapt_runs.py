@@ -531,8 +531,8 @@ def test_a_bar_is_drawn_before_anything_is_counted(monkeypatch):
         token = bars.shown.set(shown)
         try:
             with bars.busy("loading"):
-                time.sleep(0.2)
-            found = [one for one in bars.bar(waited(), "answers", total=2)]
+                wait_until_drawn(screen, "loading: ", shown)
+            found = list(bars.bar(items_once_drawn(screen, shown), "answers", total=2))
         finally:
             bars.shown.reset(token)
         assert found == [0, 1]
@@ -540,7 +540,13 @@ def test_a_bar_is_drawn_before_anything_is_counted(monkeypatch):
         assert ("loading: " in drawn, "answers:   0%" in drawn) == (shown, shown)
 
 
-def waited():
-    for number in range(2):
-        time.sleep(0.2)
-        yield number
+def items_once_drawn(screen, shown):
+    wait_until_drawn(screen, "answers:   0%", shown)
+    yield from range(2)
+
+
+def wait_until_drawn(screen, text, shown):
+    """Wait for a text on the screen; where none is to come, four times as long as a bar waits."""
+    end = time.monotonic() + (60 if shown else 0.2)
+    while text not in screen.getvalue() and time.monotonic() < end:
+        time.sleep(0.01)
