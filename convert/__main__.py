@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import add_options, make_main, make_parser, reject_given_options
+from ssmlx.commands.parser import add_options, make_parser, reject_given_options
+from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES

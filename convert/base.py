@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.commands.options import make_parser, run_command
+from ssmlx.commands.parser import make_parser
+from ssmlx.commands.running import run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import atomic_folder

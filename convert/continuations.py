@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
+from ssmlx.commands.parser import add_int_options, add_options, make_parser
+from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder, write_whole
 from ssmlx.loading.weights_digest import weights_and_configs_digest

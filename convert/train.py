@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, make_main, with_lock_on_out_folder
+from ssmlx.commands.parser import add_options
+from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,

@@ -7,13 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmlx.commands.options import (
-    add_options,
-    make_main,
-    make_parser,
-    reject_given_options,
-    with_lock_on_out_folder,
-)
+from ssmlx.commands.parser import add_options, make_parser, reject_given_options
+from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_data_out_and_run_options,

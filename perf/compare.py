@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, make_main, make_parser
+from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt, print_save_and_draw_png
+from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json

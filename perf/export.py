@@ -19,8 +19,9 @@ import mlx.core as mx
 
 from ssmlx import exported
 from ssmlx.commands.machine import describe_machine
-from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
+from ssmlx.commands.parser import add_int_options, add_options, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
+from ssmlx.commands.running import make_main
 from ssmlx.decoding.loop import prefill
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE

@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.commands.options import make_main, make_parser
+from ssmlx.commands.parser import make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
+from ssmlx.commands.running import make_main
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 

@@ -32,8 +32,9 @@ from mlx_lm.utils import save_config, save_model
 
 import ssmlx
 from ssmlx.commands.machine import describe_machine
-from ssmlx.commands.options import add_options, make_main, make_parser
+from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
+from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model

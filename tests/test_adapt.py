@@ -20,7 +20,7 @@ import ssmlx
 from ssmlx.commands import adapt as adapt_command
 from ssmlx.commands import machine, upload
 from ssmlx.commands.adapt import PROG, main
-from ssmlx.commands.options import file_error
+from ssmlx.commands.running import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_adapters_of_base, find_default_adapter

@@ -19,7 +19,7 @@ import ssmlx
 from convert.__main__ import main as convert
 from ssmlx import GenerateConfig
 from ssmlx.commands import train
-from ssmlx.commands.options import run_command
+from ssmlx.commands.running import run_command
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import ContextLengthError, InputError

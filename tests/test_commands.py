@@ -20,13 +20,11 @@ from huggingface_hub.utils import enable_progress_bars
 import ssmlx
 from ssmlx import bars
 from ssmlx.commands import chat, generate
-from ssmlx.commands.options import (
-    _SHARED_KEYS,
-    DownloadBar,
-    _parse_pairs,
-    generate_config,
-    logging_to_stderr,
-)
+from ssmlx.commands.callback_bars import DownloadBar
+from ssmlx.commands.decoding_options import generate_config
+from ssmlx.commands.drafter_option import SHARED_KEYS
+from ssmlx.commands.pairs import parse_pairs
+from ssmlx.commands.running import logging_to_stderr
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.errors import InputError
 from ssmlx.generation.learned import learned_of
@@ -246,14 +244,14 @@ def test_a_drafter_without_what_it_needs_loads_nothing(run, name, prog, command,
     assert f"--drafter {name} without {loader.what}; expected {loader.key} with it" in said
 
 
-@pytest.mark.parametrize("keys", [*(listed.keys for listed in DRAFTERS.values()), _SHARED_KEYS])
+@pytest.mark.parametrize("keys", [*(listed.keys for listed in DRAFTERS.values()), SHARED_KEYS])
 def test_every_value_that_help_shows_is_parsed(keys):
     """By what stands for it: a word, a name, or a number of the default's kind."""
     for one in keys.split():
         key, _, shown = one.partition("=")
         for word in shown.split("|") if "|" in shown else [shown]:
             text = {"N": "3", "N,N,...": "4,3", "X": "0.5", "P": "0.5"}.get(word, word)
-            found = _parse_pairs("--drafter", [f"{key}={text}"], [one])[key]
+            found = parse_pairs("--drafter", [f"{key}={text}"], [one])[key]
             is_number = "|" not in shown and text[0].isdigit()
             expected = literal_eval(text) if is_number else text
             assert found == expected and type(found) is type(expected)
@@ -262,11 +260,11 @@ def test_every_value_that_help_shows_is_parsed(keys):
 def test_a_file_is_a_name_and_a_slip_in_the_list_is_no_number():
     home = str(Path.home() / "a b.txt")
     for shown in ("FILE", "MODEL", "FOLDER", "GRAMMAR"):
-        assert _parse_pairs("-", ["key=~/a b.txt"], [f"key={shown}"]) == {"key": home}
-        assert _parse_pairs("-", ["key=3"], [f"key={shown}"]) == {"key": "3"}
+        assert parse_pairs("-", ["key=~/a b.txt"], [f"key={shown}"]) == {"key": home}
+        assert parse_pairs("-", ["key=3"], [f"key={shown}"]) == {"key": "3"}
     for shown in ("file", "N,N", "Y", "a/b", ""):
         with pytest.raises(ValueError, match="could not convert"):
-            _parse_pairs("-", ["key=3"], [f"key={shown}"])
+            parse_pairs("-", ["key=3"], [f"key={shown}"])
 
 
 def test_options_become_settings():
@@ -719,7 +717,7 @@ def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
 def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves(monkeypatch, capsys, patience):
     enable_progress_bars()  # transformers, told to be quiet elsewhere, switches them off for all
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("ssmlx.commands.options.PATIENCE_SECONDS", patience)
+    monkeypatch.setattr("ssmlx.commands.callback_bars.PATIENCE_SECONDS", patience)
     monkeypatch.setattr("ssmlx.bars.PATIENCE_SECONDS", patience)
     told = DownloadBar(mininterval=0)
     for done in (1_000_000, 2_000_000, 4_000_000):

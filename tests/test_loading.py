@@ -16,7 +16,7 @@ from huggingface_hub.utils import RevisionNotFoundError, get_session
 from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_prune, write_base
 
 import ssmlx
-from ssmlx.commands.options import run_command
+from ssmlx.commands.running import run_command
 from ssmlx.errors import InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading import folders, hub, names, wheel

@@ -15,7 +15,7 @@ from named_commands import (
 )
 
 from perf.run.options import parse_systems_with_baselines
-from ssmlx.commands.options import generate_config
+from ssmlx.commands.decoding_options import generate_config
 from ssmlx.errors import InputError
 from ssmlx.settings import SamplingConfig
 

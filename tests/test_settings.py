@@ -11,7 +11,9 @@ from tiny import make_model, make_tokenizer
 
 import ssmlx
 from ssmlx import api
-from ssmlx.commands import chat, generate, options
+from ssmlx.commands import chat, decoding_options, generate, load_target
+from ssmlx.commands.decoding_options import generate_config
+from ssmlx.commands.parser import Parser
 from ssmlx.generation.plan import make_plan
 from ssmlx.json_files import from_json
 from ssmlx.settings import GenerateConfig
@@ -38,7 +40,7 @@ def test_the_earlier_name_of_speculative_decoding_gives_the_same():
     for name in ("speculative", "streaming"):
         args = generate.parse_args(["--prompt", "w1", "--decoding", name])
         saved = from_json(GenerateConfig, {"decoding": name})
-        settings[name] = (options.generate_config(args), saved, GenerateConfig(decoding=name))
+        settings[name] = (generate_config(args), saved, GenerateConfig(decoding=name))
         responses = list(
             ssmlx.stream_generate(model, tokenizer, [1, 2, 3], decoding=name, max_tokens=9)
         )
@@ -88,11 +90,12 @@ SAMPLES = {
 def test_every_option_is_read(monkeypatch, command):
     """An option of decoding changes the settings; any other is read as `args.NAME`."""
     with monkeypatch.context() as patch:
-        patch.setattr(options.Parser, "parse_args", lambda parser, argv: parser)
+        patch.setattr(Parser, "parse_args", lambda parser, argv: parser)
         parser = command.parse_args(None)
     needed = ["--prompt", "Hi"] if command is generate else []
     usual = [*needed, "--temp", "0.7", "--prune", "budget"]
-    sources = "".join(inspect.getsource(module) for module in (command, options))
+    modules = (command, decoding_options, load_target)
+    sources = "".join(inspect.getsource(module) for module in modules)
     flags = [action.option_strings[-1] for action in parser._actions]
     assert {"--model", "--prompt-cache", "--tree-size"} <= {*flags}
     for flag in {*flags} - {"--help"}:
@@ -105,7 +108,7 @@ def test_every_option_is_read(monkeypatch, command):
 
 
 def config_of(command, words):
-    return options.generate_config(command.parse_args(words))
+    return generate_config(command.parse_args(words))
 
 
 def test_help_shows_what_there_is():

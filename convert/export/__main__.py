@@ -6,7 +6,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, make_main, make_parser
+from ssmlx.commands.parser import add_options, make_parser
+from ssmlx.commands.running import make_main
 from ssmlx.settings import DEFAULT_MODEL, TreeConfig
 
 from .. import check_installed

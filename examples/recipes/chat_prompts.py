@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from convert import check_torch, continuations
 from convert.continuations import Sampling
-from ssmlx.commands.options import add_int_options, make_main, make_parser
+from ssmlx.commands.parser import add_int_options, make_parser
+from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts

@@ -14,7 +14,8 @@ from typing import Any
 
 from perf.run.results import ROOT, explain_broken_result
 from ssmlx.commands.machine import describe_machine
-from ssmlx.commands.options import add_options, make_main, make_parser, with_lock_on_out_folder
+from ssmlx.commands.parser import add_options, make_parser
+from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole

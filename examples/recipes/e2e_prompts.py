@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from convert.continuations import write_jsonl
-from ssmlx.commands.options import add_int_options, make_main, make_parser
+from ssmlx.commands.parser import add_int_options, make_parser
+from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.prompts import read_prompts

@@ -22,8 +22,9 @@ from huggingface_hub.utils import tqdm
 
 from ssmlx.commands.drafting_lines import cost_table_rows
 from ssmlx.commands.machine import describe_machine
-from ssmlx.commands.options import add_options, make_main, make_parser
+from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.results import print_and_save_json_and_txt
+from ssmlx.commands.running import make_main
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 
 from convert import check_torch
-from ssmlx.commands.options import add_int_options, add_options, make_main
+from ssmlx.commands.parser import add_int_options, add_options
+from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 
 from .train import make_parser_with_texts

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 
 from convert import check_torch
-from ssmlx.commands.options import Parser, add_int_options, add_options, make_main, make_parser
+from ssmlx.commands.parser import Parser, add_int_options, add_options, make_parser
+from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 
 from .schedule import Schedule

@@ -2,7 +2,13 @@
 
 | file | what it has |
 |---|---|
-| `options.py` | options of all commands, the settings and the model that they name; exit codes |
+| `parser.py` | the parser that every command has, and rows of options |
+| `running.py` | how a command runs, ends and fails: exit codes, standard streams |
+| `decoding_options.py` | options of a model and of how it decodes, and the settings that they come to |
+| `drafter_option.py` | `--drafter`: a drafter's name and its settings |
+| `pairs.py` | options whose value is words `key=value` |
+| `load_target.py` | loads the model, adapter and drafter that options name |
+| `callback_bars.py` | progress bars that are passed as a callback |
 | `chat.py` | `ssmlx.chat` |
 | `generate.py` | `ssmlx.generate` |
 | `check.py` | `ssmlx.check`; calls timed before the first answer of a chat or server |

@@ -18,7 +18,9 @@ from ..loading.names import (
     resolve_adapter,
     resolve_model,
 )
-from .options import DownloadBar, add_options, make_main, make_parser
+from .callback_bars import DownloadBar
+from .parser import add_options, make_parser
+from .running import make_main
 
 PROG = "ssmlx.adapt"
 _BUSY_SECONDS = 10

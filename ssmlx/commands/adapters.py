@@ -12,7 +12,8 @@ from ..errors import InputError, require, unwritable_error
 from ..loading.folders import adapters_home
 from ..loading.names import bundled_adapters
 from .adapt import require_allowed_adapter_name
-from .options import make_main, make_parser
+from .parser import make_parser
+from .running import make_main
 
 if TYPE_CHECKING:
     from ..loading.adapt_runs import StoredRun

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, require, unwritable_error
-from .options import make_main, make_parser
+from .parser import make_parser
+from .running import make_main
 
 if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel

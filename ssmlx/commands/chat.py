@@ -18,10 +18,18 @@ from ..blas import HINT
 from ..errors import InputError
 from ..loading.folders import Fetch
 from ..loading.names import bundled_adapters
-from . import options
 from .caches import PromptFile
+from .callback_bars import CallbackBar, DownloadBar, PromptBar
 from .check import time_unknown_costs_before_answers
+from .decoding_options import (
+    add_decoding_and_drafting_options,
+    add_model_adapter_dtype_options,
+    generate_config,
+)
 from .drafting_lines import drafting_lines
+from .load_target import load_for_decoding
+from .parser import add_prompt_cache_option, make_parser
+from .running import file_error, make_main
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -56,13 +64,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Args:
         argv: the words after the command; None for the process's own.
     """
-    parser = options.make_parser(
+    parser = make_parser(
         PROG, "Chat with a language model, sped up by speculative decoding.", EPILOG, "[options]"
     )
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
-    options.add_prompt_cache_option(parser, "the conversation")
-    options.add_model_adapter_dtype_options(parser)
-    options.add_decoding_and_drafting_options(parser, max_tokens=1024)
+    add_prompt_cache_option(parser, "the conversation")
+    add_model_adapter_dtype_options(parser)
+    add_decoding_and_drafting_options(parser, max_tokens=1024)
     return parser.parse_args(argv)
 
 
@@ -168,7 +176,7 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     from ..api import summary_line
 
     last = None
-    responses = session.reply(text, progress=options.PromptBar())
+    responses = session.reply(text, progress=PromptBar())
     # Ranks would stop at different calls, and wait for each other: there, Ctrl-C ends them all.
     is_split = session.model.backbone.group is not None
     with nullcontext() if is_split else call_on_first_interrupt(responses.cancel), responses:
@@ -208,7 +216,7 @@ def compare_last_answer_with_plain(session: ChatSession) -> str:
     Raises:
         InputError: nothing was said yet.
     """
-    bar = options.CallbackBar("comparing", "answer")
+    bar = CallbackBar("comparing", "answer")
     result = session.compare(progress=bar)
     low, high = result.interval
     verdict = "the same tokens"
@@ -265,7 +273,7 @@ def list_or_swap_adapter(rest: str, chat: Chat) -> str:
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
         return f"{adapter_and_drafting_line(chat)}\nthat are here: {names}; {hint}"
-    fetch = Fetch(progress=options.DownloadBar())
+    fetch = Fetch(progress=DownloadBar())
     name, folder = choose_adapter(rest, chat.session.model, fetch)
     chat.session.swap_adapter(folder)
     mx.reset_peak_memory()
@@ -357,7 +365,7 @@ def carry_out_line_unless_quit(line: str, chat: Chat) -> bool:
     except OSError as error:  # of a path that the system refuses
         if name not in COMMANDS or isinstance(error, BrokenPipeError):
             raise
-        chat.screen.note(str(options.file_error(error)))
+        chat.screen.note(str(file_error(error)))
     except KeyboardInterrupt:
         if name not in COMMANDS or chat.session.model.backbone.group is not None:
             raise
@@ -373,14 +381,14 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
     Raises:
         InputError: an option is wrong, or the model or the file cannot be loaded or written.
     """
-    config = options.generate_config(args)  # a bad option is refused before anything is loaded
+    config = generate_config(args)  # a bad option is refused before anything is loaded
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
     if not has_fast_blas:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer, loaded = options.load_for_decoding(args)
+    model, tokenizer, loaded = load_for_decoding(args)
 
     import mlx.core as mx
 
@@ -418,4 +426,4 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
         screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
 
 
-main = options.make_main(PROG, parse_args, _chat_until_quit)
+main = make_main(PROG, parse_args, _chat_until_quit)

@@ -14,8 +14,11 @@ from ..bars import PATIENCE_SECONDS
 from ..errors import require
 from ..loading.names import NO_ADAPTER
 from ..settings import DRAFTERS, GenerateConfig
-from . import options
+from .decoding_options import add_model_adapter_dtype_options
 from .drafting_lines import cost_table_rows, drafting_lines
+from .load_target import load_target_and_note_adapter
+from .parser import add_options, make_parser
+from .running import make_main, print_json
 
 if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
@@ -49,13 +52,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Args:
         argv: the words after the command; None for the process's own.
     """
-    parser = options.make_parser(
+    parser = make_parser(
         PROG,
         "Show which drafters work with a model, and the speed-up to expect on this machine.",
         EPILOG,
     )
-    options.add_model_adapter_dtype_options(parser)
-    options.add_options(
+    add_model_adapter_dtype_options(parser)
+    add_options(
         parser.add_argument_group("check"),
         ("--seconds", "S", "seconds to spend on timing (default: %(default)g)", 5.0),
         ("--json", None, "print one JSON object instead of text", bool),
@@ -409,15 +412,15 @@ def _time_and_print(args: argparse.Namespace) -> None:
         expected="a number above 0",
         do="choose one, such as 5",
     )
-    model, tokenizer = options.load_target_and_note_adapter(args)
+    model, tokenizer = load_target_and_note_adapter(args)
 
     from ..mlx_thread import run_on_mlx_thread
 
     found = run_on_mlx_thread(lambda: time_and_describe_model(args, model, tokenizer))
     if args.json:
-        options.print_json(found)
+        print_json(found)
     else:
         print("\n".join(report_lines(found)))
 
 
-main = options.make_main(PROG, parse_args, _time_and_print)
+main = make_main(PROG, parse_args, _time_and_print)

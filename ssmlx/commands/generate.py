@@ -8,9 +8,24 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import bars
-from . import options
 from .caches import PromptFile
+from .callback_bars import PromptBar
+from .decoding_options import (
+    add_decoding_and_drafting_options,
+    add_model_adapter_dtype_options,
+    generate_config,
+)
 from .drafting_lines import acceptance_line, costs_line, drafting_lines
+from .load_target import load_for_decoding
+from .parser import (
+    add_options,
+    add_prompt_cache_option,
+    add_prompt_or_prompts_options,
+    make_parser,
+    reject_given_options,
+    unescape_newlines,
+)
+from .running import make_main, print_json
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
@@ -35,22 +50,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Args:
         argv: the words after the command; None for the process's own.
     """
-    parser = options.make_parser(
+    parser = make_parser(
         PROG,
         "Answer prompts with a language model, sped up by speculative decoding.",
         EPILOG,
         "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
     group = parser.add_argument_group("prompts and answers")
-    options.add_prompt_or_prompts_options(group)
-    options.add_options(
+    add_prompt_or_prompts_options(group)
+    add_options(
         group,
         (
             "--template",
             "TEXT",
             "chat: the model's chat template; raw: none; or a text with {prompt} in it, \\n for "
             "a new line (default: the adapter's, else chat, else raw)",
-            options.unescape_newlines,
+            unescape_newlines,
         ),
         (
             "--logprobs",
@@ -59,8 +74,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             int,
         ),
     )
-    options.add_prompt_cache_option(group, "the beginning that all prompts share")
-    options.add_options(
+    add_prompt_cache_option(group, "the beginning that all prompts share")
+    add_options(
         group.add_mutually_exclusive_group(),
         ("--jsonl", None, "print one JSON object for each prompt", bool),
         (
@@ -70,8 +85,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             bool,
         ),
     )
-    options.add_model_adapter_dtype_options(parser)
-    options.add_decoding_and_drafting_options(parser, max_tokens=256)
+    add_model_adapter_dtype_options(parser)
+    add_decoding_and_drafting_options(parser, max_tokens=256)
     return parser.parse_args(argv)
 
 
@@ -94,11 +109,11 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
 
     if not args.jsonl:
-        options.reject_given_options(args, ("logprobs",), "--jsonl")
+        reject_given_options(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
-    config = options.generate_config(args)
-    model, tokenizer, loaded = options.load_for_decoding(args)
+    config = generate_config(args)
+    model, tokenizer, loaded = load_for_decoding(args)
 
     import mlx.core as mx
 
@@ -123,7 +138,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
         answer = []
-        bar = options.PromptBar()
+        bar = PromptBar()
         cache, known = kept.fork_shared_beginning(model, tokens)
         answering = stream_generate(
             model,
@@ -142,7 +157,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
                 print(one.text, end="", flush=True)
         kept.keep_in_memory_unless_known(tokens[:shared], cache)
         if args.jsonl:
-            options.print_json(answer_record(last_user_text(prompt), answer))
+            print_json(answer_record(last_user_text(prompt), answer))
             continue
         print(flush=True)
         _print_notes([summary_line(answer[-1])])
@@ -180,4 +195,4 @@ def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan)
         yield acceptance_line(prior, plan.kind, last.prompt_tokens)
 
 
-main = options.make_main(PROG, parse_args, _answer_prompts_and_print)
+main = make_main(PROG, parse_args, _answer_prompts_and_print)

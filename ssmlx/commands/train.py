@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..loading.folders import TRAINED_FOLDER
-from .options import launched_rank, make_main, with_lock_on_out_folder
+from .running import launched_rank, make_main, with_lock_on_out_folder
 from .train_options import (
     add_cache_option,
     make_training_parser,

@@ -12,7 +12,7 @@ from ..loading.folders import CONFIG_FILE
 from ..loading.names import resolve_adapter
 from ..settings import DEFAULT_MODEL
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
-from .options import add_options, make_parser, reject_given_options, unescape_newlines
+from .parser import add_options, make_parser, reject_given_options, unescape_newlines
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip

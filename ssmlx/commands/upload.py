@@ -23,7 +23,8 @@ from ..loading.folders import (
 )
 from ..loading.hub import HUB_NAME
 from ..loading.names import ALIASES, resolve_adapter, resolve_model
-from .options import add_options, make_main, make_parser
+from .parser import add_options, make_parser
+from .running import make_main
 
 if TYPE_CHECKING:
     from ..loading.adapter import StreamAdapter

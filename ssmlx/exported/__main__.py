@@ -4,14 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..commands.options import (
+from ..commands.parser import (
     add_int_options,
     add_options,
     add_prompt_or_prompts_options,
-    make_main,
     make_parser,
-    print_json,
 )
+from ..commands.running import make_main, print_json
 from .backends import COMPUTE_UNITS
 
 PROG = "ssmlx.exported"

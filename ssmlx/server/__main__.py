@@ -11,9 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..commands import options
+from ..commands.callback_bars import DownloadBar
 from ..commands.check import time_unknown_costs_before_answers
+from ..commands.decoding_options import (
+    add_decoding_and_drafting_options,
+    add_model_adapter_dtype_options,
+    generate_config,
+)
+from ..commands.drafter_option import DrafterOption, require_drafter_key
 from ..commands.drafting_lines import drafting_lines
+from ..commands.load_target import load_what_drafter_needs
+from ..commands.parser import add_options, make_parser
+from ..commands.running import make_main
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
@@ -38,14 +47,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     Args:
         argv: the words after the command; None for the process's own.
     """
-    parser = options.make_parser(
+    parser = make_parser(
         PROG,
         "Serve a language model over HTTP, sped up by speculative decoding.",
         EPILOG,
         "[options]",
     )
     group = parser.add_argument_group("server")
-    options.add_options(
+    add_options(
         group,
         (
             "--host",
@@ -90,8 +99,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--timeout", "S", "most seconds for a request (default: %(default)s)", 600.0),
     )
-    options.add_model_adapter_dtype_options(parser, list)
-    options.add_decoding_and_drafting_options(parser, max_tokens=16384)
+    add_model_adapter_dtype_options(parser, list)
+    add_decoding_and_drafting_options(parser, max_tokens=16384)
     return parser.parse_args(argv)
 
 
@@ -191,10 +200,10 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
         InputError: an option is wrong, a package is missing, nothing can listen at the address, or
             the model cannot be loaded.
     """
-    config = options.generate_config(args)
+    config = generate_config(args)
     keys = read_private_api_keys(args.api_keys)
-    drafter: options.DrafterOption = args.drafter
-    options.require_drafter_key(drafter)
+    drafter: DrafterOption = args.drafter
+    require_drafter_key(drafter)
     try:
         import uvicorn
 
@@ -217,11 +226,11 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
         memory_gb=args.memory,
         dtype=args.dtype,
         draft_head=drafter.draft_head,
-        progress=options.DownloadBar(),
+        progress=DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     models = adapter_of_each_served_name(name, args.adapter or ())
-    loaded = options.load_what_drafter_needs(args, engine.model(models[name]), engine.tokenizer)
+    loaded = load_what_drafter_needs(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
         time_unknown_costs_before_answers(
             engine.model(one), engine.tokenizer, config, loaded
@@ -275,7 +284,7 @@ def _print_warning_address_and_example(
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = options.make_main(PROG, parse_args, _load_time_calls_and_serve)
+main = make_main(PROG, parse_args, _load_time_calls_and_serve)
 
 if __name__ == "__main__":
     raise SystemExit(main())

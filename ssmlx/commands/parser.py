@@ -1,0 +1,147 @@
+"""The parser that every command has, and the rows that its options are written as.
+
+Light on purpose: `--help` must not wait for MLX.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import InputError, quoted
+from ..json_files import parse_json
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose `error` prints the mistake and the hint at --help in one line, and ends with
+    exit code 2.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def make_parser(
+    module: str, paragraphs: str | None, epilog: str | None = None, usage: str | None = None
+) -> Parser:
+    """Make the parser of `python -m <module>`, which has --help and no other option yet.
+
+    Args:
+        module: such as "ssmlx.chat".
+        paragraphs: what the command does. The first comes before the options, the others after them
+            unless there is an `epilog`.
+        epilog: text after the options.
+        usage: what follows the command in the usage line; None lists all options there.
+    """
+    description, _, more = (paragraphs or "").partition("\n\n")
+    parser = Parser(
+        prog=f"python -m {module}",
+        usage=f"python -m {module} {usage}" if usage else None,
+        description=description,
+        epilog=epilog or more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    return parser
+
+
+def add_int_options(
+    parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
+) -> None:
+    """Add options that take a whole number.
+
+    Args:
+        parser: or a group of it.
+        rows: (name without dashes, default, help) of each; the help is given the default.
+        metavar: what the help shows for the number; None for the option's name.
+    """
+    for name, default, text in rows:
+        add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
+
+
+def add_prompt_or_prompts_options(group: argparse._ArgumentGroup) -> None:
+    """Add --prompt TEXT and --prompts FILE, of which exactly one has to be given."""
+    add_options(
+        group.add_mutually_exclusive_group(required=True),
+        ("--prompt", "TEXT", "the prompt to answer", str),
+        (
+            "--prompts",
+            "FILE.jsonl",
+            "several prompts: a JSON object on each line, with `prompt` or `messages`",
+            Path,
+        ),
+    )
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """Parse an option's value as a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: it is anything else; argparse reports it.
+    """
+    with suppress(ValueError):
+        if isinstance(found := parse_json(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object")
+
+
+def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:
+    """Add --prompt-cache FILE.
+
+    Args:
+        group: a parser or a group of it.
+        kept: says in the help which prompt is kept.
+    """
+    text = "in FILE as the model processed it; the next run with the same beginning starts at once"
+    add_options(group, ("--prompt-cache", "FILE", f"keep {kept} {text}", Path))
+
+
+def unescape_newlines(text: str) -> str:
+    """Replace `\\n` by line ends, which are hard to type in a shell."""
+    return text.replace("\\n", "\n")
+
+
+def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
+    """Add options from rows.
+
+    Args:
+        group: a parser or a group of it.
+        rows: (flag, metavar or None, help, default or type, allowed values if there are few) each.
+            In the fourth place `bool` makes a flag without a value, `list` an option that may be
+            repeated, a list of values an option that takes several and has these as its default;
+            another type or function has no default.
+    """
+    for flag, word, text, default, *choices in rows:
+        more: dict[str, Any] = {"type": default, "choices": choices[0] if choices else None}
+        if default is bool:
+            more = {"action": "store_true"}
+        elif default is list:
+            more = {"action": "append"}
+        elif isinstance(default, list):
+            more |= {"type": type(default[0]), "default": default, "nargs": "+"}
+        elif not callable(default):
+            more |= {"type": type(default), "default": default}
+        group.add_argument(flag, help=text, **more, **({"metavar": word} if word else {}))
+
+
+def reject_given_options(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
+    """Raise InputError for the first of these options that was given.
+
+    Args:
+        args: parsed options.
+        names: of options, with underscores; one that is None, False or missing was not given.
+        needs: what the option needs to have an effect, for the message.
+    """
+    for name in names:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            refuse_option("--" + name.replace("_", "-"), needs)
+
+
+def refuse_option(option: str, needs: str) -> NoReturn:
+    """Raise `InputError`: `option` has no effect without `needs`."""
+    raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")

@@ -1,0 +1,183 @@
+"""How a command runs, ends and fails: exit codes, standard streams, log lines."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import TextIOWrapper
+from pathlib import Path
+
+from ..bars import shown
+from ..errors import InputError
+
+
+def launched_rank() -> int:
+    """Which of `mlx.launch`'s processes this is; the first one shows and writes for all."""
+    return int(os.environ.get("MLX_RANK", "0"))
+
+
+@contextmanager
+def silent_unless_first_rank() -> Iterator[None]:
+    """Inside the block, processes of `mlx.launch` other than the first print nothing, also on
+    standard error.
+    """
+    if launched_rank() == 0:
+        yield
+        return
+    with Path(os.devnull).open("w") as sink, redirect_stdout(sink), redirect_stderr(sink):
+        yield
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Inside the block, log messages of `ssmlx` go to standard error from INFO on, and bars are
+    shown.
+    """
+    handler = logging.StreamHandler()
+    logger = logging.getLogger("ssmlx")
+    bars = shown.set(True)
+    handler.setFormatter(logging.Formatter("ssmlx: %(message)s"))
+    level = logger.level
+    propagates = logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # a library's handler on the root would say each line again
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+        shown.reset(bars)
+
+
+def run_command(main: Callable[[], int | None], prog: str) -> int:
+    """Run a command and return its exit code.
+
+    0 if it ended well; 2 after one line on standard error for bad input or a file error; 130 for
+    Ctrl-C; 1 if another process of `mlx.launch` has ended. A closed pipe counts as a good end.
+    Other errors are raised.
+
+    Args:
+        main: the command; its return value is the exit code, None for 0.
+        prog: its name, for messages.
+    """
+    if rank := launched_rank():
+        prog += f" (rank {rank})"
+    try:
+        with _usable_standard_streams(), silent_unless_first_rank(), logging_to_stderr():
+            code = main() or 0
+            sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        if "connection to a peer" not in str(error):
+            raise
+        print(f"{prog}: error: another process of the group has ended", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        _discard_output()
+        return 0
+    except (InputError, OSError) as error:  # a full disk, a name that is too long, ...
+        shown_error = file_error(error) if isinstance(error, OSError) else error
+        print(f"{prog}: error: {shown_error}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _discard_output()
+        return 2
+
+
+def file_error(error: OSError) -> InputError:
+    """Make the InputError for an error of the file system; it names the file, or standard output
+    where the error has none.
+    """
+    place = error.filename or "standard output"
+    return InputError(
+        f"{place}: {error.strerror or error}",
+        expected="files that can be read and written, and room for them",
+        do="choose another place",
+    )
+
+
+@contextmanager
+def _usable_standard_streams() -> Iterator[None]:
+    """Make standard input, output and error usable inside the block.
+
+    One that a shell closed, which Python has as None, becomes the null device. A character that
+    standard output cannot encode is written as an escape, such as \\u20ac. Afterwards they are as
+    before.
+    """
+    with ExitStack() as restored:
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:
+                setattr(sys, name, restored.enter_context(Path(os.devnull).open(mode)))
+                restored.callback(setattr, sys, name, None)
+        out = sys.stdout
+        if isinstance(out, TextIOWrapper) and out.errors in ("strict", "surrogateescape"):
+            restored.callback(out.reconfigure, errors=out.errors)
+            out.reconfigure(errors="backslashreplace")
+        yield
+
+
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON, at once; in ASCII where standard output is not UTF-8."""
+    encoding = sys.stdout.encoding or "utf-8"  # text that stays in memory has none
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    print(json.dumps(value, ensure_ascii=not is_utf8), flush=True)
+
+
+def _discard_output() -> None:
+    """Send what is still unwritten on standard output, and all that follows, to the null device, so
+    that Python's end does not fail.
+    """
+    with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def make_main(
+    prog: str,
+    parse: Callable[[list[str] | None], argparse.Namespace],
+    act: Callable[[argparse.Namespace], int | None],
+) -> Callable[..., int]:
+    """Make the `main` function of a command.
+
+    Args:
+        prog: its name, for messages.
+        parse: parses the words after the command; None stands for the process's own.
+        act: does what the options say; its return value is the exit code, None for 0.
+
+    Returns:
+        A function that takes these words, or None, and returns the exit code of `run_command`.
+        argparse ends the process for --help and for wrong options.
+    """
+
+    def main(argv: list[str] | None = None) -> int:
+        return run_command(lambda: act(parse(argv)), prog)
+
+    return main
+
+
+def with_lock_on_out_folder(
+    act: Callable[[argparse.Namespace], int | None],
+) -> Callable[[argparse.Namespace], int | None]:
+    """Wrap a command's function so that it holds a lock on the folder `args.out` while it runs.
+
+    Returns:
+        The function. It raises InputError where another process holds the folder.
+    """
+
+    def held(args: argparse.Namespace) -> int | None:
+        """Run the command's function, holding the lock; return its exit code."""
+        from ..loading.files import locked_folder_removed_if_empty
+
+        with locked_folder_removed_if_empty(args.out):
+            return act(args)
+
+    return held
