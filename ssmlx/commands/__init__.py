@@ -4,7 +4,7 @@
 |---|---|
 | `parser.py` | the parser that every command has, and rows of options |
 | `running.py` | how a command runs, ends and fails: exit codes, standard streams |
-| `decoding_options.py` | options of a model and of how it decodes, and the settings that they come to |
+| `decoding_options.py` | options of a model and of how it decodes; the settings they come to |
 | `drafter_option.py` | `--drafter`: a drafter's name and its settings |
 | `pairs.py` | options whose value is words `key=value` |
 | `load_target.py` | loads the model, adapter and drafter that options name |
