@@ -360,7 +360,7 @@ class ChatSession:
             decode = self._decode_keeping_place(prompt, end, self._cache)
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
-            decode = self._pool.within_limit(decode_plan)
+            decode = self._pool.within_limit(decode)
 
         def keep_turn(given: GivenAnswer) -> None:
             """Keep the answer, as far as it was given out, in the conversation, and count it in the
