@@ -667,7 +667,7 @@ def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
 def test_two_chats_in_turn_find_their_pairs_again(tmp_path, system):
     """Also behind a system prompt that both begin with, whose pairs the second one copies."""
     tensors = published(head_tensors("qwen3_next"), raw=False)
-    folder = write_target("qwen3_next", tmp_path / "model", tensors, eos_token_id=VOCAB)
+    folder = write_target("qwen3_next", tmp_path / "model", tensors)
     questions = [" ".join([f"w{number}"] * 9) for number in (20, 21, 22)]
     with ssmlx.Engine(str(folder), dtype="float32", prompt_cache=PromptCache(0)) as engine:
         head = load_mtp(engine.model())
@@ -675,17 +675,18 @@ def test_two_chats_in_turn_find_their_pairs_again(tmp_path, system):
         drafting = {"drafter": head, "decoding": "speculative"}
         chats = [engine.chat(**settings, **drafting) for _ in range(2)]
         plain = [engine.chat(**settings, decoding="plain") for _ in range(2)]
+        places = [[], []]
         for turn in range(3):
             for number in (0, 1):
                 text = questions[number + turn - 1]
                 found = tokens_of(chats[number].reply(text))
                 assert found == tokens_of(plain[number].reply(text))
-        newest = [cache for cache, _ in head._caches][:2]
-        asked = [chat._prompt(chat.messages[:-1]) for chat in reversed(chats)]
-        for cache, prompt in zip(newest, asked, strict=True):
-            assert cache.text[: len(prompt)] == prompt
-            # An answer's newest pairs wait for a draft, and end with it.
-            assert len(cache.places) >= len(cache.text) - 3 * 2
+                newest, _ = head._caches[0]
+                prompt = chats[number]._prompt(chats[number].messages[:-1])
+                assert newest.text[: len(prompt)] == prompt
+                assert newest.places[: len(places[number])] == places[number]
+                places[number] = list(newest.places)
+        assert all(places), "there were pairs to find again"
         assert engine.memory_pool._count_running_bytes() >= head.cache_bytes > 0
 
 

@@ -543,7 +543,7 @@ THINKING = (
 """A template that opens answers with a thought, and shows of earlier answers their end alone."""
 
 
-@pytest.mark.parametrize("kind", ["alone", "deterministic", *slow("in an engine", "drafts")])
+@pytest.mark.parametrize("kind", ["alone", "in an engine", *slow("deterministic", "drafts")])
 def test_a_chat_whose_template_drops_thoughts_goes_on_behind_its_last_prompt(folder, kind):
     settings = {
         "deterministic": {"deterministic": True},
