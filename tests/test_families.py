@@ -115,7 +115,7 @@ CHAINS = {  # whose states follow no branches
 }  # fmt: skip
 WHOLE = {  # why they are run by their own call
     **dict.fromkeys(CHAINS, "ArraysCache, which follows"),
-    "gemma4": "its layers cannot be run one by one",
+    "gemma4": "cannot be run one by one: ",
 }
 BOTH = (True, False)
 HEADS = {

@@ -54,16 +54,16 @@ def make_turned_by_length():
 
 IRREGULAR = {
     "differ by": make_shifted,
-    "embed_tokens": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
+    "token embedding": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
     "'mamba'": lambda: mamba.Model(mamba.ModelArgs("mamba", 13, 16, 32, 4, 2, 4, False, True, 2)),
-    "one by one": make_turned_by_length,
+    "length-1 arrays": make_turned_by_length,
 }
 
 
 @pytest.mark.parametrize("told", IRREGULAR)
 def test_irregular_models_decode_plainly(told):
     backbone = Backbone(IRREGULAR[told]())
-    assert "cannot draft for itself" in backbone.capabilities.stages
+    assert "cannot be run one by one: " in backbone.capabilities.stages
     with pytest.raises(InputError, match=f"{told}.* decode plainly"):
         backbone.capabilities.require("trees", "drafting")
     assert not backbone.capabilities.has("batches")

@@ -32,7 +32,7 @@ from .capability_checks import (
     try_chains,
     try_last_hidden,
 )
-from .family import cannot_draft_error, find_available_parts, model_type
+from .family import find_available_parts, model_type, no_stages_error
 from .final_norm import hook_final_norm, noting_norm_inputs
 from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_sampled_values
 from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_weights, select_rows
@@ -129,9 +129,7 @@ class Backbone(Stages):
             for attention, rope in wrapped_ropes:
                 attention.rope = rope
             if not isinstance(error, InputError):
-                error = cannot_draft_error(
-                    model, f"its layers cannot be run one by one ({first_line(error)})"
-                )
+                error = no_stages_error(model, first_line(error))
             self._switch_to_own_call(error.found)
 
     def clone_sharing_weights(self) -> Backbone:
@@ -448,6 +446,8 @@ class Backbone(Stages):
         """
         if not isinstance(layer, HEAD_KINDS):
             kind = type(layer).__name__
-            raise cannot_draft_error(
-                self.model, f"its LM head is a {kind}, of which {user} takes rows"
+            raise InputError(
+                f"the LM head of the model type {model_type(self.model)!r} is a {kind}",
+                expected=f"a linear layer or an embedding, of which {user} takes rows",
+                do="use another model",
             )
