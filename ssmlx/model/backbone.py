@@ -97,7 +97,8 @@ class Backbone(Stages):
     _no_stages: Reason = None
     _no_chains: Reason = None
     _no_last_hidden: Reason = None
-    # [1, 1, D] zeros of a model without stages: the shape and type of its hidden states.
+    # [1, 1, D] zeros of a model without stages: the shape and type of its hidden states. D is 0
+    # where neither its final norm nor its settings say it.
     _hidden_like: mx.array
 
     def __init__(
@@ -396,7 +397,7 @@ class Backbone(Stages):
         return try_batches(self) if self._no_stages is None else self._no_stages
 
     def _embed_one_token(self) -> mx.array:
-        """[1, 1, D] of the shape and type of hidden states; zeros of a model without stages."""
+        """[1, 1, D] of the shape and type of hidden states, see `_hidden_like`."""
         return super()._embed_one_token() if self._no_stages is None else self._hidden_like
 
     def _switch_to_own_call(self, why_no_stages: str) -> None:
@@ -418,7 +419,9 @@ class Backbone(Stages):
         try:
             with noting_norm_inputs() as norm_inputs:
                 logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
-            size = getattr(self.args, "hidden_size", 1)
+            size = getattr(self.args, "hidden_size", 0)
+            if norm_inputs:
+                size = norm_inputs[0].shape[-1]
             self._hidden_like = mx.zeros((1, 1, size), logits.dtype)
             mx.eval(logits, self._hidden_like, module_arrays(self.model))
         except Exception as error:  # a class of mlx-lm's raises many kinds
