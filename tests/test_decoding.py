@@ -30,11 +30,12 @@ from tiny import (
     random_tree,
     slow,
     target_of,
+    token_steps,
     tree_from_parents,
 )
 
 import ssmlx
-from ssmlx.api import stream_generate, summary_line, token_steps
+from ssmlx.api import stream_generate, summary_line
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical

@@ -21,12 +21,13 @@ from tiny import (
     make_model,
     make_tokenizer,
     target_of,
+    token_steps,
     tree_from_parents,
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx import settings as listed
-from ssmlx.api import stream_generate, token_steps
+from ssmlx.api import stream_generate
 from ssmlx.commands import generate
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified

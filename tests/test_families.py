@@ -9,9 +9,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from tiny import LATENT, mlx_lm_tokens, slow
+from tiny import LATENT, mlx_lm_tokens, slow, token_steps
 
-from ssmlx.api import token_steps
 from ssmlx.decoding.batch import Batch, Row
 from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.decoding.sampling import GREEDY

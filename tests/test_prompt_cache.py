@@ -28,10 +28,10 @@ from tiny import (
     make_model,
     make_tokenizer,
     slow,
+    token_steps,
 )
 from tiny_heads import make_heads
 
-from ssmlx.api import token_steps
 from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError

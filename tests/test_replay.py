@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from tiny import first_tokens, make_model
+from tiny import first_tokens, make_model, token_steps
 
-from ssmlx.api import token_steps
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.training import replay
