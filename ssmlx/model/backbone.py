@@ -362,7 +362,10 @@ class Backbone(Stages):
         return from_rank0(arrays, self.group)
 
     def make_model_cache(self) -> list[Any]:
-        """mlx-lm's own caches for the model, one for each layer and of the kind that it needs."""
+        """mlx-lm's own caches, one for each layer and of the kind that it needs.
+
+        They are for the model's own call; `family.make_caches` makes those that tell its windows.
+        """
         return list(make_prompt_cache(self.parts.outer))
 
     @property

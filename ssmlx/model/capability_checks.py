@@ -117,7 +117,9 @@ def try_batches(stages: Stages) -> Reason:
     )
 
 
-def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx.Dtype) -> Reason:
+def try_chains(
+    model: nn.Module, make_model_cache: Callable[[], list[Any]], dtype: mx.Dtype
+) -> Reason:
     """Find out why rejected tokens cannot be taken back from what a model without stages keeps.
 
     `CHECK_TOKENS` are run in pieces: some appended, others as chains with wrong tokens behind them,
@@ -128,7 +130,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
 
     Args:
         model: as mlx-lm makes it; `recurrent.hook_recurrences` has seen it.
-        make_caches: makes empty caches for it, by layer.
+        make_model_cache: makes empty caches for it, by layer.
         dtype: of its own logits, for how far these may differ by rounding.
 
     Returns:
@@ -139,9 +141,9 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
     _let_embeddings_return_float32(tried)
     tokens = mx.array(CHECK_TOKENS)
     wrong = mx.array(_WRONG_TOKENS)
-    cache = StateCache(make_caches)
+    cache = StateCache(make_model_cache)
     try:
-        expected = tried(tokens[None], cache=make_caches())
+        expected = tried(tokens[None], cache=make_model_cache())
         found = [cache.append(tried, tokens[:3])]
         for num_rows, num_accepted in ((6, 2), (2, 1), (4, 4)):
             right = tokens[cache.offset : cache.offset + num_accepted]
