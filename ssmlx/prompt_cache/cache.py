@@ -256,8 +256,8 @@ class PromptCache:
         """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
 
         The cache is a computed copy. A file of the folder that shares more with `tokens` than what
-        is in memory is read into memory first; not for a model that is split over machines. Where
-        nothing shares any, the cache is empty.
+        is in memory is read into memory first; not for a model that is split over machines, or
+        that is called as a whole. Where nothing shares any, the cache is empty.
 
         Args:
             model: the cache is for it.
@@ -266,7 +266,9 @@ class PromptCache:
         """
         key = CacheKey.of(model)
         entry, count = self._use_longest_match(key, tokens)
-        if self._folder is not None and model.backbone.group is None:
+        backbone = model.backbone
+        reads_files = backbone.group is None and backbone.capabilities.has("stages")
+        if self._folder is not None and reads_files:
             path, in_file = self._folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
                 entry, count = self._read_file_or_delete(path, model, key, tokens) or (entry, count)
