@@ -13,6 +13,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
+from guessed import mix_copies_along
 from real import one_line, tokens_of, write_base, write_tiny_adapter
 from tiny import (
     VOCAB,
@@ -77,7 +78,6 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import mix_copies_along
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)
