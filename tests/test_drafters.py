@@ -13,6 +13,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
+from guessed import mix_copies_along
 from real import one_line, tokens_of, write_base, write_tiny_adapter
 from tiny import (
     VOCAB,
@@ -21,12 +22,13 @@ from tiny import (
     make_model,
     make_tokenizer,
     target_of,
+    token_steps,
     tree_from_parents,
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx import settings as listed
-from ssmlx.api import stream_generate, token_steps
+from ssmlx.api import stream_generate
 from ssmlx.commands import generate
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
@@ -76,7 +78,6 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import mix_copies_along
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)

@@ -16,7 +16,7 @@ from weakref import ref
 import mlx.core as mx
 import pytest
 from real import ROOT, answer, refusal, tokens_of, words, write_base, write_tiny_adapter
-from tiny import make_model, make_tokenizer
+from tiny import make_model, make_tokenizer, token_steps
 
 import ssmlx
 from ssmlx.decoding import loop
@@ -197,7 +197,7 @@ def test_a_thread_that_dies_half_way_leaves_the_model_as_it_was():
 
     def abandon():
         cache = model.make_cache()
-        steps = ssmlx.api.token_steps(model, PROMPT, cache)
+        steps = token_steps(model, PROMPT, cache)
         next(steps), next(steps)
 
     on_a_thread(abandon)
