@@ -43,6 +43,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.batch import Batch, Mask, Row
+from ..decoding.loop import PromptPlace
 from ..decoding.step import Steps, Take, take_all
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
@@ -92,7 +93,6 @@ class _OpenAnswer(Row):
     # of `decode_plan`: on the whole prompt, or behind the text where it was in a batch; None in a
     # batch, and behind one until it makes a call alone
     steps: Any = None
-    on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
     error: Exception | None = None  # for its reader, where it has failed
     read_at: float = 0.0  # when its reader took a step, of `time.perf_counter`
 
@@ -244,8 +244,8 @@ class Batches:
         *,
         context: Sequence[int] = (),
         take: Take = take_all,
+        place: PromptPlace | None = None,
         mask: Mask | None = None,
-        on_prompt: Callable[[], None] | None = None,
     ) -> Steps:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
@@ -253,11 +253,9 @@ class Batches:
         the iterator is closed, which takes the answer out of the batch.
 
         Args:
-            plan, model, prompt, cache, context, take: see `decode_plan`.
+            plan, model, prompt, cache, context, take, place: see `decode_plan`.
             mask: changes the logits of each token; such an answer is always batched, and never
                 drafts.
-            on_prompt: called when the cache holds the prompt but for its last token, before
-                anything is decoded behind it; not where the prompt is one token.
 
         Yields:
             A step for each call. None before each turn while the prompt waits, and behind the last
@@ -265,7 +263,7 @@ class Batches:
 
         Raises:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
-            Exception: what processing its prompt, `on_prompt` or a call of its own has raised.
+            Exception: what processing its prompt, `place.keep` or a call of its own has raised.
         """
         cache.keep_first(cache.offset)
         key = CacheKey.of(model)
@@ -281,7 +279,6 @@ class Batches:
             len(text),
             plan=plan,
             group=group,
-            on_prompt=on_prompt,
         )
         row.steps = decode_plan(
             plan if mask is None else replace(plan, drafters=()),
@@ -290,6 +287,7 @@ class Batches:
             cache,
             context=context,
             take=take,
+            place=place,
             prefill_step_size=lambda: self._next_piece_length(row),
         )
         try:
@@ -413,8 +411,8 @@ class Batches:
     def _process_next_piece(self) -> None:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
 
-        When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
-        either, fails its answer. The schedule is told what the piece took.
+        When it has no more, its answer begins to decode. An error fails its answer. The schedule is
+        told what the piece took.
         """
         row = self._waiting[0]
         before = row.num_left
@@ -422,12 +420,10 @@ class Batches:
         try:
             while row.num_left == before:  # the loop stops once before its first piece
                 next(row.steps)
-            seconds = time.perf_counter() - started
-            if not row.num_left and row.on_prompt is not None:
-                row.on_prompt()
         except Exception as error:
             self._fail(row, error)
             return
+        seconds = time.perf_counter() - started
         self._schedule.record_piece(before - row.num_left, seconds)
         if row.num_left:
             self._waiting.rotate(-1)

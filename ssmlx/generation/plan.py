@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..decoding.draft_shape import Always, DraftController, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
-from ..decoding.loop import StepSize, plain_decode, speculative_decode
+from ..decoding.loop import PromptPlace, StepSize, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling
 from ..decoding.step import Steps, Take, take_all
 from ..drafters.lookup import NAME, PromptLookupDrafter
@@ -310,6 +310,7 @@ class Decode(Protocol):
         *,
         context: Sequence[int] = (),
         take: Take = take_all,
+        place: PromptPlace | None = None,
     ) -> Steps:
         """The steps of an answer; see `decode_plan` for the arguments."""
         ...
@@ -323,6 +324,7 @@ def decode_plan(
     *,
     context: Sequence[int] = (),
     take: Take = take_all,
+    place: PromptPlace | None = None,
     prefill_step_size: StepSize | None = None,
 ) -> Steps:
     """Decode under a plan: without end, until the iterator is closed.
@@ -338,6 +340,8 @@ def decode_plan(
         context: the tokens in the cache; may be left out where nothing reads them.
         take: called once with the tokens of each call, before they are yielded. Where the answer
             ends with them and a drafter may draft, no call is begun ahead.
+        place: where a piece of the prompt ends, for the text up to there to be kept; None for
+            nowhere.
         prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
 
     Returns:
@@ -358,6 +362,7 @@ def decode_plan(
         "sampler": plan.sampling,
         "prefill_step_size": prefill_step_size or plan.config.prefill_step_size,
         "take": take,
+        "place": place,
     }
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)

@@ -13,6 +13,7 @@ from typing import Self
 
 import mlx.core as mx
 
+from ..decoding.loop import PromptPlace
 from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
@@ -68,6 +69,36 @@ class _Entry:
     def covers(self, other: _Entry) -> bool:
         """Whether it begins with all of another entry's tokens, under the same key."""
         return self.shared(other.key, other.tokens) == len(other.tokens)
+
+
+def keep_for_next_turn(
+    prompts: PromptCache | None,
+    model: StreamFusedModel,
+    prompt: Sequence[int],
+    cache: TextCache,
+    length: int,
+    *,
+    copies: bool = False,
+) -> PromptPlace:
+    """The place of a prompt that a later one can begin with, whatever follows it in this text.
+
+    The answer's own cache marks it, and forgets other marks, so that copies of it can go back there
+    too. Where a layer keeps a window, which cannot come back, a copy goes to `prompts` at once.
+
+    Args:
+        prompts: where copies go; None for nowhere.
+        model: which the cache is of.
+        prompt: tokens of the whole prompt.
+        cache: which the prompt is processed into.
+        length: tokens of the prompt before the place.
+        copies: whether a copy goes to `prompts` in any case, for others that run meanwhile.
+    """
+
+    def keep() -> None:
+        if (not cache.mark_here_alone() or copies) and prompts is not None:
+            prompts.put(model, prompt, cache)
+
+    return PromptPlace(length, keep)
 
 
 class PromptCache:
