@@ -27,6 +27,7 @@ from .generation.segments import (
     check_prompt_length,
     check_tokens,
     plan_answer_segments,
+    token_ids,
     with_seed_if_sampling,
 )
 from .loading.folders import Fetch
@@ -417,7 +418,7 @@ class Engine:
 
         A text, and the turns of a chat, are put under the adapter's own template where it has one,
         else the model's. Under an adapter's own, the user's last turn may be all that is encoded:
-        see `encode_turns_or_last`. Token ids are returned as they are.
+        see `encode_turns_or_last`. Of token ids it is a list of them.
 
         Args:
             model: whose adapter decides on the template.
@@ -425,16 +426,17 @@ class Engine:
             chat_options: `tools` and `template_args` for the model's chat template; or empty.
 
         Raises:
-            InputError: the text is empty, or the template does not take the question.
+            InputError: the text is empty, the template does not take the question, or it is none of
+                the three.
         """
         if isinstance(question, str):
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
-        if len(question) and isinstance(question[0], Mapping):
+        if isinstance(question, Sequence) and question and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
             return encode_turns_or_last(
                 turns, self.tokenizer, adapter_template(model), **chat_options
             )
-        return [int(token) for token in cast("Sequence[int]", question)]
+        return token_ids(question)
 
     def _length_before_answer_opens(
         self,

@@ -192,7 +192,12 @@ class ChatSession:
 
     @property
     def drafter(self) -> str | None:
-        """The name of what may draft in this chat; None where it decodes plainly."""
+        """The name of what may draft in this chat; None where it decodes plainly.
+
+        Raises:
+            InputError: the session is closed.
+        """
+        self._check_open()
         return drafter_name(self.model, self.config, self._loaded)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
@@ -225,7 +230,12 @@ class ChatSession:
 
     @property
     def memory(self) -> Memory:
-        """Where the memory goes: at the end of the last whole answer, or now if there is none."""
+        """Where the memory goes: at the end of the last whole answer, or now if there is none.
+
+        Raises:
+            InputError: the session is closed.
+        """
+        self._check_open()
         return self._memory or measure_memory(self.model, self._cache, loaded=self._loaded)
 
     @property

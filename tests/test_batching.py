@@ -14,8 +14,10 @@ import ssmlx
 from ssmlx.answers import Prefilled
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
+from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
+from ssmlx.loading.load import load_base
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.policy.controller import PLAIN_CALL, ExpectedCall
 from ssmlx.policy.costs import BATCH, FrozenCosts
@@ -152,6 +154,25 @@ def test_an_answer_drafts_again_when_it_is_alone(ask, together):
     other.close()
     found += list(answer)
     assert tokens_of(found) == expected and max(len(one.tokens) for one in found) > 1
+
+
+def test_an_answer_that_comes_back_from_a_batch_has_the_draft_cache_it_had(ask, together, base):
+    draft = DraftModel(load_base(base, "float32")[0].model)
+    settings = {"max_tokens": 60, "drafter": draft, "decoding": "speculative"}
+    answer = ask(QUESTIONS[0], **settings)
+    found = [next(answer), next(answer)]
+    for count in range(3):
+        other = ask(QUESTIONS[1])
+        for _ in range(4):
+            next(other)
+            found.append(next(answer))
+        other.close()
+        found += [next(answer), next(answer)]
+        assert len(draft._caches) == 1, count
+    found += list(answer)
+    assert tokens_of(found) == tokens_of(ask(QUESTIONS[0], alone=True, max_tokens=60))
+    calls = [one.draft_calls for one in found]
+    assert calls == sorted(calls) and calls[-1] > 12
 
 
 @pytest.mark.parametrize("others", [[[8]], [[9, 10, 11]], []])

@@ -441,6 +441,8 @@ def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
     assert half.is_over and list(half) == []
     assert "the engine is closed" in refusal(ask, engine, folders, "none")
     assert "this chat is closed" in refusal(chat.reply, "w1")
+    for name in ("drafter", "memory"):
+        assert "this chat is closed" in refusal(getattr, chat, name)
 
 
 def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folders, monkeypatch):
@@ -504,6 +506,9 @@ def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monk
     other = write_tiny_adapter(tmp_path / "other", write_base(tmp_path / "base", norm=1.5))
     assert "another base model" in refusal(engine.stream, "w1", adapter=other)
     assert "the prompt is empty" in refusal(engine.stream, " ")
+    for wrong in (None, 5, [1.5], [[1]], ["a"], {"role": "user", "content": "w1"}):
+        for ask in (engine.stream, engine.score):
+            assert "expected a text, or token ids" in refusal(ask, wrong), wrong
     assert "no model is called" in refusal(ssmlx.Engine, "nothing-like-it")
     assert tokens_of(engine.stream("w1", max_tokens=3))
 

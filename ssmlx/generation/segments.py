@@ -175,13 +175,13 @@ def plan_answer_segments(
     Raises:
         InputError: the prompt or the settings cannot be followed.
     """
-    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt)
-    context = _token_ids(context)
+    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else token_ids(prompt)
+    context = token_ids(context)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt_length(model, num_prompt if tokens else 0)
-    check_tokens(model, [*context, *tokens, *_token_ids(config.prompt_lookup.reference)])
+    check_tokens(model, [*context, *tokens, *token_ids(config.prompt_lookup.reference)])
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
@@ -251,7 +251,7 @@ def plan_answer_segments(
     return decode_segments()
 
 
-def _token_ids(tokens: Any) -> list[int]:
+def token_ids(tokens: Any) -> list[int]:
     """A list of ints of a sequence of token ids, or of an array of NumPy or MLX.
 
     Raises:
