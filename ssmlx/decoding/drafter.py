@@ -129,9 +129,9 @@ class Drafter(Protocol):
     def start(self, tokens: Sequence[int]) -> Iterator[None] | None:
         """Begin behind a text, and forget what another one left.
 
-        A loop calls it once, and an answer that comes back from a batch has a new loop: where the drafter needs taps, before the prompt is
-        processed; where it follows the text (`needs.follows_from_start`), behind that; else when it
-        is first to draft.
+        A loop calls it once: where the drafter needs taps, before the prompt is processed; where it
+        follows the text (`needs.follows_from_start`), behind that; else when it is first to draft.
+        An answer that comes back from a batch has a new loop.
 
         Args:
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.
