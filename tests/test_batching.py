@@ -214,6 +214,37 @@ def test_a_reader_that_has_caught_up_shares_calls_again(ask, together, batches):
         assert tokens_of([*own, *rest]) == tokens_of(ask(text, alone=True, **settings))
 
 
+HELD = {"max_tokens": 60, "drafter": "prompt-lookup", "decoding": "speculative"}
+
+
+def test_an_answer_that_is_held_leaves_others_their_drafts(ask, together, batches, monkeypatch):
+    """It is open, and not read on: others wait for it in vain for a call each, and only once."""
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **HELD))
+    cost_batches(monkeypatch, 100.0)
+    held = [ask(text, **HELD) for text in QUESTIONS[1:3]]
+    held_heard = [[next(one)] for one in held]
+    assert statuses(batches) == {"ALONE": 2}
+    cost_batches(monkeypatch, 1.001)
+    for _ in range(2):
+        found = list(ask(QUESTIONS[0], **HELD))
+        assert tokens_of(found) == expected and max(len(one.tokens) for one in found) > 1
+        assert together.count("call") == 3 and statuses(batches) == {"PAUSED": 2}
+    for text, heard, rest in zip(QUESTIONS[1:], held_heard, held, strict=False):
+        assert tokens_of([*heard, *rest]) == tokens_of(ask(text, alone=True, **HELD))
+
+
+def test_an_error_of_an_answer_that_is_held_is_its_own(ask, together, batches, monkeypatch):
+    """Its own call, which was under way, is waited for in the turn of another reader."""
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **HELD))
+    held = ask(QUESTIONS[1], **HELD)
+    next(held)
+    ((row,),) = (group.answers for group in batches._groups.values())
+    monkeypatch.setattr(row, "compute_cache_without_last_token", lambda: 1 / 0)
+    assert tokens_of(ask(QUESTIONS[0], **HELD)) == expected and not statuses(batches)
+    with pytest.raises(ZeroDivisionError):
+        next(held)
+
+
 QUICK = {"max_tokens": 30}
 
 

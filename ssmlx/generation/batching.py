@@ -13,7 +13,8 @@ tokens are for whoever they belong to, and so is its error. Every open answer ha
     NEW       its first read                        WAITING; ALONE if its prompt is one token
     WAITING   pieces of its prompt, in line with    ALONE when the prompt is processed; FAILED
               others; its first goes before theirs
-    ALONE     calls of its own loop, with drafts    BATCHED where answers share calls; FAILED
+    ALONE     calls of its own loop, with drafts    BATCHED where answers share calls; PAUSED if
+                                                    its reader stays away from these; FAILED
     BATCHED   calls of its group's batch            ALONE where they share none any more, and all
                                                     is read; PAUSED if its reader falls behind, or
                                                     it is over; FAILED
@@ -94,6 +95,7 @@ class _OpenAnswer(Row):
     steps: Any = None
     on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
     error: Exception | None = None  # for its reader, where it has failed
+    num_missed_calls: int = 0  # of its group's batch, while its reader has not taken a step
     read_at: float = 0.0  # when its reader took a step, of `time.perf_counter`
 
     @property
@@ -310,6 +312,7 @@ class Batches:
                     if row.status is Status.ALONE and not row.unread:
                         yield None
                 row.read_at = time.perf_counter()
+                row.num_missed_calls = 0
                 yield row.unread.popleft()
         finally:
             self._set_status(row, Status.OVER)
@@ -363,8 +366,8 @@ class Batches:
     def _set_status(self, row: _OpenAnswer, status: Status) -> None:
         """Take `row` out of where its status has it, and put it where the new one does.
 
-        Its group chooses anew whether answers share calls. Where it leaves its own loop for a
-        batch, or a batch, its cache holds its text but the last token.
+        Its group chooses anew whether answers share calls. Where it leaves its own loop, or a
+        batch, and is not over, its cache holds its text but the last token.
 
         Args:
             row: an open answer.
@@ -381,8 +384,9 @@ class Batches:
         if status is Status.WAITING:
             self._waiting.appendleft(row)
             return
-        if status is Status.BATCHED:
+        if status in (Status.BATCHED, Status.PAUSED):
             row.compute_cache_without_last_token()
+        if status is Status.BATCHED:
             group.batch.queue_to_join(row)
         is_in_group = status in (Status.ALONE, Status.BATCHED, Status.PAUSED)
         if is_in_group and row not in group.answers:
@@ -464,8 +468,9 @@ class Batches:
     def _make_batch_call(self, group: _Group) -> None:
         """Make a call of a batch, which has a token to read for every BATCHED answer then.
 
-        Those that are over, or whose readers have fallen behind, are PAUSED. If the call fails, all
-        of them have. What it took is learned, and the schedule told.
+        Those that are over, or whose readers have fallen behind, are PAUSED; so are those alone
+        whose readers stay away. If the call fails, all that are BATCHED have. What it took is
+        learned, and the schedule told.
         """
         rows = group.with_status(Status.BATCHED)
         started = time.perf_counter()
@@ -482,7 +487,28 @@ class Batches:
         for row in rows:
             if row in paused:
                 self._set_status(row, Status.PAUSED)
+        self._pause_those_that_miss_calls(group)
         self._schedule.record_call(seconds)
+
+    def _pause_those_that_miss_calls(self, group: _Group) -> None:
+        """Count a call of a batch for each answer that is ALONE where answers share calls, and
+        pause those whose readers stay away.
+
+        A reader that is back within as many calls as answers decode has only waited for the others.
+        An answer that is held, and not read, must not keep the others from their drafts.
+        """
+        if not group.is_batched:
+            return
+        alone = group.with_status(Status.ALONE)
+        most = len(alone) + len(group.with_status(Status.BATCHED))
+        for row in alone:
+            row.num_missed_calls += 1
+            if row.num_missed_calls < most:
+                continue
+            try:
+                self._set_status(row, Status.PAUSED)
+            except Exception as error:  # of a call of its own loop that was under way
+                self._fail(row, error)
 
     def _make_own_call(self, row: _OpenAnswer) -> None:
         """Make a call of a row that is ALONE, with drafts, or start one of its drafters.
