@@ -1,7 +1,6 @@
 """Answers in one batch: each its own, whoever comes, goes, stalls or fails beside it."""
 
 import random
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -356,36 +355,50 @@ def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
     assert len(pieces) == 20 and all(b - a > 1 for a, b in pairwise(pieces))
 
 
+def take_turn(answer):
+    """One turn of a reader: the segment that it brought, or None."""
+    part = run_on_mlx_thread(answer._source.compute_next)
+    return None if isinstance(part, Prefilled) else part
+
+
 @pytest.mark.parametrize("drafter", [None, "prompt-lookup"])
 def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypatch, drafter):
-    """Pieces are bounded in time, and calls get as much of it as pieces: 10 tokens here."""
+    """Pieces are bounded in time, and calls get as much of it: 10 tokens here, and 5 calls."""
     sizes = []
     read = loop.append_piece_and_wait
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 0.004  # a call, between two looks
+        return now
 
     def slowly(model, tokens, cache, taps):
-        time.sleep(0.002 * len(tokens))
-        found = read(model, tokens, cache, taps)
+        nonlocal now
+        now += 0.002 * len(tokens)
         sizes.append(len(tokens))
-        return found
+        return read(model, tokens, cache, taps)
 
+    monkeypatch.setattr(batches, "_clock", clock)
     monkeypatch.setattr(loop, "append_piece_and_wait", slowly)
     monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.02)
     monkeypatch.setattr(prompt_pieces, "LEAST_PIECE", 2)
     monkeypatch.setattr(prompt_pieces, "UNTIMED_PIECE", 4)
     settings = {"prefill_step_size": 512, "drafter": drafter}
     settings |= {"decoding": "speculative"} if drafter else {}
-    with ThreadPoolExecutor(1) as pool:
-        unknown = [40 if drafter else 41, 2] * 110
-        heard = pool.submit(list, ask(unknown, **settings))
-        while len(sizes) < 3 and not heard.done():
-            time.sleep(0.001)
-        before = len(sizes)
-        quick = list(ask(QUESTIONS[1], **settings))
-        meanwhile = sizes[before:]
-        assert len(tokens_of(quick)) == LENGTH and not heard.done()
-        assert len(tokens_of(heard.result(60))) == LENGTH
+    prompt = ask([40 if drafter else 41, 2] * 110, **settings)
+    while len(sizes) < 3:
+        assert take_turn(prompt) is None
+    before = len(sizes)
+    quick = ask(QUESTIONS[1], **settings)
+    heard = [take_turn(quick)]
+    while not quick.is_over:
+        assert take_turn(prompt) is None
+        heard.append(take_turn(quick))
+    assert len(tokens_of(filter(None, heard))) == LENGTH
     assert max(sizes) <= 10 * prompt_pieces.PIECES_ALONE
-    assert sum(meanwhile) < 110 and min(meanwhile) <= 10
+    assert max(sizes[before:]) <= 10 and sum(sizes[before:]) <= 30
+    assert len(tokens_of(prompt)) == LENGTH
 
 
 def test_a_prompt_may_be_given_up(ask, together, batches):

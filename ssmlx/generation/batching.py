@@ -96,7 +96,7 @@ class _OpenAnswer(Row):
     on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
     error: Exception | None = None  # for its reader, where it has failed
     num_missed_calls: int = 0  # of its group's batch, while its reader has not taken a step
-    read_at: float = 0.0  # when its reader took a step, of `time.perf_counter`
+    read_at: float = 0.0  # when its reader took a step, by the clock of `Batches`
 
     @property
     def num_left(self) -> int:
@@ -220,11 +220,15 @@ class Batches:
     Args:
         fits: called with the bytes that padding rows of a batch would take; whether there is
             memory for them.
+        clock: tells the seconds by which pieces and calls are timed.
     """
 
-    def __init__(self, fits: Fits = always_fits) -> None:
+    def __init__(
+        self, fits: Fits = always_fits, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Begin without answers; nothing is run."""
         self._fits = fits
+        self._clock = clock
         self._groups: dict[CacheKey, _Group] = {}
         self._waiting: deque[_OpenAnswer] = deque()  # the first one's piece is next
         self._schedule = PieceSchedule()
@@ -311,7 +315,7 @@ class Batches:
                     self._take_turn(row)
                     if row.status is Status.ALONE and not row.unread:
                         yield None
-                row.read_at = time.perf_counter()
+                row.read_at = self._clock()
                 row.num_missed_calls = 0
                 yield row.unread.popleft()
         finally:
@@ -351,7 +355,7 @@ class Batches:
     def _is_reader_expected(self) -> bool:
         """Whether the reader of an answer alone has taken a step so lately that it may be about to
         ask for more than the call that is ahead."""
-        since = time.perf_counter() - READER_SECONDS
+        since = self._clock() - READER_SECONDS
         alone = (row for group in self._groups.values() for row in group.with_status(Status.ALONE))
         return any(row.read_at > since for row in alone)
 
@@ -422,11 +426,11 @@ class Batches:
         """
         row = self._waiting[0]
         before = row.num_left
-        started = time.perf_counter()
+        started = self._clock()
         try:
             while row.num_left == before:  # the loop stops once before its first piece
                 next(row.steps)
-            seconds = time.perf_counter() - started
+            seconds = self._clock() - started
             if not row.num_left and row.on_prompt is not None:
                 row.on_prompt()
         except Exception as error:
@@ -473,7 +477,7 @@ class Batches:
         learned, and the schedule told.
         """
         rows = group.with_status(Status.BATCHED)
-        started = time.perf_counter()
+        started = self._clock()
         try:
             paused = group.batch.step()
         except Exception as error:
@@ -482,7 +486,7 @@ class Batches:
                 failure.__cause__ = error
                 self._fail(row, failure)
             return
-        seconds = time.perf_counter() - started
+        seconds = self._clock() - started
         group.learn_cost_every_few_calls(rows, seconds)
         for row in rows:
             if row in paused:
@@ -525,13 +529,13 @@ class Batches:
                 context=row.text[:-1],
                 take=row.take,
             )
-        started = time.perf_counter()
+        started = self._clock()
         try:
             step = next(row.steps)
         except Exception as error:
             self._fail(row, error)
             return
-        self._schedule.record_call(time.perf_counter() - started)
+        self._schedule.record_call(self._clock() - started)
         if step is not None:
             row.text += step.tokens
             row.unread.append(step)
