@@ -401,6 +401,32 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
     assert len(tokens_of(prompt)) == LENGTH
 
 
+@pytest.mark.parametrize(
+    ("old", "num_at_once", "order"),
+    [
+        (47, 1, [1, 0, 2, 3, 0, 4, 5, 6, 0, 7, 8, 9]),
+        (60, 3, [1, 0, 2, 3, 0, 0]),
+    ],
+)
+def test_first_pieces_overtake_every_second_time(ask, monkeypatch, old, num_at_once, order):
+    """One long prompt, and others of one piece that come before each turn, or at once: they are
+    begun in the order in which they came, and the long one goes on."""
+    pieces = []
+    read = loop.append_piece_and_wait
+    monkeypatch.setattr(
+        loop, "append_piece_and_wait", lambda *given: pieces.append(given[1][0]) or read(*given)
+    )
+    answers = [ask([old, 3] * 90)]
+    while not pieces:
+        take_turn(answers[0])
+    for _ in order:
+        while len(answers) <= max(order) and len(answers) <= num_at_once * len(pieces):
+            answers.append(ask([old + len(answers), 3] * 4 + [1]))
+            take_turn(answers[-1])
+        take_turn(answers[0])
+    assert [piece - old for piece in pieces[1:]] == order
+
+
 def test_a_prompt_may_be_given_up(ask, together, batches):
     answer = ask([45, 2] * 40)
     run_on_mlx_thread(lambda: [answer._source.compute_next() for _ in range(3)])

@@ -12,7 +12,7 @@ tokens are for whoever they belong to, and so is its error. Every open answer ha
     status    what brings it on                     what comes next
     NEW       its first read                        WAITING; ALONE if its prompt is one token
     WAITING   pieces of its prompt, in line with    ALONE when the prompt is processed; FAILED
-              others; its first goes before theirs
+              others
     ALONE     calls of its own loop, with drafts    BATCHED where answers share calls; PAUSED if
                                                     its reader stays away from these; FAILED
     BATCHED   calls of its group's batch            ALONE where they share none any more, and all
@@ -28,13 +28,14 @@ While answers decode, prompts get half of the time. How long a piece is, and whe
 it, `prompt_pieces` says. Where calls come first, a waiting prompt's reader makes them: for all
 batches, and for each answer alone whose reader has taken all there was, so one call ahead at most.
 A piece is processed by the answer's own decoding loop, which shows it to the drafters that need to
-see prompts.
+see prompts. The prompt that has waited longest is next, but a first piece goes before the others
+every second time: so a short question is soon answered, and a long prompt goes on however many
+come behind it.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -90,6 +91,7 @@ class _OpenAnswer(Row):
     plan: Plan
     group: _Group
     status: Status = Status.NEW
+    had_piece: bool = False  # whether a piece of its prompt was processed, or begun
     # of `decode_plan`: on the whole prompt, or behind the text where it was in a batch; None in a
     # batch, and behind one until it makes a call alone
     steps: Any = None
@@ -230,7 +232,8 @@ class Batches:
         self._fits = fits
         self._clock = clock
         self._groups: dict[CacheKey, _Group] = {}
-        self._waiting: deque[_OpenAnswer] = deque()  # the first one's piece is next
+        self._waiting: list[_OpenAnswer] = []  # the first one has waited longest
+        self._has_overtaken = False  # whether the last piece was of another than the first one
         self._schedule = PieceSchedule()
 
     @property
@@ -326,7 +329,7 @@ class Batches:
     def _take_turn(self, row: _OpenAnswer) -> None:
         """Do what is next, for the reader of `row`, which has no step to read.
 
-        That is a piece of the first prompt in line where one is due, or else calls: for an answer
+        That is a piece of the prompt that is next where one is due, or else calls: for an answer
         that decodes, the one that brings its token; for a prompt that waits, those that come before
         it. Where these are made, and their readers are not expected back, it is a piece all the
         same. Errors are not raised here, but kept for the answers that they belong to.
@@ -343,8 +346,20 @@ class Batches:
         """Whether a prompt waits, and no calls have to come before its next piece."""
         if not self._waiting:
             return False
-        length = self._next_piece_length(self._waiting[0])
+        length = self._next_piece_length(self._next_in_line)
         return not self._is_decoding or not self._schedule.are_calls_first(length)
+
+    @property
+    def _next_in_line(self) -> _OpenAnswer:
+        """Of the answers whose prompts wait, the one whose piece is next.
+
+        The first that has had no piece; but the one that has waited longest, since it came or since
+        its last piece, where there is none, and where the last piece had overtaken that.
+        """
+        longest = self._waiting[0]
+        if self._has_overtaken:
+            return longest
+        return next((row for row in self._waiting if not row.had_piece), longest)
 
     @property
     def _is_decoding(self) -> bool:
@@ -386,7 +401,7 @@ class Batches:
             row.end_own_loop()
         row.status = status
         if status is Status.WAITING:
-            self._waiting.appendleft(row)
+            self._waiting.append(row)
             return
         if status in (Status.BATCHED, Status.PAUSED):
             row.compute_cache_without_last_token()
@@ -419,12 +434,14 @@ class Batches:
     # --- turns ---
 
     def _process_next_piece(self) -> None:
-        """Process a piece of the first prompt in line, which then goes to the end of the line.
+        """Process a piece of the prompt that is next, which then goes to the end of the line.
 
         When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
         either, fails its answer. The schedule is told what the piece took.
         """
-        row = self._waiting[0]
+        row = self._next_in_line
+        self._has_overtaken = row is not self._waiting[0]
+        row.had_piece = True
         before = row.num_left
         started = self._clock()
         try:
@@ -438,7 +455,8 @@ class Batches:
             return
         self._schedule.record_piece(before - row.num_left, seconds)
         if row.num_left:
-            self._waiting.rotate(-1)
+            self._waiting.remove(row)
+            self._waiting.append(row)
         else:
             self._start_decoding(row)
         self._schedule.owe_seconds(seconds, is_decoding=self._is_decoding)
