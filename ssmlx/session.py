@@ -1,14 +1,14 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, cast
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -322,7 +322,7 @@ class ChatSession:
 
     def _begin_reply(
         self, text: str, config: GenerateConfig
-    ) -> Iterator[GenerationResponse | Prefilled]:
+    ) -> Generator[GenerationResponse | Prefilled]:
         """Begin the answer to `text` behind what is cached of the conversation; returns its
         segments.
 
@@ -394,7 +394,7 @@ class ChatSession:
             earlier=self._earlier,
         )
 
-        def add_question_and_decode() -> Iterator[GenerationResponse | Prefilled]:
+        def add_question_and_decode() -> Generator[GenerationResponse | Prefilled]:
             self.messages.append(question)
             yield from segments
 
@@ -543,7 +543,7 @@ def _call_once_at(
     At no time where it begins with more. The steps are closed in the end.
     """
     is_called = False
-    with closing(cast("Generator[Step | None]", steps)):
+    with closing(steps):
         if cache.offset == place:  # before anything is processed
             call()
             is_called = True

@@ -40,7 +40,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from statistics import median
-from typing import Any
 
 import mlx.core as mx
 
@@ -94,7 +93,7 @@ class _OpenAnswer(Row):
     had_piece: bool = False  # whether a piece of its prompt was processed, or begun
     # of `decode_plan`: on the whole prompt, or behind the text where it was in a batch; None in a
     # batch, and behind one until it makes a call alone
-    steps: Any = None
+    steps: Steps | None = None
     on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
     error: Exception | None = None  # for its reader, where it has failed
     num_missed_calls: int = 0  # of its group's batch, while its reader has not taken a step
@@ -259,7 +258,7 @@ class Batches:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
         Nothing is done before the first tokens are asked for. Then it goes on without end, until
-        the iterator is closed, which takes the answer out of the batch.
+        the generator is closed, which takes the answer out of the batch.
 
         Args:
             plan, model, prompt, cache, context, take: see `decode_plan`.
