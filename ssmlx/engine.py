@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -285,7 +285,7 @@ class Engine:
         mask: Mask | None,
         shares_prompt: bool,
         joins_prompt: bool,
-    ) -> Iterator[GenerationResponse | Prefilled]:
+    ) -> Generator[GenerationResponse | Prefilled]:
         """The segments of an answer behind what `prompt_cache` has of the prompt, see
         `plan_answer_segments`.
 
@@ -382,7 +382,7 @@ class Engine:
         top: int,
         prompt_cache: PromptCache | None,
         holding: Holding,
-    ) -> Iterator[ScoredPrompt | Prefilled]:
+    ) -> Generator[ScoredPrompt | Prefilled]:
         """Score a prompt in pieces: a `Prefilled` before and behind each, and in the end its
         scores.
 

@@ -1,7 +1,7 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
@@ -330,7 +330,7 @@ class ChatSession:
 
     def _begin_reply(
         self, text: str, config: GenerateConfig
-    ) -> Iterator[GenerationResponse | Prefilled]:
+    ) -> Generator[GenerationResponse | Prefilled]:
         """Begin the answer to `text` behind what is cached of the conversation; returns its
         segments.
 
@@ -406,7 +406,7 @@ class ChatSession:
             earlier=self._earlier,
         )
 
-        def add_question_and_decode() -> Iterator[GenerationResponse | Prefilled]:
+        def add_question_and_decode() -> Generator[GenerationResponse | Prefilled]:
             self.messages.append(question)
             yield from segments
 

@@ -327,7 +327,7 @@ def decode_plan(
     place: PromptPlace | None = None,
     prefill_step_size: StepSize | None = None,
 ) -> Steps:
-    """Decode under a plan: without end, until the iterator is closed.
+    """Decode under a plan: without end, until the generator is closed.
 
     The check, and the room for trees, are made when this is called; tokens are computed as they are
     asked for.
@@ -345,8 +345,8 @@ def decode_plan(
         prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
 
     Returns:
-        An iterator over a step for each call; None between pieces of the prompt, and where a
-        drafter starts.
+        A generator of a step for each call; None between pieces of the prompt, and where a drafter
+        starts.
 
     Raises:
         InputError: `context` is needed and left out, or has another length than the cache.
@@ -388,8 +388,8 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
 
     Returns:
         A function like `decode`. Called, it raises NoRoomError where there is no room for the
-        prompt; its iterator does where there is none for more tokens. An answer is counted until
-        its iterator ends or is closed.
+        prompt; its generator does where there is none for more tokens. An answer is counted until
+        its generator ends or is closed.
     """
 
     def decode_claiming_memory(
@@ -401,7 +401,7 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
         context: Sequence[int] = (),
         **more: Any,
     ) -> Steps:
-        """Count the answer, then begin it; its iterator claims memory as the text grows."""
+        """Count the answer, then begin it; its generator claims memory as the text grows."""
         for one in plan.loaded:
             if isinstance(one, Shared):
                 pool.share(one)
