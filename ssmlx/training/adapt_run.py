@@ -364,8 +364,11 @@ def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[d
         number: of the round, counted from 0.
         name: "train" or "valid".
     """
-    file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
-    return [json.loads(line) for line in file.open()] if number >= 0 else []
+    if number < 0:
+        return []
+    path = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
