@@ -60,7 +60,7 @@ from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
-from ssmlx.loading.load import may_have_drafting_heads
+from ssmlx.loading.head_tensors import may_have_drafting_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
@@ -1043,5 +1043,6 @@ def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, s
         mx.save_safetensors(str(folder / file), tensors)
     assert may_have_drafting_heads(folder)
     model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
+    assert type(model.backbone.model).__module__ == "mlx_lm.models.llama"
     prompt = [9, 30, 21]
     assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)

@@ -866,6 +866,29 @@ def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, caps
     assert torch.load(tmp_path / TORCH.state, weights_only=True)["step"] == 1
 
 
+@both
+def test_a_step_whose_gradient_is_no_number_changes_nothing(base, command):
+    """Weights, moments and the step: what follows is what follows without it."""
+    batch = some_batch()
+    found = []
+    for spoils in (False, True):
+        torch.manual_seed(0)
+        trainer = trainer_of(base, command)
+        lower = trainer.objective.lower(batch)
+        trainer.advance(batch, lower)
+        if spoils:
+            said = real.refusal(trainer.advance, batch, lower * float("nan"))
+            assert "the gradient of step 2 is nan" in said
+        losses = trainer.advance(batch, lower)
+        held = trainer.weights if command is MLX else trainer.named
+        weights = {
+            name: np.array(one if command is MLX else one.detach().numpy()).tobytes()
+            for name, one in held.items()
+        }
+        found.append((losses, weights))
+    assert found[0] == found[1]
+
+
 @pytest.fixture(scope="module")
 def task(base, data, tmp_path_factory):
     """The LoRA of a task, as the command writes it."""

@@ -84,6 +84,10 @@ class HeadObjective(TorchObjective):
     the tree that a replay drafts with an MLP speculator.
     """
 
+    FROZEN_PART = "frozen model"
+    STORE_FILE = "hidden.states"
+    LOWER_KIND = ("final norm",)
+
     def __init__(
         self,
         model: HeadReference,
