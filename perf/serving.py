@@ -261,8 +261,8 @@ def measure_delay_by_long_prompt(
 
     Returns:
         One row: the median seconds between chunks before the long prompt ("usual"), the longest
-        from then on, the seconds to its first token, and these for each of its pieces. None if no
-        chunk of the answer came after the long prompt was sent.
+        from then on, the seconds to its first token, and these for each of its pieces. No row if
+        the answer had `BEFORE` chunks or fewer.
     """
     pieces = ceil(long_prompt_words / PREFILL_STEP_SIZE)
     others = list[Future[ReceivedAnswer]]()
