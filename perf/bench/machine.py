@@ -218,6 +218,7 @@ def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[[mx.array], Any]:
+        """Make a method that counts its call under `name`, then does what that method did."""
         own = getattr(mx.array, name)
 
         def read(array: mx.array) -> Any:
