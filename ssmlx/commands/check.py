@@ -131,7 +131,8 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
 def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     """Return why no head drafts for a model where nothing is asked for; None where one does.
 
-    It names the option that takes a head that is known for the model.
+    The reason names the option that takes a head that is known for the model. A head that is on
+    this machine is loaded, if it was not yet.
     """
     from ..generation.default_head import default_head
     from ..loading.model_heads import can_have_head, known_heads_by_sizes

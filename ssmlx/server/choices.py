@@ -113,8 +113,8 @@ class AnswerParser:
     def __init__(
         self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt_tokens: Sequence[int] = ()
     ) -> None:
-        """Begin a text, inside of reasoning where the prompt's end opens it, or where the tokenizer
-        says that each new turn begins so.
+        """Begin a text: of a new turn in the state that the tokenizer names for these, if it names
+        one; else inside of reasoning where the prompt's end opens it.
 
         A text completion, or an answer that follows a grammar other than a forced call's, is not
         split.
