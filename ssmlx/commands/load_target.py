@@ -36,7 +36,8 @@ def load_for_decoding(
 
     Raises:
         InputError: something cannot be loaded, or a tree option has no effect on this model; before
-            anything is loaded, --drafter names a drafter without the key that it needs.
+            anything is loaded, --drafter names a drafter without the key that it needs, or
+            --prompt-cache is given with a model that is split over processes.
     """
     from ..model.ranks import launched_group
 

@@ -244,7 +244,8 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
         may_be_head_alone: whether all tensors of a folder without names in `mtp.` are the head's.
 
     Raises:
-        InputError: it holds none, or its index or a header cannot be read.
+        InputError: it holds none, its index or a header cannot be read, or a tensor that has to be
+            a matrix has no rows or columns.
         RuntimeError, OSError: a file is missing or broken.
     """
     files = tensor_names(folder)

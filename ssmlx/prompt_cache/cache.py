@@ -153,6 +153,9 @@ class PromptCache:
     ) -> tuple[TextCache, int]:
         """Find the prompt that shares most with `tokens`, in memory or in the folder.
 
+        It is then the latest used. A file is read into the memory first; one that is damaged or
+        does not fit the model is deleted.
+
         Args:
             model: the cache is for it.
             tokens: the prompt; its last token is always left to process.

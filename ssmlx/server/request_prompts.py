@@ -53,8 +53,8 @@ class Prompt:
     seconds: float = 0.0  # that it took to score it
 
     def empty_answer(self) -> GenerationResponse:
-        """Return the response of an answer without tokens, for a prompt that is only scored; all
-        times are 0.
+        """Return the response of an answer without tokens, ended by its length, for a prompt that
+        is only echoed or scored; all times are 0.
         """
         return GenerationResponse(
             text="",
@@ -124,7 +124,7 @@ class PromptReader:
         prompt fits the model is not checked.
 
         Raises:
-            InputError: the prompt cannot be made into tokens.
+            InputError: the prompt or the expected text cannot be made into tokens.
             RequestError: `logit_bias` names a token that the model lacks.
             HTTPException: the server is being stopped.
         """
@@ -168,8 +168,8 @@ class PromptReader:
             model: whose adapter may have a template of its own.
 
         Raises:
-            InputError: the text cannot be read, or the template does not read another variable, or
-                refuses the turns.
+            InputError: the text cannot be read; the template has no form for turns or tools, or
+                refuses the turns; or there is another variable that it does not read.
         """
         tokenizer = self.engine.tokenizer
         if isinstance(ask.question, str):
