@@ -815,12 +815,12 @@ def changed(tensors, **changes):
         (
             {"mtp__eh_proj__weight": mx.zeros(3)},
             {},
-            "lacks or has in another shape: eh_proj.weight",
+            "lacks or has in another type: eh_proj.weight",
         ),
         (
             {"mtp__layers__1__input_layernorm__weight": mx.zeros(WIDTH)},
             {},
-            "another shape: layers.1.input_layernorm.weight; expected one MTP head, of one layer",
+            "another type: layers.1.input_layernorm.weight; expected one MTP head, of one layer",
         ),
         (
             {"mtp__fc__weight": mx.array(1.0)},

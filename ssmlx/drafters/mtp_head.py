@@ -379,7 +379,7 @@ def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, fol
     unknown = sorted(name for name in tensors if name not in expected)
     require(
         not wrong and not unknown,
-        f"the MTP head in {folder} has tensors that its layer lacks or has in another shape: "
+        f"the MTP head in {folder} has tensors that its layer lacks or has in another type: "
         f"{join_first([*wrong, *unknown])}",
         expected=_ONE,
         do=_OTHER,
