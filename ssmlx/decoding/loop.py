@@ -330,7 +330,8 @@ class _SpeculativeLoop:
                 running = yield from self.draft_and_build_then_read(running, drafts, self.cache)
             else:  # a built call has changed such a cache
                 running = yield from self.draft_then_read_and_launch(running, drafts)
-            metal.time_pending_shape()
+            if metal.time_pending_shape():
+                self.watch.note_other_work()
             free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
 
     def launch_plain_then_read(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
