@@ -298,12 +298,16 @@ class TreeCache(RowsCache, TextCache):
         one still reads the buffers. The next step's evaluation does it.
 
         Raises:
-            ValueError: there is no path, or no room for so many tokens; nothing is changed then.
+            ValueError: there is no path, `num_tokens` is not from 1 to the number of its rows, or
+                there is no room for so many; nothing is changed then.
         """
         if not self._paths:
             raise ValueError("no accepted path waits to be committed")
+        path = self._paths[0]
+        if not 1 <= num_tokens <= path.length:
+            raise ValueError(f"{num_tokens} tokens of a path of {path.length}")
         self._require_room(num_tokens)
-        path = self._paths.pop(0)
+        del self._paths[0]
         path.num_tokens = num_tokens
         self._write_path(path)
 
@@ -378,10 +382,11 @@ class TreeCache(RowsCache, TextCache):
         room.
 
         Raises:
-            ValueError: `num_tokens` is not from 1 to the number of committed tokens.
+            ValueError: `num_tokens` is negative, or more than are committed.
         """
-        if not 0 < num_tokens <= self._offset:
-            raise ValueError(f"cannot take {num_tokens} tokens of {self._offset}")
+        self._require_committed(num_tokens)
+        if not num_tokens:
+            return TreeCache(len(self.layers), step=self._step)
         if 2 * num_tokens < self.scratch + self.capacity:
             rows = self.rows(num_tokens)
             return TreeCache.of_rows([tuple([*map(mx.contiguous, own)]) for own in rows])
@@ -392,8 +397,10 @@ class TreeCache(RowsCache, TextCache):
         return fork
 
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` committed tokens `keep_first` can keep: all."""
-        return num_tokens
+        """How many of a text's first `num_tokens` tokens `keep_first` and `fork` can keep: all that
+        are committed.
+        """
+        return min(num_tokens, self._offset)
 
     def keep_first(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path.
@@ -401,10 +408,14 @@ class TreeCache(RowsCache, TextCache):
         Raises:
             ValueError: `num_tokens` is negative, or more than are committed.
         """
-        if not 0 <= num_tokens <= self._offset:
-            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
+        self._require_committed(num_tokens)
         self.drop_paths()
         self._offset = num_tokens
+
+    def _require_committed(self, num_tokens: int) -> None:
+        """Raise ValueError where `num_tokens` is negative, or more than are committed."""
+        if not 0 <= num_tokens <= self._offset:
+            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
 
     def _require_room(self, num_tokens: int) -> None:
         """Raise ValueError where `num_tokens` more would be more tokens than `capacity`."""

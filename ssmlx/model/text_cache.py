@@ -80,12 +80,17 @@ class TextCache(ABC):
         """Commit the first `num_tokens` rows of the oldest call that waits for it.
 
         Raises:
-            ValueError: no call waits, or it has not so many rows; nothing is changed then.
+            ValueError: no call waits, or `num_tokens` is not from 1 to the number of its rows;
+                nothing is changed then.
         """
 
     @abstractmethod
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` committed tokens `keep_first` can keep at most."""
+        """How many of a text's first `num_tokens` tokens, 0 or more, `keep_first` and `fork` can
+        keep at most.
+
+        Never more than are committed.
+        """
 
     @abstractmethod
     def keep_first(self, num_tokens: int) -> None:
@@ -97,7 +102,8 @@ class TextCache(ABC):
 
     @abstractmethod
     def fork(self, num_tokens: int) -> Self:
-        """A new cache of the first `num_tokens` committed tokens, which goes on by itself.
+        """A new cache of the first `num_tokens` committed tokens, 0 or more, which goes on by
+        itself.
 
         This one stays as it is. Both may hold the same buffers, of which MLX makes a copy when one
         of them writes.
