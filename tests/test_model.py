@@ -599,6 +599,28 @@ def test_a_text_goes_back_and_is_forked_where_its_cache_says(kind, in_call):
     assert keepable >= {0, length}
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_snapshot_takes_a_call_back(kind):
+    """Behind one that waits to be committed too; the call may be run anew then."""
+    cache, leave_call = CACHES[kind]()
+    leave_call(3)
+    if not cache.can_build_ahead:
+        cache.commit_accepted(2)
+    before = cache.snapshot()
+    leave_call(2)
+    cache.restore(before)
+    if cache.can_build_ahead:
+        cache.commit_accepted(2)
+    assert cache.offset == TEXT + 2
+    with pytest.raises(ValueError, match="waits to be committed"):
+        cache.commit_accepted(1)
+    expected = keys_of(cache)
+    leave_call(2)
+    cache.commit_accepted(1)
+    np.testing.assert_array_equal(keys_of(cache)[:, :, : TEXT + 2], expected)
+    assert keys_of(cache).shape[2] == cache.offset == TEXT + 3
+
+
 # --- masks, against those drawn in docstrings and built anew ---
 
 

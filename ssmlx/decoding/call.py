@@ -13,9 +13,10 @@ import mlx.core as mx
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
 from ..model.stages import CallOutput, LayerInputs, filled_taps
+from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
-from ..model.tree import Tree, root_tree
+from ..model.tree import Tree, chain_tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Noise, Verified, with_noise
@@ -125,6 +126,50 @@ def plain_call(
     return finish_call(tree, output, decided, positions, cache, sampler, is_plain=True)
 
 
+def verify(
+    model: StreamFusedModel,
+    tree: Tree,
+    cache: TextCache,
+    *,
+    streams_per_node: int = 0,
+    prune: PruneConfig = NO_PRUNING,
+    sampler: Sampling = GREEDY,
+    acceptance: AcceptanceConfig = EXACT,
+    tail: mx.array | None = None,
+    taps: tuple[int, ...] = (),
+) -> TargetCall:
+    """Build a target call on a draft tree: `verify_tree`, or `verify_as_chain` for a model that is
+    called as a whole, of which `cache` is then.
+
+    Args:
+        model, tree, cache, sampler, acceptance, tail, taps: see these.
+        streams_per_node, prune: of a model with stages alone; no other has streams or an early
+            exit.
+
+    Returns:
+        The call, not committed.
+
+    Raises:
+        InputError, ValueError: as these.
+    """
+    if isinstance(cache, StateCache):
+        return verify_as_chain(
+            model, tree, cache, sampler=sampler, acceptance=acceptance, tail=tail, taps=taps
+        )
+    assert isinstance(cache, TreeCache)
+    return verify_tree(
+        model,
+        tree,
+        cache,
+        streams_per_node=streams_per_node,
+        prune=prune,
+        sampler=sampler,
+        acceptance=acceptance,
+        tail=tail,
+        taps=taps,
+    )
+
+
 def verify_tree(
     model: StreamFusedModel,
     tree: Tree,
@@ -199,6 +244,50 @@ def verify_tree(
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
     cache.hold_accepted_path(lower_path, accepted.path, split, accepted.num_accepted + 1)
     return finish_call(kept, output, decided, positions, cache, sampler, drafted=tree)
+
+
+def verify_as_chain(
+    model: StreamFusedModel,
+    tree: Tree,
+    cache: StateCache,
+    *,
+    sampler: Sampling = GREEDY,
+    acceptance: AcceptanceConfig = EXACT,
+    tail: mx.array | None = None,
+    taps: tuple[int, ...] = (),
+) -> TargetCall:
+    """Build a target call on the N nodes of `tree`, each taken as the child of the one before it.
+
+    What is proposed for a model that is called as a whole is a chain. Of any other tree a part is
+    wrong guesses, which are rejected. The cache is changed at once, though nothing is committed or
+    computed yet.
+
+    Args:
+        model: the target.
+        tree: what was drafted, two nodes or more.
+        cache: holds the tokens before the root; `commit_accepted` says how many nodes join.
+        sampler: decides the target's tokens.
+        acceptance: when a drafted token counts as the target's.
+        tail: [C] the last tokens before the root, for samplers that need them; as if there were
+            none unless given.
+        taps: numbers of the layers whose input a drafter reads: the final norm's at most.
+
+    Returns:
+        The call, not committed. Its `verified` is of the chain, without any hidden states: what
+        enters the final norm is among its taps. Its counts of nodes and of drafted tokens are those
+        of `tree`.
+
+    Raises:
+        InputError: the model gives no such taps.
+        ValueError: the tree is a root alone, or what a layer keeps cannot be taken back, see
+            `StateCache.verify`.
+    """
+    chain = chain_tree(tree.tokens)
+    tail = last_tokens((), sampler.context_size) if tail is None else tail
+    positions = row_positions(chain, cache.root_position, tail)
+    output = model.backbone.verify_chain(chain.tokens, cache, taps)
+    decided = decide_and_accept(model, chain, output.logits, sampler, positions, acceptance)
+    return finish_call(chain, output, decided, positions, cache, sampler, drafted=tree)
 
 
 def finish_call(

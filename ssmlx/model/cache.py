@@ -18,6 +18,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import mlx.core as mx
 
@@ -85,13 +86,6 @@ class RowsCache:
     def mask_bytes(self) -> int:
         """Bytes of the masks that are kept from step to step."""
         return self.lower_masks.nbytes + self.upper_masks.nbytes
-
-    def forget_masks(self) -> None:
-        """Drop the kept masks: one of a step that was built and never run would hold the whole
-        cache.
-        """
-        self.lower_masks.forget()
-        self.upper_masks.forget()
 
     @property
     def offset(self) -> int:
@@ -201,6 +195,8 @@ class TreeCache(RowsCache, TextCache):
             when a step needs more.
         step: how many tokens the room for committed ones grows by.
     """
+
+    can_build_ahead = True
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = CACHE_STEP) -> None:
         super().__init__(range(num_layers), scratch)
@@ -321,7 +317,7 @@ class TreeCache(RowsCache, TextCache):
         self._offset += num_tokens
 
     def snapshot(self) -> TreeCache:
-        """Make a copy of what the cache holds now, to `restore` should the next step not be run.
+        """A copy of what the cache holds now, to `restore` should the next step not be run.
 
         What is done to this cache later does not change the copy; the masks are shared. Both share
         their arrays. MLX cannot write in place into what a copy holds: drop the copy before
@@ -332,12 +328,15 @@ class TreeCache(RowsCache, TextCache):
         held._paths = list(self._paths)
         return held
 
-    def restore(self, held: TreeCache) -> None:
+    def restore(self, held: Self) -> None:
         """Take over everything from `held`, a snapshot or another cache of the same model.
 
-        Nothing of the present is kept. `held` must not be used any more.
+        Nothing of the present is kept, nor any mask: one of a step that was built and never run
+        would hold the whole cache. `held` must not be used any more.
         """
-        vars(self).update(vars(held))
+        super().restore(held)
+        self.lower_masks.forget()
+        self.upper_masks.forget()
 
     @classmethod
     def of_rows(cls, rows: Sequence[Rows]) -> TreeCache:

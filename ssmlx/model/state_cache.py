@@ -296,14 +296,17 @@ class StateCache(TextCache):
             ValueError: `num_tokens` is below 0 or above the committed ones, or no place that this
                 cache can go back to, see `longest_keepable`.
         """
-        fork = StateCache(self._make_caches)
-        # In one go, so that the chain's way back leads to the copies.
-        fork._caches, fork._chain = copy.deepcopy((self._caches, self._chain))
-        fork._offset = self._offset
-        fork._marks = dict(self._marks)
+        fork = self.snapshot()
         fork.keep_first(num_tokens)
         fork._take_back_rejected()
         return fork
+
+    def snapshot(self) -> StateCache:
+        held = copy.copy(self)
+        # In one go, so that the chain's way back leads to the copies.
+        held._caches, held._chain = copy.deepcopy((self._caches, self._chain))
+        held._marks = dict(self._marks)
+        return held
 
     def drop_free_room(self) -> None:
         """Cut keys and values to the rows of the text, computed: of a fork that is shorter than

@@ -26,9 +26,12 @@ class TextCache(ABC):
     Attributes:
         scratch: rows of a step that there is room for beside the committed tokens; 0 where steps
             need no room.
+        can_build_ahead: whether a call may be built behind one that left drafted tokens here, of
+            which `commit_accepted` has not said how many are text.
     """
 
     scratch: int = 0
+    can_build_ahead: bool = False
 
     @property
     @abstractmethod
@@ -111,6 +114,21 @@ class TextCache(ABC):
         Raises:
             ValueError: it cannot go back to there, see `longest_keepable`.
         """
+
+    @abstractmethod
+    def snapshot(self) -> Self:
+        """A copy of what is kept now, to `restore` should the next call not be run.
+
+        What is done to this cache later does not change the copy. Both share their arrays, and MLX
+        cannot write in place into what a copy holds: drop it before evaluating.
+        """
+
+    def restore(self, held: Self) -> None:
+        """Take over everything from `held`, a snapshot or another cache of the same model.
+
+        Nothing of the present is kept. `held` must not be used any more.
+        """
+        vars(self).update(vars(held))
 
     @abstractmethod
     def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
