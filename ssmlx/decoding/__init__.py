@@ -8,6 +8,7 @@
 | `prune.py` | early exit: improbable nodes leave half-way up (section 3.2.3) |
 | `accept.py` | the longest drafted path that is the target's own (A.1) |
 | `sampling.py` | how the target decides: penalties, filters, temperature, noise |
+| `ranking.py` | the likeliest tokens of rows of logits, without a sort of whole rows |
 | `draft_shape.py` | `DraftShape`, and the protocol of what decides on one; `Always`, `Never` |
 | `drafter.py` | the protocol of drafters, and what they may read of a call |
 | `drafting.py` | the drafters of one answer: what each has seen of the text |

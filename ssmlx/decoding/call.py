@@ -19,8 +19,9 @@ from ..model.text_cache import TextCache
 from ..model.tree import Tree, chain_tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
-from .drafter import Noise, Verified, with_noise
+from .drafter import Verified
 from .prune import may_drop_nodes, surviving_nodes, transition_logprobs
+from .ranking import Noise, with_noise
 from .sampling import (
     GREEDY,
     RowPositions,
