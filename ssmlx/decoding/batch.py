@@ -19,7 +19,7 @@ from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
 from ..model.tree import root_tree
-from .call import resolve_row_over_full_vocab, sample_or_mark_unresolved
+from .call import resolve_row_on_rank0, sample_on_rank0
 from .sampling import Sampling, last_tokens, read_logprobs, row_positions
 from .step import Step, Take, take_all
 
@@ -67,8 +67,8 @@ class Row:
         positions = row_positions(root_tree(token), mx.array([self.position], mx.int32), self.tail)
         if self.mask is not None:
             logits = self.mask(self.text[self.first :], logits)
-        chosen = sample_or_mark_unresolved(self.model, logits, sampler, positions)
-        chosen = resolve_row_over_full_vocab(self.model, chosen, logits, sampler, positions, only)
+        chosen = sample_on_rank0(self.model, logits, sampler, positions)
+        chosen = resolve_row_on_rank0(self.model, chosen, logits, sampler, positions, only)
         self.tail = positions.tail_at(only)
         return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
 

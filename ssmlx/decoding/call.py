@@ -324,15 +324,15 @@ def finish_call(
     if output.stream_hidden is not None:
         own_streams = stream_rows_of_node(output.stream_hidden, accepted.last, tree.num_nodes)
     verified = Verified(
-        tree,
-        target_tokens,
-        accepted,
-        output.last_hidden,
-        own_streams,
-        output.insertion_hidden,
-        positions.first,
-        cache,
-        output.taps,
+        tree=tree,
+        target_tokens=target_tokens,
+        acceptance=accepted,
+        node_hidden=output.last_hidden,
+        stream_hidden=own_streams,
+        insertion_hidden=output.insertion_hidden,
+        position=positions.first,
+        cache=cache,
+        taps=output.taps,
     )
     for_host = target_tokens
     if not is_plain:
@@ -340,9 +340,14 @@ def finish_call(
     logprobs = sampler.token_logprobs_or_none(
         output.logits, positions, accepted.path, accepted.new_tokens
     )
-    next_tail = positions.tail_at(accepted.last)
     return TargetCall(
-        verified, next_tail, for_host, logprobs, is_plain, drafted.num_nodes, drafted.num_drafted
+        states=verified,
+        tail=positions.tail_at(accepted.last),
+        for_host=for_host,
+        token_logprobs=logprobs,
+        is_plain=is_plain,
+        num_nodes=drafted.num_nodes,
+        num_drafted=drafted.num_drafted,
     )
 
 
@@ -384,7 +389,7 @@ def prune_tree(
     return PrunedTree(tree.select(keep), hidden[:, keep], keep)
 
 
-def sample_or_mark_unresolved(
+def sample_on_rank0(
     model: StreamFusedModel, logits: mx.array, sampler: Sampling, positions: RowPositions
 ) -> mx.array:
     """Decide the token after each row of a call, see `Sampling.sample_or_mark_unresolved`.
@@ -396,14 +401,14 @@ def sample_or_mark_unresolved(
         positions: of the R rows.
 
     Returns:
-        [R] int32 tokens; negative where they are left to `resolve_row_over_full_vocab`.
+        [R] int32 tokens; negative where they are left to `resolve_row_on_rank0`.
     """
     return model.backbone.broadcast_from_rank0(
         sampler.sample_or_mark_unresolved(logits, positions)
     )[0]
 
 
-def resolve_row_over_full_vocab(
+def resolve_row_on_rank0(
     model: StreamFusedModel,
     tokens: mx.array,
     logits: mx.array,
@@ -411,11 +416,11 @@ def resolve_row_over_full_vocab(
     positions: RowPositions,
     row: mx.array,
 ) -> mx.array:
-    """Decide one row among all V tokens, where `sample_or_mark_unresolved` left it unresolved.
+    """Decide one row among all V tokens, where `sample_on_rank0` left it unresolved.
 
     Args:
         model: the target; where it is split over ranks, rank 0 decides.
-        tokens: [R] as `sample_or_mark_unresolved` returned them.
+        tokens: [R] as `sample_on_rank0` returned them.
         logits: [R, V] that it was given.
         sampler: that it was given.
         positions: that it was given.
@@ -457,10 +462,10 @@ def decide_and_accept(
         resolved (not negative); and the accepted path, whose `new_tokens` are resolved.
     """
     if acceptance.kind == "exact":
-        target_tokens = sample_or_mark_unresolved(model, logits, sampler, positions)
+        target_tokens = sample_on_rank0(model, logits, sampler, positions)
         found = accept(tree, target_tokens)
         if sampler.may_leave_unresolved:
-            target_tokens = resolve_row_over_full_vocab(
+            target_tokens = resolve_row_on_rank0(
                 model, target_tokens, logits, sampler, positions, found.last
             )
             along = target_tokens if tree.num_nodes == 1 else target_tokens[found.path]
