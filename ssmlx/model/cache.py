@@ -69,8 +69,6 @@ class RowsCache:
         upper_masks: kept for nodes and streams in upper layers.
     """
 
-    _skipped = 0  # committed tokens between the sinks and the others, which it does not hold
-
     def __init__(self, layers: range, scratch: int = 0) -> None:
         """Begin without tokens or buffers; a layer makes its buffers when it is written first."""
         self.layers = layers
@@ -94,8 +92,8 @@ class RowsCache:
 
     @property
     def end(self) -> int:
-        """The position behind the committed tokens."""
-        return self._skipped + self._offset
+        """The position in the text behind the committed tokens."""
+        return self._offset
 
     def keys_in_window(self, row_positions: mx.array, window: int) -> WindowKeys:
         """The positions in the text of the keys that attention reads in a layer with a window.
@@ -109,8 +107,7 @@ class RowsCache:
             committed tokens that are not left out, in this order; and how many of the first
             committed tokens are left out, because the window hides them from every row.
         """
-        first = max(0, self.end + 1 - window)
-        dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
+        dropped = self._num_committed_before(max(0, self.end + 1 - window))
         return WindowKeys(self.key_positions(row_positions, dropped), dropped)
 
     def key_positions(self, row_positions: mx.array, num_left_out: int = 0) -> mx.array:
@@ -130,9 +127,15 @@ class RowsCache:
             columns.append(start + indices(path.length))
             start = start + path.count
         held = mx.arange(num_left_out, self._offset)
-        if self._skipped:
-            held = mx.where(held < SINKS, held, held + self._skipped)
-        return mx.concatenate([*columns, held])
+        return mx.concatenate([*columns, self._positions_of(held)])
+
+    def _num_committed_before(self, position: int) -> int:
+        """How many of the committed tokens stand before a position in the text."""
+        return position
+
+    def _positions_of(self, committed: mx.array) -> mx.array:
+        """The positions in the text of committed tokens [K], of which the numbers are given."""
+        return committed
 
     @property
     def nbytes(self) -> int:
@@ -436,6 +439,20 @@ class StreamCache(RowsCache):
     when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
+    _skipped = 0  # tokens of the text between the sinks and the window, which it does not hold
+
+    @property
+    def end(self) -> int:
+        return self._skipped + self._offset
+
+    def _num_committed_before(self, position: int) -> int:
+        return position if position <= SINKS else max(SINKS, position - self._skipped)
+
+    def _positions_of(self, committed: mx.array) -> mx.array:
+        if not self._skipped:
+            return committed
+        return mx.where(committed < SINKS, committed, committed + self._skipped)
+
     def catch_up_with_tree_cache(
         self, cache: TreeCache, num_streams: int, first_visible: int = 0
     ) -> None:
@@ -453,7 +470,7 @@ class StreamCache(RowsCache):
             first_visible: number of the first token behind the sinks that the streams see.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
-        held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
+        held = self.end + sum(path.num_tokens or 0 for path in known)
         skipped = max(0, first_visible - SINKS)
         scratch = num_streams + sum(path.length for path in cache.paths)
         as_before = held == cache.offset and skipped == self._skipped and self.capacity > 0
