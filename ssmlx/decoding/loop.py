@@ -314,8 +314,7 @@ class _SpeculativeLoop:
         running = _RunningCall(first, self.launch(first), is_prompts=True)
         yield from self.text.start_text_followers()
         while True:
-            # `running` is under way; all before it are read. What is done ahead is done before it
-            # is read too.
+            # `running` is under way; all before it are read. "Ahead" is before it is read.
             num_tokens = len(self.text.tokens)
             drafts = self.controller.next()
             if drafts is None and running.call.is_plain:
