@@ -102,7 +102,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def checked_adapter_name(args: argparse.Namespace) -> str:
     """Return the name of the adapter to make: --name, or one made of the model's and the LoRA's.
 
-    That one has the last part of each name, in lower case, joined by a dash, without revisions.
+    That one has the last part of each name, in lower case, joined by a dash, without revisions;
+    other characters than letters, digits, dots, underscores and dashes become dashes.
 
     Raises:
         InputError: it is no name that an adapter may have.

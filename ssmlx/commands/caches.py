@@ -43,8 +43,8 @@ class PromptFile:
             path: the file; None to read and keep nothing.
 
         Raises:
-            InputError: the file is no prompt cache, or its folder does not exist or cannot be
-                written to.
+            InputError: the file is no prompt cache; or there is no file, and its folder does not
+                exist or cannot be written to.
         """
         self.path = path
         self.tokens: tuple[int, ...] = ()
@@ -121,14 +121,17 @@ class PromptFile:
             self.cache = run_on_mlx_thread(lambda: cache.fork(len(tokens)))
 
     def write_if_new_and_same_lora(self, model: StreamFusedModel) -> bool:
-        """Write the file if there is something new to write.
+        """Write the file if there is something new to write, in the place of an older one.
+
+        What writes that were stopped have left beside it is deleted first.
 
         Args:
             model: as it is now; its LoRA is compared with the one that it had when the file was
                 read, or would have been.
 
         Returns:
-            Whether it was written. It is not where the LoRA is another one now.
+            Whether it was written. It is not where the LoRA is another one now, or where the cache
+            is of a kind that has no file.
 
         Raises:
             InputError: it cannot be written.

@@ -162,8 +162,8 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Answer a message: print the text as it comes on standard output, then a line of figures on
     standard error.
 
-    Ctrl-C stops the answer, and its text until then stays in the conversation. With a model
-    that is split over processes, KeyboardInterrupt is raised.
+    Ctrl-C stops the answer, and its text until then stays in the conversation. A second Ctrl-C, or
+    the first with a model that is split over processes, raises KeyboardInterrupt.
 
     Args:
         session: the conversation, which the turn is added to.
@@ -349,6 +349,7 @@ def carry_out_line_unless_quit(line: str, chat: Chat) -> bool:
     Raises:
         KeyboardInterrupt: a second Ctrl-C in an answer, or one in a model that is split over
             processes.
+        OSError: in an answer; or standard output is a pipe that was closed.
     """
     name, _, rest = line.partition(" ")
     is_command = line.startswith("/")
@@ -374,9 +375,11 @@ def carry_out_line_unless_quit(line: str, chat: Chat) -> bool:
 
 
 def _chat_until_quit(args: argparse.Namespace) -> None:
-    """Load the model, then read and answer lines until /quit or the end of input.
+    """Load the model, time what drafting costs, then read and answer lines until /quit or the end
+    of input.
 
     With --prompt-cache, the conversation is begun with that file, and written into it at the end.
+    On a terminal, the lines are kept in the cache folder.
 
     Raises:
         InputError: an option is wrong, or the model or the file cannot be loaded or written.

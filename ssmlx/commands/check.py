@@ -71,8 +71,8 @@ def time_unknown_costs_before_answers(
 ) -> None:
     """Time what drafting costs on this machine, before a command's first answer.
 
-    It takes up to two seconds, and none where earlier answers have taught enough. What was timed is
-    kept for all answers. A line on standard error says so if it takes long.
+    It takes about two seconds, and none where such costs are known already, or nothing is learned.
+    What was timed is kept for all answers. A line on standard error says so if it takes long.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -131,7 +131,8 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
 def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     """Return why no head drafts for a model where nothing is asked for; None where one does.
 
-    It names the option that takes a head that is known for the model.
+    The reason names the option that takes a head that is known for the model. A head that is on
+    this machine is loaded, if it was not yet.
     """
     from ..generation.default_head import default_head
     from ..loading.model_heads import can_have_head, known_heads_by_sizes
@@ -149,13 +150,18 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     return f"it needs a head, which is not on this machine: {options}"
 
 
-def adapter_format_and_size_line(adapter: str | None, model: StreamFusedModel) -> str | None:
-    """Return one line about an adapter's format and size; None without an adapter.
+def adapter_parts_and_effect_line(adapter: str | None, model: StreamFusedModel) -> str | None:
+    """Return one line about an adapter's streams and LoRA, and whether they change the answers.
+
+    The adapter's files are read anew.
 
     Args:
         adapter: a name or a folder; "none" for the base alone; None for the streams of a fused
             model, if it has any.
         model: with that adapter.
+
+    Returns:
+        The line; None for "none", and for None where the model has no streams.
     """
     from ..loading.adapter import load_adapter
     from ..loading.folders import Fetch
@@ -214,12 +220,12 @@ def time_and_describe_model(
     return {
         "model": args.model,
         "adapter": args.adapter,
-        "adapter_is": adapter_format_and_size_line(args.adapter, model),
+        "adapter_is": adapter_parts_and_effect_line(args.adapter, model),
         "drafting": list(lines),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
         "layers": len(backbone.layers),
-        "width": backbone.hidden_size,
+        "width": backbone.hidden_size or None,
         "dtype": str(backbone.dtype).removeprefix("mlx.core."),
         "streams": model.num_streams,
         "machine": ", ".join(this_machine()),
@@ -249,6 +255,8 @@ def time_tree_sizes_and_estimate_speedup(
 ) -> list[dict[str, float]]:
     """Time target calls with 2 to 16 nodes, and estimate the speed-up of each.
 
+    The costs are kept for later answers.
+
     Args:
         model: with streams.
         text: tokens of the context to time behind.
@@ -256,8 +264,9 @@ def time_tree_sizes_and_estimate_speedup(
 
     Returns:
         A row for each number of nodes whose cost is known, now or from earlier answers: "nodes",
-        "plain_calls" that such a call takes, "tokens" that it should bring, "speed_up" over plain
-        decoding.
+        "plain_calls" that such a call takes, "tokens" that it brings on the adapter's own test
+        prompts, and "speed_up" over plain decoding, by the tokens that earlier answers here
+        accepted.
     """
     from ..decoding.draft_shape import DraftShape
     from ..generation.head_start import STREAMS, time_and_store_costs
@@ -323,11 +332,12 @@ def report_lines(found: dict[str, Any]) -> list[str]:
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
     adapter = f"adapter {found['adapter']}" if has_adapter else "no adapter"
+    width = f" of width {found['width']}" if found["width"] else ""
     ends = ", ".join(f"{token} {text!r}" for token, text in found["end_tokens"].items())
     memory = found["memory"]
     return [
         f"{found['model']}, {adapter}: class {found['class']}, family {found['family']}; "
-        f"{found['layers']} layers of width {found['width']}, {found['dtype']}",
+        f"{found['layers']} layers{width}, {found['dtype']}",
         *([f"the adapter is {found['adapter_is']}"] if found["adapter_is"] else []),
         f"machine: {found['machine']}",
         *found["drafting"],

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> tuple[str, str]:
     """Return two lines: what drafts and why; and what would draft faster, with the command for it.
 
+    Where adapters were made on this machine, the model's files are read for their digest.
+
     Args:
         model: as `ssmlx.load` returns it.
         plan: of the answers to come.

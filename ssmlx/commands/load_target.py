@@ -6,11 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
-from ..settings import (
-    ATTENTIONS,
-    DRAFT_HEADS,
-    Attention,
-)
+from ..settings import ATTENTIONS, DRAFT_HEADS, Attention
 from .callback_bars import DownloadBar
 from .decoding_options import PRUNE_OPTIONS, TREE_OPTIONS, drafters_shaped_by
 from .drafter_option import DrafterOption, require_drafter_key
@@ -40,7 +36,8 @@ def load_for_decoding(
 
     Raises:
         InputError: something cannot be loaded, or a tree option has no effect on this model; before
-            anything is loaded, --drafter names a drafter without the key that it needs.
+            anything is loaded, --drafter names a drafter without the key that it needs, or
+            --prompt-cache is given with a model that is split over processes.
     """
     from ..model.ranks import launched_group
 

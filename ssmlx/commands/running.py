@@ -169,6 +169,8 @@ def with_lock_on_out_folder(
 ) -> Callable[[argparse.Namespace], int | None]:
     """Wrap a command's function so that it holds a lock on the folder `args.out` while it runs.
 
+    The folder is made where there is none, and removed afterwards if it is empty.
+
     Returns:
         The function. It raises InputError where another process holds the folder.
     """

@@ -105,8 +105,8 @@ def _print_and_send_unless_dry_run(args: argparse.Namespace) -> None:
     """Print the card and the names and sizes of what is sent, and send it unless --dry-run.
 
     Raises:
-        InputError: it may be private, its base is unknown to others, or the Hub refuses it. The
-            first two do not end a --dry-run.
+        InputError: it may be private, its base is unknown to others, --repo or --base is wrong, or
+            the Hub refuses it. The first two do not end a --dry-run.
     """
     from ..loading.adapter import load_stream_adapter
 

@@ -140,10 +140,13 @@ class AssistantDrafter:
         """Begin with the text `tokens`."""
         self._text = list(tokens)
         self._unaccepted = UnacceptedDrafts("the assistant", _PAIR)
-        self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Append `tokens` to the text; neither `position` nor `taps` is looked at."""
+        """Append `tokens` to the text; behind a chain, all but the last count as accepted.
+
+        Logs a warning, once, where none of many drafted tokens was accepted. Neither `position` nor
+        `taps` is looked at.
+        """
         self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._text.extend(tokens)
 
@@ -152,7 +155,7 @@ class AssistantDrafter:
         return None if self._unaccepted.is_told else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Draft a chain of as many tokens as `shape` has levels; launched, and not waited for."""
+        """Draft a chain of as many tokens as `shape` has levels, K at most, without waiting."""
         backbone = self._backbone
         row = verified.taps[self._last_layer][:, verified.acceptance.last]
         hidden = backbone.final_norm(row)
@@ -218,7 +221,8 @@ def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -
         By layer type, the number of the last layer that keeps keys and values of its own.
 
     Raises:
-        InputError: the target is no Gemma 4, or its sizes are not those that the assistant is for.
+        InputError: the target is no Gemma 4, lacks a layer of a type that is read, or its sizes are
+            not those that the assistant is for.
     """
     kind = model_type(backbone.model)
     require(

@@ -62,6 +62,7 @@ def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
     Raises:
         InputError: a weight is not finite, by which time the settings are written; or the weights
             file cannot be written.
+        OSError: the settings cannot be written.
     """
     values = {
         "format": FORMAT,

@@ -119,11 +119,11 @@ class LookaheadDrafter:
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Draft one tree of the window and of the pool's n-grams that begin with the root.
 
-        The root is the token that `follow` got last. Where the call just read verified the whole of
-        the tree that was proposed before, a Jacobi step comes first: its target tokens behind the
-        window's last level complete W n-grams, which join the pool; the window drops its first
-        level, and they become its last. A token that sampling left unresolved counts as its best
-        guess.
+        The root is the last token that `start` or `follow` was given. Where the call just read
+        verified the whole of the tree that was proposed before, a Jacobi step comes first: its
+        target tokens behind the window's last level complete W n-grams, which join the pool; the
+        window drops its first level, and they become its last. A token that sampling left
+        unresolved counts as its best guess.
 
         Args:
             verified: its target tokens are read by the host where a Jacobi step comes first.

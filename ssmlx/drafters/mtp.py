@@ -90,9 +90,10 @@ class MtpHead(TextCacheOwner["PairCache"]):
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
 
     def cached_module_for(self, stored_norms: StoredNorms) -> MtpModule:
-        """The head with the weights that its norms multiply with, if they are stored so.
+        """A copy of the head whose norms have the weights that they multiply with, found from how
+        they are stored.
 
-        It is made once for each value, and kept.
+        It is made once for each value of `stored_norms`, and kept.
         """
         if stored_norms not in self._by_norms:
             made = copy_with_one_added_to_raw_norms(self._module, stored_norms)
@@ -242,12 +243,12 @@ class MtpDrafter:
         self._cache.set_text_keeping_shared_pairs(tokens)
         self._pending = []
         self._unaccepted = self._new_unaccepted_drafts()
-        self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text; keep their pairs for the next draft, where there are taps.
 
-        Many pairs, such as a prompt's, are processed at once, but for the last one.
+        Many pairs, such as a prompt's, are processed at once, but for the last one. Logs a warning,
+        once, where none of many drafted tokens was accepted.
         """
         self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._cache.text.extend(tokens)
@@ -265,7 +266,9 @@ class MtpDrafter:
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Draft a chain of as many tokens as `shape` has levels, behind the newest pair.
 
-        Of `verified` only the root is read. A bare root where the newest hidden state is not known.
+        Pairs that wait are processed first, and their rows stay in the head's cache; the rows of
+        drafted tokens are taken out again. Of `verified` only the root is read. A bare root where
+        the newest hidden state is not known.
         """
         cache = self._cache
         newest = len(cache.text) - 2

@@ -24,7 +24,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 
 from ..errors import join_first, quoted, require
-from ..loading.load import MTP_PREFIX, is_mtp_name, refuse_unsafe_and_explain_errors
+from ..loading.head_tensors import MTP_PREFIX, is_mtp_name
+from ..loading.load import refuse_unsafe_and_explain_errors
 from ..loading.stored_tensors import tensor_names
 from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone
@@ -243,7 +244,8 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
         may_be_head_alone: whether all tensors of a folder without names in `mtp.` are the head's.
 
     Raises:
-        InputError: it holds none, or its index or a header cannot be read.
+        InputError: it holds none, its index or a header cannot be read, or a tensor that has to be
+            a matrix has no rows or columns.
         RuntimeError, OSError: a file is missing or broken.
     """
     files = tensor_names(folder)

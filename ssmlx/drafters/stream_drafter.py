@@ -44,10 +44,11 @@ class DraftVocab:
     """
 
     def __init__(self, model: StreamFusedModel, text: Sequence[int] = ()) -> None:
-        """Find the text's other tokens, and make an LM head for them, computed.
+        """Take the text's other tokens, the newest first, fill them up to `TEXT_TOKENS` with others
+        of the vocabulary, and make an LM head for them: a computed copy of these rows of the
+        model's.
 
-        That takes a copy of up to `TEXT_TOKENS` rows of the model's. Nothing is made without a
-        text, or where the model has no draft vocabulary.
+        Nothing is added without a text, or where the model has no draft vocabulary.
         """
         self._model = model
         self.tokens = model.draft_vocab

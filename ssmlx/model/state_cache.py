@@ -218,6 +218,10 @@ class StateCache(TextCache):
             raise ValueError(f"{num_tokens} tokens of a chain of {self._chain.num_rows}")
         self._offset += num_tokens
 
+    @property
+    def has_fixed_places(self) -> bool:
+        return any(type(cache) is not KVCache for cache in flatten_caches(self._caches))
+
     def mark(self) -> bool:
         """Let `keep_first` come back to where the text ends now, until `forget_marks`.
 
@@ -236,6 +240,10 @@ class StateCache(TextCache):
         """Free the states that `mark` keeps."""
         self._marks.clear()
 
+    def mark_here_alone(self) -> bool:
+        self.forget_marks()
+        return self.mark()
+
     def longest_keepable(self, num_tokens: int) -> int:
         """How many of a text's first `num_tokens` tokens `keep_first` and `fork` can keep at most.
 
@@ -244,7 +252,7 @@ class StateCache(TextCache):
         end, or 0.
         """
         num_tokens = min(num_tokens, self._offset)
-        if self._is_in_chain(num_tokens) or not self._has_fixed_places:
+        if self._is_in_chain(num_tokens) or not self.has_fixed_places:
             return num_tokens
         places = (0, self._offset, *self._marks)
         return max(place for place in places if place <= num_tokens)
@@ -321,11 +329,6 @@ class StateCache(TextCache):
     def _state_caches(self) -> list[ArraysCache]:
         """Those of recurrent layers."""
         return [one for one in flatten_caches(self._caches) if isinstance(one, ArraysCache)]
-
-    @property
-    def _has_fixed_places(self) -> bool:
-        """Whether some layer can go back to certain places of the text alone."""
-        return any(type(cache) is not KVCache for cache in flatten_caches(self._caches))
 
     def _is_in_chain(self, num_tokens: int) -> bool:
         """Whether the text's first `num_tokens` end in the chain that was verified last."""

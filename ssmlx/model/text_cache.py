@@ -87,6 +87,22 @@ class TextCache(ABC):
                 nothing is changed then.
         """
 
+    @property
+    def has_fixed_places(self) -> bool:
+        """Whether `keep_first` can go back to certain places of the text alone."""
+        return False
+
+    def mark_here_alone(self) -> bool:
+        """Let `keep_first` come back to where the text ends now, and no longer to places that were
+        marked before.
+
+        Does nothing where it can go back to any place.
+
+        Returns:
+            Whether it can come back here.
+        """
+        return True
+
     @abstractmethod
     def longest_keepable(self, num_tokens: int) -> int:
         """How many of a text's first `num_tokens` tokens, 0 or more, `keep_first` and `fork` can

@@ -210,8 +210,8 @@ class Controller:
     ) -> None:
         """Begin an answer: freeze the costs of the bucket of `context`, with nothing drafted yet.
 
-        Where the table says that plain calls are to be timed, and seconds are read, the first calls
-        are plain. Asks the sources for offers then.
+        Where seconds are read, the sources are asked for offers, and the first calls are plain if
+        the table says that plain calls are to be timed.
         """
         self._table = table
         self._prior = prior
@@ -390,8 +390,10 @@ class Controller:
         """Yield every shape that can be drafted now, with what is expected of it.
 
         Of a drafter's shapes these are the ones up to the largest number of nodes that was timed
-        (`FIRST_NODES` where none was), and the next larger one to time. Notes for each drafter
-        under which name its costs are kept, and whether it waits for tokens.
+        (`FIRST_NODES` where none was), and the next larger one to time. Of a drafter that needs the
+        tokens of the call under way, where they are not read, it is what is left of the offer
+        behind them: weighted by how likely that holds, and the wait is added to the cost. Notes for
+        each drafter under which name its costs are kept, and whether it waits for tokens.
 
         Args:
             is_read: whether drafters know the tokens of the call under way.
@@ -519,15 +521,15 @@ class Controller:
         """Plain calls that a probe may lose, compared with going on at `speed`; 0 or more.
 
         They are what `PROBE_CALLS` calls take, at the mean of expected and hoped cost, beyond what
-        their tokens take at `speed`; and the entry, where the call under way drafts nothing.
+        their tokens take at `speed`; and the entry, where the last recorded call drafted nothing.
         """
         entry = self._entry_if_nothing_drafted(probe.shape)
         likely = (probe.cost + probe.hoped_cost) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
 
     def _entry_cost(self, shape: DraftShape) -> float:
-        """Plain calls that the first drafting pass behind a plain call takes; 0 for drafters on the
-        host."""
+        """Plain calls that the first drafting pass behind a plain call takes beside steady drafting
+        calls; 0 for drafters that wait for tokens."""
         return 0.0 if shape.drafter in self._need_host_tokens else ENTRY
 
     def _entry_if_nothing_drafted(self, shape: DraftShape) -> float:
@@ -611,12 +613,14 @@ class Controller:
     def _collect_seconds_in_runs(self, call: CallRecord) -> None:
         """Collect a call's seconds: with plain calls, or in the run of the shape that it verified.
 
-        A call that drafted and verified nothing is a plain call; one that drafted without verifying
-        is left out. Either ends the open run. To a call that verified without drafting the seconds
-        of a drafting pass are added; it is left out where no plain call was timed yet. So is a call
-        without seconds. When a run reaches `MIN_RUN_CALLS` and its size was not timed before, the
-        table learns it and the answer's costs are taken anew; every other call of a run is checked
-        for surprises. The tokens of all calls are added to those since the last timed plain call.
+        A call that neither verified nor drafted is a plain call; with it a timing of plain calls
+        may end, and the table learn them. One that drafted without verifying is left out. Either
+        ends the open run. To a call that verified without drafting the seconds of a drafting pass
+        are added; it is left out where no plain call was timed yet. So is a call without seconds.
+        When a run reaches `MIN_RUN_CALLS` and its size was not timed before, the table learns it
+        and the answer's costs are taken anew; every other call of a run is checked for surprises,
+        of which the third in a row has the costs rescaled, or plain calls timed again. The tokens
+        of all calls are added to those since the last timed plain call.
         """
         self._since_plain += call.tokens
         if call.shape is None:
@@ -673,13 +677,13 @@ class Controller:
             self._since_plain = 0
         if self._plain_calls_due:
             self._plain_calls_due -= 1
-            if self._is_plain_call_timed() or (not self._plain_calls_due and self._plain):
+            if self._has_timed_enough_plain_calls() or (not self._plain_calls_due and self._plain):
                 self._plain_calls_due = 0
                 self._table.learn_plain_seconds(self._context, self._plain)
                 self._plain.clear()
                 self._rescale_costs_after_surprises()
 
-    def _is_plain_call_timed(self) -> bool:
+    def _has_timed_enough_plain_calls(self) -> bool:
         """Whether enough plain calls were timed for the error that is tolerable."""
         count = len(self._plain)
         error = self._table.plain_error(self._context, count)
@@ -727,7 +731,8 @@ class Controller:
 
         What calls take beyond a plain one is multiplied by 1 / `MAX_SCALE` to `MAX_SCALE`. Nothing
         happens before surprises, or where no plain call was timed in this process. The first time,
-        the answer is also charged with what the surprising calls took beyond their old cost.
+        the answer is also charged with what `SURPRISING_CALLS` calls like the latest cost more by
+        the new scale than by the old, or credited with what they cost less.
         """
         plain = self._table.plain_seconds(self._context, only_of_this_process=True)
         if plain is None or not self._follows_seconds or not self._latest:

@@ -382,10 +382,10 @@ class CostTable:
     def learn_plain_seconds(self, context: int, seconds: Sequence[float]) -> None:
         """Average in the median of the seconds of some plain calls in a row, one or more.
 
-        A median that is off by more than `CLAMP` replaces the old timing: the machine has changed.
-        From three calls on, the noise is averaged in too. Tokens since the last timing count from
-        0; where the timing was due by them, the next has to wait twice as long, `TIMING_WAIT_MOST`
-        at most.
+        A median replaces a timing of an earlier process, and one from which it is off by more than
+        `CLAMP`: the machine has changed. From three calls on, the noise is averaged in too. Tokens
+        since the last timing count from 0; where the timing was due by them, the next has to wait
+        twice as long, `TIMING_WAIT_MOST` at most.
         """
         bucket = context_bucket(context)
         found = median(seconds)

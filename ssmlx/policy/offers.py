@@ -251,8 +251,8 @@ class ChainOffer:
         """Chains of the sizes in `CHAIN_NODES` below the largest, and the largest; fewest nodes
         first.
 
-        Only those of fewer than twice as many nodes as the root and the tokens that follow, or that
-        the largest has levels for.
+        Only those of fewer than 2 * (1 + n) nodes, n being the tokens that follow the match, or the
+        largest's levels where these are fewer.
         """
         most = min(self.following, self.largest.levels)
         counts = [nodes for nodes in CHAIN_NODES if nodes < self.largest.nodes]

@@ -102,8 +102,9 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     Runs MLX, and so belongs on its thread.
 
     Raises:
-        InputError: the file is missing or damaged, or another model's: of another key, vocabulary,
-            dtype or shapes, or longer than the context. The message has the first of these.
+        InputError: the file is missing or damaged, or another model's: of another key or
+            vocabulary, longer than the context, or of another dtype or shapes. The message has the
+            first of these.
     """
     read_header(path)
     try:
@@ -316,7 +317,9 @@ class PromptFolder:
             total -= stat.st_size
 
     def delete_own_files(self) -> list[Path]:
-        """Delete the files that the package wrote here, unfinished ones too; others stay.
+        """Delete the files that the package wrote here; others stay.
+
+        Unfinished ones are deleted too, as far as `delete_unfinished_files` does.
 
         Returns:
             The paths of all that were deleted.

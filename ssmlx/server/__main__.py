@@ -143,7 +143,7 @@ def make_prompt_cache_for_each_key(
 ) -> list[PromptCache]:
     """Make a prompt cache for each key, or one for all where there are no keys.
 
-    They share 4 GiB of disk evenly.
+    They share 4 GiB of disk evenly. In memory the engine's pool alone bounds them.
 
     Args:
         disk_folder: where prompts are kept on disk too, in folders named by the keys' hashes, or in
@@ -157,7 +157,6 @@ def make_prompt_cache_for_each_key(
 
     names = [hashlib.sha256(key).hexdigest()[:16] for key in api_keys] or [""]
     folders = [None if disk_folder is None else disk_folder / name for name in names]
-    # In memory the engine's pool alone bounds them.
     return [
         PromptCache(max_bytes=None, folder=one, max_disk_bytes=2**32 // len(names))
         for one in folders
@@ -192,9 +191,11 @@ def adapter_of_each_served_name(model_name: str, adapters: Sequence[str]) -> dic
     return models
 
 
-def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
-    """Load the model, time what drafting costs, print the address and what drafts, then serve until
-    the process is stopped.
+def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
+    """Load the model, time what drafting costs with each adapter, print the address and what
+    drafts, then serve until the process is stopped.
+
+    The socket listens before the model is loaded. `attention` of --drafter is set for the process.
 
     Raises:
         InputError: an option is wrong, a package is missing, nothing can listen at the address, or
@@ -252,7 +253,9 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
         """
 
         async def shutdown(self, sockets: Any = None) -> None:
-            """Cancel open answers, and free the engine, before the requests are waited for."""
+            """Cancel open answers, free the engine, and write prompts that are kept on disk, before
+            the requests are waited for.
+            """
             await asyncio.to_thread(handler.close)
             await super().shutdown(sockets)
 
@@ -266,7 +269,7 @@ def _print_warning_address_and_example(
 ) -> None:
     """Print where the server listens, its models, and an example request.
 
-    Without a key, an address that other machines reach is followed by a warning.
+    Where no key is needed and other machines reach the address, a warning comes first.
 
     Args:
         sock: that listens.
@@ -284,7 +287,7 @@ def _print_warning_address_and_example(
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = make_main(PROG, parse_args, _load_time_calls_and_serve)
+main = make_main(PROG, parse_args, _load_model_time_calls_and_serve)
 
 if __name__ == "__main__":
     raise SystemExit(main())

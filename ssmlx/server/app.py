@@ -190,8 +190,8 @@ class Routes:
         """Answer a POST with the number of tokens of its prompt, as Anthropic's API does.
 
         Raises:
-            HTTPException, InputError: as `_read_request` does, or the host, origin or key is
-                refused.
+            HTTPException, InputError: as `_read_request` does, the host, origin or key is refused,
+                the prompt cannot be made into tokens, or the server is being stopped (503).
         """
         self._check_access_and_find_prompt_cache(request)
         ask, headers = await self._read_request(request, messages.read_message)
@@ -209,7 +209,7 @@ class Routes:
 
         Returns:
             (ask, headers): the request, with the name of a model that is served, and headers of its
-            response: `X-Ignored-Fields`, which names the fields that are ignored, if there are any.
+            response: `X-Ignored-Fields`, which names the unknown fields, if there are any.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), or the
@@ -229,7 +229,8 @@ class Routes:
         if there are no keys, and for the page and /health.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
-        name may resolve to this machine, cannot use it. A request without `Origin` passes.
+        name may resolve to this machine, cannot use it. A request without `Origin` passes. The key
+        stands in `x-api-key`, or else as the bearer in `Authorization`.
 
         Raises:
             HTTPException: host or origin is unknown (403), or the key is wrong or missing (401).
@@ -395,13 +396,15 @@ class AnswerResponse(StreamingResponse):
         """Send the answer, as events or as one object.
 
         An error before the first byte is raised, so that it gets a status; a later one is sent as
-        an event `error`, and logged where it is none of the client's.
+        an event `error`, and logged where its status is 500. An answer that takes more than
+        `limits.time` seconds ends in a TimeoutError.
 
         Args:
             send: of ASGI.
 
         Raises:
             ClientDisconnect: the client has gone, or does not take what is sent.
+            Exception: any error of the answer, while nothing was sent.
         """
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):

@@ -60,7 +60,8 @@ class Choice:
     def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
 
-        The first one has the response's token count and log probabilities.
+        The first one has the response's token count and log probabilities, unless it is a tool
+        call. That of an end token is reported in text completions alone.
 
         Args:
             response: the next one of the answer.
@@ -112,7 +113,8 @@ class AnswerParser:
     def __init__(
         self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt_tokens: Sequence[int] = ()
     ) -> None:
-        """Begin a text, inside of reasoning where the prompt's end opens it.
+        """Begin a text: of a new turn in the state that the tokenizer names for these, if it names
+        one; else inside of reasoning where the prompt's end opens it.
 
         A text completion, or an answer that follows a grammar other than a forced call's, is not
         split.
@@ -147,7 +149,7 @@ class AnswerParser:
         Of a piece there is at least one part. The first one has the piece's token count and log
         probabilities, unless it is a call. At the end, text that was held back comes first, and the
         end last; its `reason` is "tool_calls" if the answer stopped by itself and has called a
-        tool, and its `reasoning_tokens` are those of the parts before it.
+        tool, and its `reasoning_tokens` are those of all pieces whose first part was reasoning.
         """
         if isinstance(part, TextPart):
             self._state, segments = TextStateMachine.split(self._state, part.text)

@@ -256,14 +256,16 @@ def _read_whether_last_turn_continues(body: Body, turns: Sequence[Body]) -> _Con
     it.
 
     It continues a last turn of the assistant that has text and no calls, as in llama.cpp's server,
-    unless `continue_final_message` is false or `add_generation_prompt` is true.
+    unless `continue_final_message` is false or `add_generation_prompt` is true. If it does not, the
+    template opens a turn, unless `add_generation_prompt` is false.
 
     Args:
         body: the request.
         turns: of the chat, one or more.
 
     Raises:
-        RequestError: both fields are true, as in vLLM's server, or there is no such turn.
+        RequestError: `continue_final_message` is true, and so is `add_generation_prompt`, as in
+            vLLM's server, or there is no such turn.
     """
     wants = requests.read_typed_or_default(body, "continue_final_message", bool)
     opens = requests.read_typed_or_default(body, "add_generation_prompt", bool)

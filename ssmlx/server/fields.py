@@ -102,18 +102,19 @@ _INSTEAD = {
 def check_fields_and_list_unknown(route: str, body: Body) -> Sequence[str]:
     """Check the names of a request's fields, and list those that nobody knows.
 
-    Fields that the route follows, and those without effect, pass with any value. A known field that
-    cannot be followed passes if its value is null or asks for nothing, such as `best_of` 1.
+    Fields that the route follows, and those of `WITHOUT_EFFECT`, pass with any value, and are not
+    listed. A field of `REFUSED` passes if its value is null or asks for nothing, such as `best_of`
+    1, and is not listed either.
 
     Args:
         route: its path, one of `FOLLOWED`.
         body: the request.
 
     Returns:
-        The names of fields that this route neither follows nor refuses; they are ignored.
+        The names of all other fields; they are ignored.
 
     Raises:
-        RequestError: a known field that cannot be followed asks for something.
+        RequestError: a field of `REFUSED` asks for something.
     """
     ignored = []
     for name, value in body.items():

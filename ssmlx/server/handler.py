@@ -147,7 +147,8 @@ class RequestHandler:
         Raises:
             InputError: it cannot be followed.
             NoRoomError: there is no memory for it.
-            HTTPException: too many others wait, or the server is being stopped (503).
+            HTTPException: too many others wait, no slot got free in time, or the server is being
+                stopped (503).
         """
         await self._wait_for_first_slot_or_503()
         slots = RequestSlots(self._slots)
@@ -223,8 +224,8 @@ class RequestHandler:
     async def _echoed_prompt_scored_if_asked(self, choice: Choice, progress: Progress) -> TextPart:
         """Return the prompt as the first part of a choice that echoes it.
 
-        Where log probabilities are wanted, the part has them: the prompt is scored first, which is
-        waited for, and only for the first of its choices.
+        Where log probabilities are wanted, the part has them: the prompt is scored for the first of
+        its choices, which is waited for, and keeps them for the others.
 
         Args:
             choice: whose prompt it is.
@@ -282,6 +283,7 @@ class RequestHandler:
             mask=self.reader.make_mask_or_none(ask),
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
+            keep_at=choice.prompt.keep_at,
             joins_prompt=ask.continues or not ask.is_chat,
         )
 

@@ -280,7 +280,7 @@ def content_text(content: Any) -> str:
     anything between.
 
     Raises:
-        RequestError: a part is no text.
+        RequestError: `content` is neither a text nor a list, or a part is no text.
     """
     parts = text_or_list_as_parts(content)
     kinds = ["text", "input_text", "output_text", "reasoning_text"]

@@ -22,11 +22,11 @@ _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "el
 
 
 def with_closed_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy of a schema in which objects have only the properties that they name.
+    """Return a copy of a schema in which objects that name properties may have no others.
 
     OpenAI's, vLLM's and llama.cpp's servers read schemas so, while JSON Schema would allow any
-    others. `additionalProperties` of the schema stays as it is. A schema that combines several
-    schemas for one object is returned unchanged.
+    others. `additionalProperties` stays as it is where there is one. Where one object, however deep
+    inside, is described by several schemas, the given schema itself is returned.
     """
     return schema if _describes_object_by_several(schema) else _close_objects(schema)
 
