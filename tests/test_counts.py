@@ -17,9 +17,9 @@ from tiny_heads import make_heads
 
 from ssmlx.decoding.call import plain_call, verify_tree
 from ssmlx.decoding.draft_shape import Never
-from ssmlx.decoding.drafter import top_columns_and_values
 from ssmlx.decoding.drafting import scratch_rows
 from ssmlx.decoding.loop import plain_decode, speculative_decode
+from ssmlx.decoding.ranking import top_columns_and_values
 from ssmlx.decoding.sampling import RowPositions, Sampling, last_tokens
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter

@@ -719,7 +719,7 @@ def events(monkeypatch):
 
         return call
 
-    for name in ("plain_call", "verify_tree"):
+    for name in ("plain_call", "verify"):
         monkeypatch.setattr(decode, name, logged("build", getattr(decode, name)))
     monkeypatch.setattr(DraftingText, "propose", logged("draft", DraftingText.propose))
     monkeypatch.setattr(mx, "async_eval", logged("launch", mx.async_eval))

@@ -259,7 +259,7 @@ def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
 
 def test_nothing_is_computed_that_nobody_asks_for(engine, folders, monkeypatch):
     steps = []
-    for name in ("verify_tree", "plain_call"):
+    for name in ("verify", "plain_call"):
         build = getattr(loop, name)
         counted = partial(lambda build, *a, **more: steps.append(1) or build(*a, **more), build)
         monkeypatch.setattr(loop, name, counted)

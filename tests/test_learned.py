@@ -76,6 +76,10 @@ def test_nothing_is_timed_between_the_calls_of_another_loop(monkeypatch):
     other.launch()
     assert one.read(pending, device.read) == (7, None)
     assert one.read(one.launch(), device.read)[1] == pytest.approx(1.0)
+    pending = one.launch()
+    one.note_other_work()
+    assert one.read(pending, device.read) == (7, None)
+    assert one.read(one.launch(), device.read)[1] == pytest.approx(1.0)
 
 
 def answer(model, **settings):

@@ -15,8 +15,10 @@ from metal import shim
 from metal.cases import Case, error_of, error_on_metal, run_case
 from metal.lint import complaints
 from mlx_lm.models import base as mlx_lm_base
-from tiny import first_tokens, make_base, make_model
+from tiny import FakeClock, first_tokens, make_base, make_model
 
+from ssmlx.decoding import call as target_call
+from ssmlx.decoding import stopwatch
 from ssmlx.decoding.loop import plain_decode, speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.errors import InputError
@@ -91,6 +93,22 @@ def speeds(monkeypatch):
     monkeypatch.setattr(trial, "run_layers", run_layers)
     monkeypatch.setattr(hook, "try_kernel", lambda *a: tried.append(a[0]) or real(*a))
     return seconds, tried
+
+
+class NotingTrials:
+    """Has the same tree drafted at every call, and notes the seconds of each, and how many trials
+    there were when it was read."""
+
+    def __init__(self, shape, tried):
+        self._shape = shape
+        self._tried = tried
+        self.calls = []
+
+    def next(self, *, is_read=False):
+        return self._shape
+
+    def record(self, call):
+        self.calls.append((call.seconds, len(self._tried)))
 
 
 CASES = {
@@ -440,6 +458,31 @@ def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
         assert (len(tried) > before) == first_answer
         assert on_shim.calls > calls
     assert not hook._wanted and len(tried) == len(hook._trials)
+
+
+@pytest.mark.parametrize("schedule", ["fused", "second-pass"])
+def test_a_trial_is_no_calls_time(schedule, on_shim, speeds, monkeypatch):
+    """The call that is under way meanwhile has no time; all others have their own."""
+    clock = FakeClock()
+    monkeypatch.setattr(stopwatch, "now", clock)
+    read = target_call.to_list
+    monkeypatch.setattr(target_call, "to_list", lambda array: clock.spend(1.0) or read(array))
+    tries = hook.try_kernel
+    monkeypatch.setattr(hook, "try_kernel", lambda *given: clock.spend(500.0) or tries(*given))
+    _, tried = speeds
+    model = make_model()
+    drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams, schedule)
+    controller = NotingTrials(drafter.largest, tried)
+    cache = model.make_cache()
+    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], controller=controller)
+    first_tokens(steps, 24)
+    prompts, *calls = controller.calls
+    assert prompts == (None, 0) and len(tried) > 1
+    assert len(calls) > len(tried) + 2
+    before = 0
+    for seconds, trials in calls:
+        assert seconds == (1.0 if trials == before else None)
+        before = trials
 
 
 def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypatch, caplog):

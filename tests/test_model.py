@@ -505,6 +505,121 @@ def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
             whole.keep_first(count)
 
 
+def committed_tree_cache():
+    """A `TreeCache` of a text, and what leaves a path of so many rows behind it."""
+    rng = np.random.default_rng(0)
+    cache = TreeCache(DEPTH, step=4)
+    cache.reserve(more_tokens=TEXT)
+    append(cache, NaiveCache(), rng, TEXT)
+
+    def leave_call(num_rows):
+        cache.reserve(more_tokens=num_rows, step_rows=num_rows)
+        path = mx.arange(num_rows)
+        for layer in range(DEPTH):
+            rows = as_arrays(random_rows(rng, num_rows))
+            cache.view(layer, path + cache.root_position).update_and_fetch(*rows)
+        cache.hold_accepted_path(path, path, DEPTH, mx.array([num_rows]))
+
+    return cache, leave_call
+
+
+def committed_state_cache(make_caches):
+    """A `StateCache` of a text, and what leaves a chain of so many rows behind it."""
+
+    def model(tokens, cache):
+        keys = mx.random.normal((1, 2, tokens.shape[1], 3))
+        for one in cache:
+            one.update_and_fetch(keys, keys)
+        return mx.zeros((*tokens.shape, 8))
+
+    cache = StateCache(make_caches)
+    cache.append(model, mx.arange(TEXT))
+    return cache, lambda num_rows: cache.verify(model, mx.arange(num_rows))
+
+
+TEXT = 8
+CACHES = {
+    "tree": committed_tree_cache,
+    "rows": lambda: committed_state_cache(lambda: [KVCache()]),
+    "window": lambda: committed_state_cache(lambda: [KVCache(), RotatingKVCache(4)]),
+}
+
+
+def keys_of(cache):
+    return np.array(cache.keys_and_values(0)[0])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("num_accepted", [1, 2, 3])
+def test_a_text_goes_on_by_the_rows_that_a_call_has(kind, num_accepted):
+    """And by no more, whatever there is room for; each call's are committed once."""
+    cache, leave_call = CACHES[kind]()
+    for start in (TEXT, TEXT + num_accepted):
+        with pytest.raises(ValueError, match="waits to be committed"):
+            cache.commit_accepted(1)
+        leave_call(3)
+        for count in (-1, 0, 4, 5):
+            with pytest.raises(ValueError, match=f"^{count} tokens of a (path|chain) of 3"):
+                cache.commit_accepted(count)
+        assert cache.offset == start
+        cache.commit_accepted(num_accepted)
+        assert cache.offset == start + num_accepted
+    assert keys_of(cache).shape[2] == cache.offset
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("in_call", [False, True])
+def test_a_text_goes_back_and_is_forked_where_its_cache_says(kind, in_call):
+    """0 and all that is committed among these places, and nothing beyond."""
+    keepable = set()
+    for count in range(-1, TEXT + 8):
+        cache, leave_call = CACHES[kind]()
+        if in_call:
+            leave_call(3)
+            cache.commit_accepted(2)
+        length = cache.offset
+        kept = cache.longest_keepable(max(count, 0))
+        assert cache.longest_keepable(kept) == kept <= min(max(count, 0), length)
+        expected = keys_of(cache.fork(length))
+        if kept != count:
+            for go_back in (cache.fork, cache.keep_first):
+                with pytest.raises(ValueError, match=f"cannot keep {count} tokens of {length}"):
+                    go_back(count)
+            continue
+        keepable.add(count)
+        fork = cache.fork(count)
+        assert fork.offset == count and not fork.has_uncounted_paths
+        assert cache.offset == length
+        cache.keep_first(count)
+        assert cache.offset == count
+        for one in (fork, cache):
+            if count:
+                np.testing.assert_array_equal(keys_of(one), expected[:, :, :count])
+    assert keepable >= {0, length}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_snapshot_takes_a_call_back(kind):
+    """Behind one that waits to be committed too; the call may be run anew then."""
+    cache, leave_call = CACHES[kind]()
+    leave_call(3)
+    if not cache.can_build_ahead:
+        cache.commit_accepted(2)
+    before = cache.snapshot()
+    leave_call(2)
+    cache.restore(before)
+    if cache.can_build_ahead:
+        cache.commit_accepted(2)
+    assert cache.offset == TEXT + 2
+    with pytest.raises(ValueError, match="waits to be committed"):
+        cache.commit_accepted(1)
+    expected = keys_of(cache)
+    leave_call(2)
+    cache.commit_accepted(1)
+    np.testing.assert_array_equal(keys_of(cache)[:, :, : TEXT + 2], expected)
+    assert keys_of(cache).shape[2] == cache.offset == TEXT + 3
+
+
 # --- masks, against those drawn in docstrings and built anew ---
 
 

@@ -29,8 +29,7 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
 
 import ssmlx
-from ssmlx.decoding.call import plain_call
-from ssmlx.decoding.chain import verify_as_chain
+from ssmlx.decoding.call import plain_call, verify
 from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.loop import prefill, speculative_decode
@@ -163,7 +162,7 @@ def test_behind_every_call_the_state_is_plain_decodings(name, monkeypatch):
     prefill(model, PROMPT[:-1], cache)
     for right in ORDERS:
         root = cache.offset
-        call = verify_as_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
+        call = verify(model, chain_of(text, root, right), cache)
         assert call.read_tokens() == text[root + 1 : root + right + 2]
         ran.clear()
         cache.commit_accepted(right + 1)
@@ -274,7 +273,7 @@ def test_calls_of_a_model_called_whole_leave_no_hidden_states(name):
     cache = model.make_cache()
     tail = last_tokens((), 0)
     plain = plain_call(model, mx.array(PROMPT[:1], mx.int32), tail, cache)
-    chain = verify_as_chain(model, chain_tree(mx.array(PROMPT[1:4], mx.int32)), cache, tail=tail)
+    chain = verify(model, chain_tree(mx.array(PROMPT[1:4], mx.int32)), cache)
     assert model.append(mx.array([1]), model.make_cache()).last_hidden is None
     for call in (plain, chain):
         with pytest.raises(ValueError, match="as a tap alone"):
@@ -327,10 +326,7 @@ def test_a_text_may_go_back_to_any_place_of_its_last_chain(name):
         cache = model.make_cache()
         prefill(model, PROMPT[:-1], cache)
         chain = chain_of(text, first, DRAFTED)
-        assert (
-            len(verify_as_chain(model, chain, cache, tail=last_tokens((), 0)).read_tokens())
-            == 1 + DRAFTED
-        )
+        assert len(verify(model, chain, cache).read_tokens()) == 1 + DRAFTED
         cache.commit_accepted(1 + DRAFTED)
         assert cache.longest_keepable(kept) == kept
         cache.keep_first(kept)
@@ -438,7 +434,7 @@ def test_drafting_heads_read_the_last_accepted_rows_hidden_state(name, monkeypat
         prefill(model, PROMPT[:-1], cache)
         chain = chain_of(text, len(PROMPT) - 1, right)
         taps = (len(model.backbone.layers),)
-        call = verify_as_chain(model, chain, cache, tail=last_tokens((), 0), taps=taps)
+        call = verify(model, chain, cache, taps=taps)
         tree = propose(drafter, call.verified, drafter.largest)
         assert set(tree.tokens.tolist()) == {expected[right]}, "the token behind the accepted ones"
 
@@ -753,7 +749,7 @@ def test_a_fork_of_a_cache_goes_on_by_itself(name):
     cache.mark()
     prefill(model, text[8:20], cache)
     root = 20
-    call = verify_as_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
+    call = verify(model, chain_of(text, root, 2), cache)
     mx.eval(call.arrays_to_read())
     cache.commit_accepted(3)
     marked = 8 if cache.longest_keepable(8) == 8 else 0

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextCo
 
 import ssmlx
 from ssmlx.commands.results import print_and_save_json_and_txt
-from ssmlx.decoding.call import plain_call
-from ssmlx.decoding.chain import verify_as_chain
+from ssmlx.decoding.call import plain_call, verify
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
 from ssmlx.drafters.mtp import MtpConfig, load_mtp
@@ -357,7 +356,7 @@ def _time_one_chain_call(
     wrong = [(token + 1) % size for token in known[kept + 1 :]]
     tree = chain_tree(mx.array([*known[: kept + 1], *wrong], mx.int32))
     started = time.perf_counter()
-    call = verify_as_chain(model, tree, cache, tail=last_tokens((), 0))
+    call = verify(model, tree, cache)
     count = len(call.read_tokens())
     mx.eval(cache.state)
     seconds = time.perf_counter() - started

@@ -14,12 +14,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from ..model.cache import TreeCache
-from ..model.layer_state import join_key_values, split_key_values
+from ..model.layer_state import join_key_values
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
 from ..model.tree import root_tree
-from .call import resolve_row_over_full_vocab, sample_or_mark_unresolved
+from .call import resolve_row_on_rank0, sample_on_rank0
 from .sampling import Sampling, last_tokens, read_logprobs, row_positions
 from .step import Step, Take, take_all
 
@@ -67,16 +67,10 @@ class Row:
         positions = row_positions(root_tree(token), mx.array([self.position], mx.int32), self.tail)
         if self.mask is not None:
             logits = self.mask(self.text[self.first :], logits)
-        chosen = sample_or_mark_unresolved(self.model, logits, sampler, positions)
-        chosen = resolve_row_over_full_vocab(self.model, chosen, logits, sampler, positions, only)
+        chosen = sample_on_rank0(self.model, logits, sampler, positions)
+        chosen = resolve_row_on_rank0(self.model, chosen, logits, sampler, positions, only)
         self.tail = positions.tail_at(only)
         return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
-
-    @property
-    def tree_cache(self) -> TreeCache:
-        """The row's cache, where calls are shared: a model that can has stages."""
-        assert isinstance(self.cache, TreeCache)
-        return self.cache
 
     def committed_rows_as_kv_caches(self) -> list[KVCache]:
         """The row's committed keys and values, as one of mlx-lm's caches for each layer.
@@ -84,13 +78,10 @@ class Row:
         They hold slices of its cache's buffers. Empty caches where no token is committed, as of a
         text of one token.
         """
-        caches: list[KVCache] = []
-        cache = self.tree_cache
-        if not cache.offset:  # of a text of one token
-            return [KVCache() for _ in cache.layers]
-        for rows in cache.rows(cache.offset):
-            caches.append(KVCache())
-            caches[-1].state = *split_key_values(rows), cache.offset
+        caches = [KVCache() for _ in range(self.model.num_layers)]
+        if self.cache.offset:
+            for layer, cache in enumerate(caches):
+                cache.state = *self.cache.keys_and_values(layer), self.cache.offset
         return caches
 
 
@@ -166,7 +157,7 @@ class Batch:
         if self.shares_calls:
             found = [cache.extract(number) for cache in self._caches]
             own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
-            row.tree_cache.restore(own)
+            row.cache.restore(own)
         row.cache.keep_first(len(row.text) - 1)
         mx.eval(row.cache.state)
         self._rows.remove(row)
@@ -230,7 +221,7 @@ class Batch:
             layers = zip(*(row.committed_rows_as_kv_caches() for row in rows), strict=True)
             merged = [BatchKVCache.merge(list(layer)) for layer in layers]
             for row in rows:
-                row.tree_cache.restore(TreeCache(row.model.num_layers))
+                row.cache.restore(TreeCache(row.model.num_layers))
             for cache, more in zip(self._caches, merged, strict=False):
                 cache.extend(more)
             self._caches = self._caches or merged

@@ -13,13 +13,15 @@ import mlx.core as mx
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
 from ..model.stages import CallOutput, LayerInputs, filled_taps
+from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
-from ..model.tree import Tree, root_tree
+from ..model.tree import Tree, chain_tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
-from .drafter import Noise, Verified, with_noise
+from .drafter import Verified
 from .prune import may_drop_nodes, surviving_nodes, transition_logprobs
+from .ranking import Noise, with_noise
 from .sampling import (
     GREEDY,
     RowPositions,
@@ -126,6 +128,50 @@ def plain_call(
     return finish_call(tree, output, decided, positions, cache, sampler, is_plain=True)
 
 
+def verify(
+    model: StreamFusedModel,
+    tree: Tree,
+    cache: TextCache,
+    *,
+    streams_per_node: int = 0,
+    prune: PruneConfig = NO_PRUNING,
+    sampler: Sampling = GREEDY,
+    acceptance: AcceptanceConfig = EXACT,
+    tail: mx.array | None = None,
+    taps: tuple[int, ...] = (),
+) -> TargetCall:
+    """Build a target call on a draft tree: `verify_tree`, or `verify_as_chain` for a model that is
+    called as a whole, of which `cache` is then.
+
+    Args:
+        model, tree, cache, sampler, acceptance, tail, taps: see these.
+        streams_per_node, prune: of a model with stages alone; no other has streams or an early
+            exit.
+
+    Returns:
+        The call, not committed.
+
+    Raises:
+        InputError, ValueError: as these.
+    """
+    if isinstance(cache, StateCache):
+        return verify_as_chain(
+            model, tree, cache, sampler=sampler, acceptance=acceptance, tail=tail, taps=taps
+        )
+    assert isinstance(cache, TreeCache)
+    return verify_tree(
+        model,
+        tree,
+        cache,
+        streams_per_node=streams_per_node,
+        prune=prune,
+        sampler=sampler,
+        acceptance=acceptance,
+        tail=tail,
+        taps=taps,
+    )
+
+
 def verify_tree(
     model: StreamFusedModel,
     tree: Tree,
@@ -202,6 +248,50 @@ def verify_tree(
     return finish_call(kept, output, decided, positions, cache, sampler, drafted=tree)
 
 
+def verify_as_chain(
+    model: StreamFusedModel,
+    tree: Tree,
+    cache: StateCache,
+    *,
+    sampler: Sampling = GREEDY,
+    acceptance: AcceptanceConfig = EXACT,
+    tail: mx.array | None = None,
+    taps: tuple[int, ...] = (),
+) -> TargetCall:
+    """Build a target call on the N nodes of `tree`, each taken as the child of the one before it.
+
+    What is proposed for a model that is called as a whole is a chain. Of any other tree a part is
+    wrong guesses, which are rejected. The cache is changed at once, though nothing is committed or
+    computed yet.
+
+    Args:
+        model: the target.
+        tree: what was drafted, two nodes or more.
+        cache: holds the tokens before the root; `commit_accepted` says how many nodes join.
+        sampler: decides the target's tokens.
+        acceptance: when a drafted token counts as the target's.
+        tail: [C] the last tokens before the root, for samplers that need them; as if there were
+            none unless given.
+        taps: numbers of the layers whose input a drafter reads: the final norm's at most.
+
+    Returns:
+        The call, not committed. Its `verified` is of the chain, without any hidden states: what
+        enters the final norm is among its taps. Its counts of nodes and of drafted tokens are those
+        of `tree`.
+
+    Raises:
+        InputError: the model gives no such taps.
+        ValueError: the tree is a root alone, or what a layer keeps cannot be taken back, see
+            `StateCache.verify`.
+    """
+    chain = chain_tree(tree.tokens)
+    tail = last_tokens((), sampler.context_size) if tail is None else tail
+    positions = row_positions(chain, cache.root_position, tail)
+    output = model.backbone.verify_chain(chain.tokens, cache, taps)
+    decided = decide_and_accept(model, chain, output.logits, sampler, positions, acceptance)
+    return finish_call(chain, output, decided, positions, cache, sampler, drafted=tree)
+
+
 def finish_call(
     tree: Tree,
     output: CallOutput,
@@ -235,15 +325,15 @@ def finish_call(
     if output.stream_hidden is not None:
         own_streams = stream_rows_of_node(output.stream_hidden, accepted.last, tree.num_nodes)
     verified = Verified(
-        tree,
-        target_tokens,
-        accepted,
-        output.last_hidden,
-        own_streams,
-        output.insertion_hidden,
-        positions.first,
-        cache,
-        output.taps,
+        tree=tree,
+        target_tokens=target_tokens,
+        acceptance=accepted,
+        node_hidden=output.last_hidden,
+        stream_hidden=own_streams,
+        insertion_hidden=output.insertion_hidden,
+        position=positions.first,
+        cache=cache,
+        taps=output.taps,
     )
     for_host = target_tokens
     if not is_plain:
@@ -251,9 +341,14 @@ def finish_call(
     logprobs = sampler.token_logprobs_or_none(
         output.logits, positions, accepted.path, accepted.new_tokens
     )
-    next_tail = positions.tail_at(accepted.last)
     return TargetCall(
-        verified, next_tail, for_host, logprobs, is_plain, drafted.num_nodes, drafted.num_drafted
+        states=verified,
+        tail=positions.tail_at(accepted.last),
+        for_host=for_host,
+        token_logprobs=logprobs,
+        is_plain=is_plain,
+        num_nodes=drafted.num_nodes,
+        num_drafted=drafted.num_drafted,
     )
 
 
@@ -295,7 +390,7 @@ def prune_tree(
     return PrunedTree(tree.select(keep), hidden[:, keep], keep)
 
 
-def sample_or_mark_unresolved(
+def sample_on_rank0(
     model: StreamFusedModel, logits: mx.array, sampler: Sampling, positions: RowPositions
 ) -> mx.array:
     """Decide the token after each row of a call, see `Sampling.sample_or_mark_unresolved`.
@@ -307,14 +402,14 @@ def sample_or_mark_unresolved(
         positions: of the R rows.
 
     Returns:
-        [R] int32 tokens; negative where they are left to `resolve_row_over_full_vocab`.
+        [R] int32 tokens; negative where they are left to `resolve_row_on_rank0`.
     """
     return model.backbone.broadcast_from_rank0(
         sampler.sample_or_mark_unresolved(logits, positions)
     )[0]
 
 
-def resolve_row_over_full_vocab(
+def resolve_row_on_rank0(
     model: StreamFusedModel,
     tokens: mx.array,
     logits: mx.array,
@@ -322,11 +417,11 @@ def resolve_row_over_full_vocab(
     positions: RowPositions,
     row: mx.array,
 ) -> mx.array:
-    """Decide one row among all V tokens, where `sample_or_mark_unresolved` left it unresolved.
+    """Decide one row among all V tokens, where `sample_on_rank0` left it unresolved.
 
     Args:
         model: the target; where it is split over ranks, rank 0 decides.
-        tokens: [R] as `sample_or_mark_unresolved` returned them.
+        tokens: [R] as `sample_on_rank0` returned them.
         logits: [R, V] that it was given.
         sampler: that it was given.
         positions: that it was given.
@@ -368,10 +463,10 @@ def decide_and_accept(
         resolved (not negative); and the accepted path, whose `new_tokens` are resolved.
     """
     if acceptance.kind == "exact":
-        target_tokens = sample_or_mark_unresolved(model, logits, sampler, positions)
+        target_tokens = sample_on_rank0(model, logits, sampler, positions)
         found = accept(tree, target_tokens)
         if sampler.may_leave_unresolved:
-            target_tokens = resolve_row_over_full_vocab(
+            target_tokens = resolve_row_on_rank0(
                 model, target_tokens, logits, sampler, positions, found.last
             )
             along = target_tokens if tree.num_nodes == 1 else target_tokens[found.path]

@@ -3,21 +3,17 @@
 The drafters themselves are the files of `ssmlx/drafters/`.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
 
-from ..model.shapes import indices
 from ..model.text_cache import TextCache
 from ..model.tree import Tree
 from .accept import Acceptance
 from .draft_shape import DraftShape
 
-Noise = mx.array | None
-"""What is known of the decisions that are guessed, see `Sampling.noise`."""
 Taps = Mapping[int, mx.array]
 """Hidden states by layer: [1, R, D] as they enter layer n, R rows.
 
@@ -170,62 +166,3 @@ class Drafter(Protocol):
             A tree whose root is `verified.root`; a bare root where there is nothing to draft. A
             drafter that needs host tokens knows it: the last token that `start` or `follow` gave.
         """
-
-
-def rank_candidates(
-    logits: mx.array, count: int, vocab: mx.array | None = None
-) -> tuple[mx.array, mx.array]:
-    """The likeliest tokens of each row; of equal ones those of the lowest columns.
-
-    Args:
-        logits: [G, V]; [G, Vd] with a draft vocabulary.
-        count: K, at most the number of columns.
-        vocab: [Vd] the token of each column; the column's number unless given.
-
-    Returns:
-        [G, K] tokens, likeliest first, and [G, K] their float32 log probabilities, normalised over
-        all columns.
-    """
-    columns, values = top_columns_and_values(logits, count)
-    tokens = columns if vocab is None else vocab[columns]
-    return tokens, values - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
-
-
-def with_noise(logits: mx.array, noise: Noise) -> mx.array:
-    """Float32 `logits` plus `noise`, of one shape; `logits` as they are where `noise` is None."""
-    return logits if noise is None else logits.astype(mx.float32) + noise
-
-
-def top_columns_and_values(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The largest values of each row, without a sort of whole rows.
-
-    A sort of a row takes many passes on a GPU. All that is wanted stands in the K blocks of columns
-    with the largest maxima, so about sqrt(V K) numbers are sorted, twice.
-
-    Args:
-        values: [R, V].
-        count: K, at most V.
-
-    Returns:
-        [R, K] columns and [R, K] their values in float32, largest first; of equal values the lowest
-        columns.
-    """
-    rows, size = values.shape
-    # Of a block: a power of two, of which most vocabularies' sizes are multiples.
-    width = 1 << (math.isqrt(size // count).bit_length() - 1)
-    columns = indices(size)[None]
-    found = values
-    if width > 1:
-        whole = size // width * width
-        maxima = values[:, :whole].reshape(rows, -1, width).max(axis=-1)
-        # In the order of their columns, so that a stable sort leaves equal values in it.
-        blocks = mx.sort(mx.argsort(-maxima, axis=-1)[:, :count], axis=-1).astype(mx.int32)
-        columns = (blocks[:, :, None] * width + indices(width)).reshape(rows, -1)
-        if whole < size:
-            rest = mx.broadcast_to(indices(whole, size), (rows, size - whole))
-            columns = mx.concatenate([columns, rest], axis=-1)
-        found = mx.take_along_axis(values, columns, axis=-1)
-    order = mx.argsort(-found, axis=-1)[:, :count]
-    columns = mx.broadcast_to(columns, found.shape)
-    best = mx.take_along_axis(found, order, axis=-1).astype(mx.float32)
-    return mx.take_along_axis(columns, order, axis=-1), best

@@ -28,14 +28,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..model import metal
-from ..model.cache import TreeCache
-from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import CACHE_STEP, TextCache
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
-from .call import EXACT, NO_PRUNING, TargetCall, plain_call, verify_tree
-from .chain import verify_as_chain
+from .call import EXACT, NO_PRUNING, TargetCall, plain_call, verify
 from .draft_shape import Always, CallRecord, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
@@ -346,23 +343,31 @@ class _SpeculativeLoop:
         running = _RunningCall(first, self.launch(first), is_prompts=True)
         yield from self.text.start_text_followers()
         while True:
-            # `running` is under way; all before it are read.
+            # `running` is under way; all before it are read. "Ahead" is before it is read.
             num_tokens = len(self.text.tokens)
             drafts = self.controller.next()
             if drafts is None and running.call.is_plain:
-                running = yield from self.launch_plain_then_read(running)
+                running = yield from self.launch_plain_ahead(running)
             elif drafts is None or self.text.needs_host_tokens(drafts):
-                running = yield from self.read_then_draft_and_launch(running)
-            elif running.is_prompts or self.prune.kind == "threshold":
-                running = yield from self.draft_then_read_and_launch(running, drafts)
-            elif isinstance(self.cache, TreeCache):
-                running = yield from self.draft_and_build_then_read(running, drafts, self.cache)
-            else:  # a built call has changed such a cache
-                running = yield from self.draft_then_read_and_launch(running, drafts)
-            metal.time_pending_shape()
+                running = yield from self.read_first(running)
+            elif self.may_build_ahead(running):
+                running = yield from self.draft_and_build_ahead(running, drafts)
+            else:
+                running = yield from self.draft_ahead(running, drafts)
+            if metal.time_pending_shape():
+                self.watch.note_other_work()
             free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
 
-    def launch_plain_then_read(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
+    def may_build_ahead(self, running: _RunningCall) -> bool:
+        """Whether the next call may be built before `running` is read.
+
+        Not behind the prompt's call, whose token is given out first; nor where pruning would wait
+        for the device, or the cache has to know how many tokens were accepted.
+        """
+        waits = running.is_prompts or self.prune.kind == "threshold"
+        return self.cache.can_build_ahead and not waits
+
+    def launch_plain_ahead(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
         """Launch a plain call behind a plain call, then read and give out that one's token.
 
         Args:
@@ -382,9 +387,7 @@ class _SpeculativeLoop:
         yield from self.watch.yield_untimed(step)
         return following
 
-    def read_then_draft_and_launch(
-        self, running: _RunningCall
-    ) -> Generator[Step | None, None, _RunningCall]:
+    def read_first(self, running: _RunningCall) -> Generator[Step | None, None, _RunningCall]:
         """Read a call, then draft, build and launch the next one by what its tokens say.
 
         The controller decides again what is drafted, as drafters that had to wait for the tokens
@@ -404,7 +407,7 @@ class _SpeculativeLoop:
         self.report_to_controller(running, step, seconds, drafts)
         return (yield from self.give_out_and_launch(running, step, drafts))
 
-    def draft_then_read_and_launch(
+    def draft_ahead(
         self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft while a call is under way and read it; then build and launch the next one.
@@ -424,8 +427,8 @@ class _SpeculativeLoop:
         step = self.read_release_and_report_call(running, drafts)
         return (yield from self.give_out_and_launch(running, step, drafts, tree))
 
-    def draft_and_build_then_read(
-        self, running: _RunningCall, drafts: DraftShape, cache: TreeCache
+    def draft_and_build_ahead(
+        self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft and build the next call while a call is under way; read that one and launch.
 
@@ -438,7 +441,6 @@ class _SpeculativeLoop:
         Args:
             running: the call under way.
             drafts: what to draft behind it, by a drafter that needs no host tokens.
-            cache: the loop's.
 
         Yields:
             None where the drafter starts; then the call's step.
@@ -449,14 +451,13 @@ class _SpeculativeLoop:
         call = running.call
         yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(call, drafts)
-        before = cache.snapshot()
+        before = self.cache.snapshot()
         upcoming = self.build_call(tree, call.tail)
         mx.eval(running.drafting)  # done, mostly; else what the tree is drafted with is copied
         mx.async_eval(tree.arrays)
         step = self.read_release_and_report_call(running, drafts)
         if step.part.is_last:
-            cache.forget_masks()
-            cache.restore(before)
+            self.cache.restore(before)
             del before, upcoming
             return (yield from self.give_out_and_launch(running, step, drafts, tree))
         del before
@@ -533,8 +534,7 @@ class _SpeculativeLoop:
         """Build the call that verifies `tree`.
 
         A plain call for a bare root, unless streams run beside each node, or the cache holds a path
-        that is not counted yet. For a model without stages the tree is taken as a chain. Nothing is
-        computed yet, unless pruning waits for the device.
+        that is not counted yet. Nothing is computed yet, unless pruning waits for the device.
 
         Args:
             tree: a draft, or a bare root.
@@ -545,18 +545,7 @@ class _SpeculativeLoop:
         cache = self.cache
         if tree.num_nodes == 1 and not streams and not cache.has_uncounted_paths:
             return plain_call(self.model, tree.tokens, tail, cache, self.sampler, self.text.taps)
-        if isinstance(cache, StateCache):
-            return verify_as_chain(
-                self.model,
-                tree,
-                cache,
-                sampler=self.sampler,
-                acceptance=self.acceptance,
-                tail=tail,
-                taps=self.text.taps,
-            )
-        assert isinstance(cache, TreeCache)
-        return verify_tree(
+        return verify(
             self.model,
             tree,
             cache,

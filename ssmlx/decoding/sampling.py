@@ -24,7 +24,7 @@ from ..errors import InputError
 from ..model.shapes import expect_shape, indices, to_int, to_list
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
-from .drafter import Noise, rank_candidates, top_columns_and_values
+from .ranking import Noise, rank_candidates, top_columns_and_values
 
 NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
 UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample_or_mark_unresolved`

@@ -23,7 +23,7 @@ class PendingCall:
 
     launched_at: float
     launch_seconds: float
-    others: int  # calls that other loops had launched
+    others: int  # calls that other loops had launched, and other work
     follows_unread_drafting: bool  # follows drafting of which nothing was read yet
 
 
@@ -34,10 +34,10 @@ class Stopwatch:
     because somebody held the tokens, nobody knows for how long. If it comes late because it was
     building the next call, as with a small model, that is what calls take here. MLX's CPU backend
     works mostly while a call is launched, and not while the tokens are with whoever asked for them.
-    Between another loop's calls nothing is timed.
+    Between another loop's calls, or other work of the device, nothing is timed.
     """
 
-    launches: ClassVar[int] = 0  # of all loops
+    launches: ClassVar[int] = 0  # of all loops, and other work that was noted
 
     def __init__(self) -> None:
         self._last_read = 0.0
@@ -74,8 +74,9 @@ class Stopwatch:
             What `read` returned, and the seconds from the read before (or the launch, for the
             first) to this one. Where launching blocks, as on the CPU, without the time that tokens
             were with whoever asked for them. None where nobody knows what the call took: another
-            loop launched calls meanwhile; launching blocks and the call `follows_unread_drafting`;
-            or the device may have been idle while tokens were with whoever asked for them.
+            loop launched calls meanwhile, or other work was noted; launching blocks and the call
+            `follows_unread_drafting`; or the device may have been idle while tokens were with
+            whoever asked for them.
         """
         started = now()
         found = read()
@@ -90,6 +91,13 @@ class Stopwatch:
             return found, None if call.follows_unread_drafting else done - since - untimed
         is_busy = done - started >= _WAITS * (done - since)
         return found, done - since if is_busy or untimed < _AWAY * (done - since) else None
+
+    @classmethod
+    def note_other_work(cls) -> None:
+        """Note that the device did other work: no call that is under way now has a time, in any
+        loop.
+        """
+        cls.launches += 1
 
     def yield_untimed(self, tokens: Result) -> Iterator[Result]:
         """Yield `tokens` once, and note how long it takes until somebody asks for more.

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 import mlx.core as mx
 
 from ..decoding.draft_shape import DraftShape
-from ..decoding.drafter import Needs, Noise, Taps, Verified
+from ..decoding.drafter import Needs, Taps, Verified
+from ..decoding.ranking import Noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..model.backbone import Backbone
 from ..model.tree import Tree

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.drafter import Noise, rank_candidates, with_noise
+from ..decoding.ranking import Noise, rank_candidates, with_noise
 from ..model.backbone import Backbone
 from ..model.lm_head import LMHead, head_bytes
 from ..model.shapes import arrays_in, expect_shape

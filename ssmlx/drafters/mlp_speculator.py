@@ -19,7 +19,7 @@ from operator import mul
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.drafter import Noise, rank_candidates, with_noise
+from ..decoding.ranking import Noise, rank_candidates, with_noise
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.shapes import expect_shape, indices

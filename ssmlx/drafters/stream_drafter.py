@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..decoding.draft_shape import DraftShape
-from ..decoding.drafter import Needs, Noise, Taps, Verified, rank_candidates, with_noise
+from ..decoding.drafter import Needs, Taps, Verified
+from ..decoding.ranking import Noise, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.cache import StreamCache, TreeCache

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..decoding.drafter import Noise
 from ..decoding.loop import prefill
+from ..decoding.ranking import Noise
 from ..decoding.sampling import Sampling, last_tokens, row_positions
 from ..model.shapes import to_float
 from ..model.streams import StreamFusedModel

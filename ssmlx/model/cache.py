@@ -18,6 +18,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import mlx.core as mx
 
@@ -68,8 +69,6 @@ class RowsCache:
         upper_masks: kept for nodes and streams in upper layers.
     """
 
-    _skipped = 0  # committed tokens between the sinks and the others, which it does not hold
-
     def __init__(self, layers: range, scratch: int = 0) -> None:
         """Begin without tokens or buffers; a layer makes its buffers when it is written first."""
         self.layers = layers
@@ -86,13 +85,6 @@ class RowsCache:
         """Bytes of the masks that are kept from step to step."""
         return self.lower_masks.nbytes + self.upper_masks.nbytes
 
-    def forget_masks(self) -> None:
-        """Drop the kept masks: one of a step that was built and never run would hold the whole
-        cache.
-        """
-        self.lower_masks.forget()
-        self.upper_masks.forget()
-
     @property
     def offset(self) -> int:
         """L, the committed tokens that the host knows of."""
@@ -100,8 +92,8 @@ class RowsCache:
 
     @property
     def end(self) -> int:
-        """The position behind the committed tokens."""
-        return self._skipped + self._offset
+        """The position in the text behind the committed tokens."""
+        return self._offset
 
     def keys_in_window(self, row_positions: mx.array, window: int) -> WindowKeys:
         """The positions in the text of the keys that attention reads in a layer with a window.
@@ -115,8 +107,7 @@ class RowsCache:
             committed tokens that are not left out, in this order; and how many of the first
             committed tokens are left out, because the window hides them from every row.
         """
-        first = max(0, self.end + 1 - window)
-        dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
+        dropped = self._num_committed_before(max(0, self.end + 1 - window))
         return WindowKeys(self.key_positions(row_positions, dropped), dropped)
 
     def key_positions(self, row_positions: mx.array, num_left_out: int = 0) -> mx.array:
@@ -136,9 +127,15 @@ class RowsCache:
             columns.append(start + indices(path.length))
             start = start + path.count
         held = mx.arange(num_left_out, self._offset)
-        if self._skipped:
-            held = mx.where(held < SINKS, held, held + self._skipped)
-        return mx.concatenate([*columns, held])
+        return mx.concatenate([*columns, self._positions_of(held)])
+
+    def _num_committed_before(self, position: int) -> int:
+        """How many of the committed tokens stand before a position in the text."""
+        return position
+
+    def _positions_of(self, committed: mx.array) -> mx.array:
+        """The positions in the text of committed tokens [K], of which the numbers are given."""
+        return committed
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +198,8 @@ class TreeCache(RowsCache, TextCache):
             when a step needs more.
         step: how many tokens the room for committed ones grows by.
     """
+
+    can_build_ahead = True
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = CACHE_STEP) -> None:
         super().__init__(range(num_layers), scratch)
@@ -298,12 +297,16 @@ class TreeCache(RowsCache, TextCache):
         one still reads the buffers. The next step's evaluation does it.
 
         Raises:
-            ValueError: there is no path, or no room for so many tokens; nothing is changed then.
+            ValueError: there is no path, `num_tokens` is not from 1 to the number of its rows, or
+                there is no room for so many; nothing is changed then.
         """
         if not self._paths:
             raise ValueError("no accepted path waits to be committed")
+        path = self._paths[0]
+        if not 1 <= num_tokens <= path.length:
+            raise ValueError(f"{num_tokens} tokens of a path of {path.length}")
         self._require_room(num_tokens)
-        path = self._paths.pop(0)
+        del self._paths[0]
         path.num_tokens = num_tokens
         self._write_path(path)
 
@@ -317,7 +320,7 @@ class TreeCache(RowsCache, TextCache):
         self._offset += num_tokens
 
     def snapshot(self) -> TreeCache:
-        """Make a copy of what the cache holds now, to `restore` should the next step not be run.
+        """A copy of what the cache holds now, to `restore` should the next step not be run.
 
         What is done to this cache later does not change the copy; the masks are shared. Both share
         their arrays. MLX cannot write in place into what a copy holds: drop the copy before
@@ -328,12 +331,15 @@ class TreeCache(RowsCache, TextCache):
         held._paths = list(self._paths)
         return held
 
-    def restore(self, held: TreeCache) -> None:
+    def restore(self, held: Self) -> None:
         """Take over everything from `held`, a snapshot or another cache of the same model.
 
-        Nothing of the present is kept. `held` must not be used any more.
+        Nothing of the present is kept, nor any mask: one of a step that was built and never run
+        would hold the whole cache. `held` must not be used any more.
         """
-        vars(self).update(vars(held))
+        super().restore(held)
+        self.lower_masks.forget()
+        self.upper_masks.forget()
 
     @classmethod
     def of_rows(cls, rows: Sequence[Rows]) -> TreeCache:
@@ -378,10 +384,11 @@ class TreeCache(RowsCache, TextCache):
         room.
 
         Raises:
-            ValueError: `num_tokens` is not from 1 to the number of committed tokens.
+            ValueError: `num_tokens` is negative, or more than are committed.
         """
-        if not 0 < num_tokens <= self._offset:
-            raise ValueError(f"cannot take {num_tokens} tokens of {self._offset}")
+        self._require_committed(num_tokens)
+        if not num_tokens:
+            return TreeCache(len(self.layers), step=self._step)
         if 2 * num_tokens < self.scratch + self.capacity:
             rows = self.rows(num_tokens)
             return TreeCache.of_rows([tuple([*map(mx.contiguous, own)]) for own in rows])
@@ -392,8 +399,10 @@ class TreeCache(RowsCache, TextCache):
         return fork
 
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` committed tokens `keep_first` can keep: all."""
-        return num_tokens
+        """How many of a text's first `num_tokens` tokens `keep_first` and `fork` can keep: all that
+        are committed.
+        """
+        return min(num_tokens, self._offset)
 
     def keep_first(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path.
@@ -401,10 +410,14 @@ class TreeCache(RowsCache, TextCache):
         Raises:
             ValueError: `num_tokens` is negative, or more than are committed.
         """
-        if not 0 <= num_tokens <= self._offset:
-            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
+        self._require_committed(num_tokens)
         self.drop_paths()
         self._offset = num_tokens
+
+    def _require_committed(self, num_tokens: int) -> None:
+        """Raise ValueError where `num_tokens` is negative, or more than are committed."""
+        if not 0 <= num_tokens <= self._offset:
+            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
 
     def _require_room(self, num_tokens: int) -> None:
         """Raise ValueError where `num_tokens` more would be more tokens than `capacity`."""
@@ -426,6 +439,20 @@ class StreamCache(RowsCache):
     when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
+    _skipped = 0  # tokens of the text between the sinks and the window, which it does not hold
+
+    @property
+    def end(self) -> int:
+        return self._skipped + self._offset
+
+    def _num_committed_before(self, position: int) -> int:
+        return position if position <= SINKS else max(SINKS, position - self._skipped)
+
+    def _positions_of(self, committed: mx.array) -> mx.array:
+        if not self._skipped:
+            return committed
+        return mx.where(committed < SINKS, committed, committed + self._skipped)
+
     def catch_up_with_tree_cache(
         self, cache: TreeCache, num_streams: int, first_visible: int = 0
     ) -> None:
@@ -443,7 +470,7 @@ class StreamCache(RowsCache):
             first_visible: number of the first token behind the sinks that the streams see.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
-        held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
+        held = self.end + sum(path.num_tokens or 0 for path in known)
         skipped = max(0, first_visible - SINKS)
         scratch = num_streams + sum(path.length for path in cache.paths)
         as_before = held == cache.offset and skipped == self._skipped and self.capacity > 0

@@ -209,11 +209,12 @@ class StateCache(TextCache):
         The caches still hold the rejected ones until they are used next.
 
         Raises:
-            ValueError: it has not so many, or is committed already.
+            ValueError: `num_tokens` is not from 1 to the length of the chain, or the chain is
+                committed already.
         """
         if self._chain is None or self._offset != self._chain.start:
             raise ValueError("no chain waits to be committed")
-        if num_tokens > self._chain.num_rows:
+        if not 1 <= num_tokens <= self._chain.num_rows:
             raise ValueError(f"{num_tokens} tokens of a chain of {self._chain.num_rows}")
         self._offset += num_tokens
 
@@ -244,11 +245,13 @@ class StateCache(TextCache):
         return self.mark()
 
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` committed tokens `keep_first` can keep at most.
+        """How many of a text's first `num_tokens` tokens `keep_first` and `fork` can keep at most.
 
-        `num_tokens` itself within the chain that was verified last, and where every layer keeps
-        the rows of the whole text; else the last mark before it, the text's end, or 0.
+        `num_tokens` itself, or all that are committed, within the chain that was verified last and
+        where every layer keeps the rows of the whole text; else the last mark before it, the text's
+        end, or 0.
         """
+        num_tokens = min(num_tokens, self._offset)
         if self._is_in_chain(num_tokens) or not self.has_fixed_places:
             return num_tokens
         places = (0, self._offset, *self._marks)
@@ -260,8 +263,7 @@ class StateCache(TextCache):
         Raises:
             ValueError: `longest_keepable` says that it cannot.
         """
-        is_within = 0 <= num_tokens <= self._offset
-        if not is_within or num_tokens != self.longest_keepable(num_tokens):
+        if num_tokens < 0 or num_tokens != self.longest_keepable(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}
         if num_tokens != self._offset and not self._is_in_chain(num_tokens):
@@ -302,14 +304,17 @@ class StateCache(TextCache):
             ValueError: `num_tokens` is below 0 or above the committed ones, or no place that this
                 cache can go back to, see `longest_keepable`.
         """
-        fork = StateCache(self._make_caches)
-        # In one go, so that the chain's way back leads to the copies.
-        fork._caches, fork._chain = copy.deepcopy((self._caches, self._chain))
-        fork._offset = self._offset
-        fork._marks = dict(self._marks)
+        fork = self.snapshot()
         fork.keep_first(num_tokens)
         fork._take_back_rejected()
         return fork
+
+    def snapshot(self) -> StateCache:
+        held = copy.copy(self)
+        # In one go, so that the chain's way back leads to the copies.
+        held._caches, held._chain = copy.deepcopy((self._caches, self._chain))
+        held._marks = dict(self._marks)
+        return held
 
     def drop_free_room(self) -> None:
         """Cut keys and values to the rows of the text, computed: of a fork that is shorter than

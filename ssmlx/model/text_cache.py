@@ -26,9 +26,12 @@ class TextCache(ABC):
     Attributes:
         scratch: rows of a step that there is room for beside the committed tokens; 0 where steps
             need no room.
+        can_build_ahead: whether a call may be built behind one that left drafted tokens here, of
+            which `commit_accepted` has not said how many are text.
     """
 
     scratch: int = 0
+    can_build_ahead: bool = False
 
     @property
     @abstractmethod
@@ -80,7 +83,8 @@ class TextCache(ABC):
         """Commit the first `num_tokens` rows of the oldest call that waits for it.
 
         Raises:
-            ValueError: no call waits, or it has not so many rows; nothing is changed then.
+            ValueError: no call waits, or `num_tokens` is not from 1 to the number of its rows;
+                nothing is changed then.
         """
 
     @property
@@ -101,7 +105,11 @@ class TextCache(ABC):
 
     @abstractmethod
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` committed tokens `keep_first` can keep at most."""
+        """How many of a text's first `num_tokens` tokens, 0 or more, `keep_first` and `fork` can
+        keep at most.
+
+        Never more than are committed.
+        """
 
     @abstractmethod
     def keep_first(self, num_tokens: int) -> None:
@@ -113,7 +121,8 @@ class TextCache(ABC):
 
     @abstractmethod
     def fork(self, num_tokens: int) -> Self:
-        """A new cache of the first `num_tokens` committed tokens, which goes on by itself.
+        """A new cache of the first `num_tokens` committed tokens, 0 or more, which goes on by
+        itself.
 
         This one stays as it is. Both may hold the same buffers, of which MLX makes a copy when one
         of them writes.
@@ -121,6 +130,21 @@ class TextCache(ABC):
         Raises:
             ValueError: it cannot go back to there, see `longest_keepable`.
         """
+
+    @abstractmethod
+    def snapshot(self) -> Self:
+        """A copy of what is kept now, to `restore` should the next call not be run.
+
+        What is done to this cache later does not change the copy. Both share their arrays, and MLX
+        cannot write in place into what a copy holds: drop it before evaluating.
+        """
+
+    def restore(self, held: Self) -> None:
+        """Take over everything from `held`, a snapshot or another cache of the same model.
+
+        Nothing of the present is kept. `held` must not be used any more.
+        """
+        vars(self).update(vars(held))
 
     @abstractmethod
     def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:

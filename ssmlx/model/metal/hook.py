@@ -210,17 +210,22 @@ def trials() -> Mapping[Bucket, Trial]:
     return _trials
 
 
-def time_pending_shape() -> None:
+def time_pending_shape() -> bool:
     """Compare the kernel with MLX's attention at the shape that `kernel_division_if_used` noted
     last.
 
     The result is kept in `trials`, and the shape is no longer noted. Does nothing where no shape is
     noted or the kernel is off. For a moment when nobody waits: it takes some 50 ms, and longer
     where the kernel is compiled.
+
+    Returns:
+        Whether a shape was noted, so that the device may have worked for a trial.
     """
-    if _wanted and is_on():
-        bucket, shape = _wanted.popitem()
-        _try_kernel_and_record(bucket, shape, _division_and_bucket(shape)[0])
+    if not _wanted or not is_on():
+        return False
+    bucket, shape = _wanted.popitem()
+    _try_kernel_and_record(bucket, shape, _division_and_bucket(shape)[0])
+    return True
 
 
 def _try_kernel_and_record(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
