@@ -22,7 +22,7 @@ from .errors import InputError, require
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
-from .generation.plan import Decode, Plan, decode_plan, drafter_name, make_plan, within_limit
+from .generation.plan import Decode, Plan, choose_drafter, decode_plan, make_plan, within_limit
 from .generation.pool import MemoryPool
 from .generation.segments import (
     GenerationResponse,
@@ -195,7 +195,7 @@ class ChatSession:
     @property
     def drafter(self) -> str | None:
         """The name of what may draft in this chat; None where it decodes plainly."""
-        return drafter_name(self.model, self.config, self._loaded)
+        return choose_drafter(self.model, self.config, self._loaded).name
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
