@@ -20,7 +20,7 @@ from .errors import require
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
-from .generation.plan import Decode, decode_plan, drafter_name, make_plan, within_limit
+from .generation.plan import Decode, choose_drafter, decode_plan, make_plan, within_limit
 from .generation.pool import MemoryPool
 from .generation.segments import (
     GenerationResponse,
@@ -198,7 +198,7 @@ class ChatSession:
             InputError: the session is closed.
         """
         self._check_open()
-        return drafter_name(self.model, self.config, self._loaded)
+        return choose_drafter(self.model, self.config, self._loaded).name
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
