@@ -240,9 +240,6 @@ class Batches:
         """Bytes that rows of batches take beside what their texts would alone."""
         return sum(group.batch.padding_bytes for group in self._groups.values())
 
-    def drop_idle(self) -> None:
-        """Does nothing, as all belongs to running answers; see `pool.Shared`."""
-
     def decode(
         self,
         plan: Plan,
@@ -278,13 +275,13 @@ class Batches:
         text = [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model, self._fits))
         row = _OpenAnswer(
-            model,
-            plan.sampling,
-            cache,
-            text,
-            take,
-            mask,
-            len(text),
+            model=model,
+            sampler=plan.sampling,
+            cache=cache,
+            text=text,
+            take=take,
+            mask=mask,
+            first=len(text),
             plan=plan,
             group=group,
         )
