@@ -6,8 +6,8 @@ calls, with its keys and values, and its tokens stay the same but for ties, for 
 samples by belongs to a place in the text.
 
 Nothing runs unless somebody reads. A reader that finds no token takes turns until there is one. A
-turn does what `Batches._take_turn` says is next: a piece of the first prompt in line, or calls. Its
-tokens are for whoever they belong to, and so is its error. Every open answer has one `Status`:
+turn does what `Batches._take_turn` says is next: a piece of a prompt, or calls. Its tokens are for
+whoever they belong to, and so is its error. Every open answer has one `Status`:
 
     status    what brings it on                     what comes next
     NEW       its first read                        WAITING; ALONE if its prompt is one token
