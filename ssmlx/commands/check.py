@@ -180,7 +180,8 @@ def time_and_describe_model(
 ) -> dict[str, Any]:
     """Time the model's calls and collect everything that the command prints, as JSON values.
 
-    It has to run on the thread that runs MLX. Costs that it timed are kept for later answers.
+    Of a model without streams, calls with streams that `ssmlx.adapt` could train are timed. Costs
+    that were timed are kept for later answers. To be called on the thread that runs MLX.
 
     Args:
         args: `model`, `adapter` and `seconds` are read.
