@@ -32,7 +32,7 @@ from .loading.attach import swap_adapter
 from .mlx_thread import is_forked, run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache, keep_for_next_turn
+from .prompt_cache import PromptCache, place_to_keep_for_next_turn
 from .prompts import (
     Message,
     Tools,
@@ -364,7 +364,9 @@ class ChatSession:
                 self._prompt, [*self.messages, question], add_generation_prompt=False
             )
             length = length_before_answer_opens(prompt, turns_alone)
-            place = keep_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
+            place = place_to_keep_for_next_turn(
+                self._prompts, self.model, prompt, self._cache, length
+            )
             decode = partial(decode_plan, place=place)
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over

@@ -71,7 +71,7 @@ class _Entry:
         return self.shared(other.key, other.tokens) == len(other.tokens)
 
 
-def keep_for_next_turn(
+def place_to_keep_for_next_turn(
     prompts: PromptCache | None,
     model: StreamFusedModel,
     prompt: Sequence[int],
