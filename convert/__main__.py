@@ -26,8 +26,8 @@ too, without its streams (--adapter-path)."""
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the options of `python -m ssmlx.convert`.
 
-    --out and either --lora or --heads have to be given. A mistake ends the process with exit code
-    2.
+    --out and one of --lora and --heads, not both, have to be given. A mistake ends the process with
+    exit code 2.
 
     Args:
         argv: the words after the command; None for the process's own.
@@ -137,7 +137,7 @@ def _check_out_is_replaceable(out: Path) -> None:
 
 
 def _check_sources_exist(args: argparse.Namespace) -> None:
-    """Raise InputError where the option names what does not exist.
+    """Raise InputError where an option names a source that does not exist.
 
     With --heads that folder alone is looked for; else those of --lora, --task-lora and --streams
     that were given. Whether a path is a file or a folder is not checked.
@@ -154,7 +154,8 @@ def _convert_heads(args: argparse.Namespace) -> None:
     are.
 
     Raises:
-        InputError: an option is for streams alone, or the heads or the base model do not fit.
+        InputError: an option is for streams alone, or the heads or the base model cannot be loaded
+            or do not fit each other.
     """
     from ssmlx.drafters.heads import overwrite_head_files
     from ssmlx.loading.files import atomic_folder
@@ -183,8 +184,8 @@ def _convert_streams(args: argparse.Namespace) -> None:
     --task-lora, the folder `task_lora` in that of --lora is taken, where it is there.
 
     Raises:
-        InputError: a file is broken or does not fit, or --lora is an adapter already and an option
-            is for checkpoints alone.
+        InputError: a file is broken or does not fit; --lora is an adapter already and an option is
+            for checkpoints alone; or --fuse meets LoRA of scope "streams" or quantised weights.
     """
     from ssmlx.loading.adapter import load_stream_adapter, write_adapter_in_place
     from ssmlx.loading.files import atomic_folder

@@ -41,7 +41,8 @@ _PACKING = ("group_size", "bits", "mode")
 def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     """Load a base model of transformers in float32 from a local folder.
 
-    No code of the folder is run, and nothing is downloaded.
+    No code of the folder is run, and nothing is downloaded. Progress bars of transformers stay off
+    afterwards.
 
     Args:
         path: a folder of Hugging Face's, or of mlx-lm with packed weights, which are dequantised.

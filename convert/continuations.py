@@ -220,13 +220,14 @@ def load_answering_model(
 ) -> tuple[Any, Any]:
     """Load the model and the tokenizer of a folder for `generate_batch`.
 
-    On the CPU the model is made to compute `grouped_attention`.
+    On the CPU the model is made to compute `grouped_attention`, which transformers then knows as
+    "grouped" in the whole process.
 
     Args:
         path: the model's folder.
         dtype: what the model computes in, such as "bfloat16".
         device: "auto", "cpu", "cuda" or "mps".
-        lora: folder of LoRA that is added into the weights; None for none.
+        lora: folder of LoRA that is added into the weights, see `merge_fine_tuning`; None for none.
 
     Returns:
         The model of transformers, in evaluation mode, and mlx-lm's tokenizer.
@@ -446,13 +447,14 @@ def check_batch_size(batch_size: int) -> None:
 def write_continuations(args: argparse.Namespace) -> None:
     """Answer the prompts of files with a model, and write prompts and answers to --out.
 
-    Prompts that come again are left out, unless --temp is above 0. Finished batches are kept in
-    OUT.part, which is read by the next run, and deleted at the end. How many answers and tokens
-    were written is said on standard error.
+    Prompts that come again are left out, unless --temp is above 0; of the others the first --count
+    are answered. Finished batches are kept in OUT.part, which the same command goes on from, and
+    which is deleted at the end. --out is replaced then, and the number of answers and tokens said
+    on standard error.
 
     Raises:
         InputError: an option is out of bounds, a prompt does not fit, OUT.part is another
-            command's, or the model cannot be loaded.
+            command's or in use, or the model or the LoRA cannot be loaded.
     """
     from ssmlx.loading.names import resolve_model
 

@@ -18,7 +18,6 @@ from ssmlx.training.config import TrainConfig
 from . import check_torch
 
 PROG = "ssmlx.convert.train"
-STORE_FILE = "lower.states"
 EPILOG = """examples:
   python -m ssmlx.convert.train --data data/sql --out runs/sql --num-streams 5
   python -m ssmlx.convert --lora runs/sql --out adapters/sql
@@ -107,7 +106,6 @@ def train_streams(args: argparse.Namespace) -> None:
 
     from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.folders import TRAINED_FOLDER
-    from ssmlx.loading.weights_digest import weights_and_configs_digest
     from ssmlx.training.job import read_and_check_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation
@@ -141,10 +139,10 @@ def train_streams(args: argparse.Namespace) -> None:
     )
     job = read_and_check_job(options, train, start)
     base: Any = load_base(job.base_folder, attn_implementation="sdpa")
-    task: list[str] = []
+    frozen_folders: list[Path] = []
     if args.task_lora is not None:
         tuned = load_checkpoint_of_scope_all(base, args.task_lora)
-        task = [weights_and_configs_digest(args.task_lora)]
+        frozen_folders = [args.task_lora]
         base = merge_lora(tuned)
     if start is None:
         model = seed_torch_and_build_new_streams(base, job.config, train, job.draft_vocab).to(
@@ -152,7 +150,7 @@ def train_streams(args: argparse.Namespace) -> None:
         )
     else:
         model = merge_task_lora_and_build_frozen(base, start).to(device)
-        task = [weights_and_configs_digest(args.init)]
+        frozen_folders = [args.init]
         let_part_alone_take_gradients(model, train.train_only)
     if args.init is not None and start is None:
         copy_weights_that_checkpoint_has(model, args.init, has_task_lora=args.task_lora is not None)
@@ -161,9 +159,6 @@ def train_streams(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
-    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(
-        args.dtype, *task
-    )
 
     def write_adapter_or_checkpoint(validation: Validation) -> Path:
         """Write the checkpoint to --out, or with --train-only the adapter, measured, into a folder
@@ -184,11 +179,9 @@ def train_streams(args: argparse.Namespace) -> None:
         trainer,
         prog=PROG,
         dtype=args.dtype,
-        identity=job.identity(args.dtype, *task, init=args.init),
         write_trained=write_adapter_or_checkpoint,
-        make_lower=lambda: job.lower_function(
-            objective, STORE_FILE, identity_of_frozen_part_and_examples
-        ),
+        frozen_folders=frozen_folders,
+        start_folders=[args.init] if args.init else [],
     )
 
 

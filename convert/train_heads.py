@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .reference.heads import HeadReference
 
 PROG = "ssmlx.convert.train_heads"
-STORE_FILE = "hidden.states"
 EPILOG = """examples:
   python -m ssmlx.convert.train_heads --kind medusa --data data/sql --out runs/medusa
   python -m ssmlx.convert --heads runs/medusa --out heads/medusa
@@ -320,7 +319,6 @@ def train_heads(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from ssmlx.loading.weights_digest import weights_and_configs_digest
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published_heads
@@ -336,7 +334,6 @@ def train_heads(args: argparse.Namespace) -> None:
     job, settings, init = _read_job_and_init_heads(args)
     out = job.options.out
     train = job.train
-    lora = weights_and_configs_digest(args.lora)
     frozen = load_base_with_lora_merged(job.base_folder, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
@@ -348,13 +345,7 @@ def train_heads(args: argparse.Namespace) -> None:
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
     widths = settings.widths or getattr(model.config, "widths", ())
     objective = HeadObjective(model, frozen, train, widths, device, dtype)
-    identity = job.identity(
-        args.dtype, lora, asdict(settings), weights_and_configs_digest(args.init)
-    )
     trainer = TorchTrainer(objective, job.num_steps)
-    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(
-        "final norm", args.dtype, lora
-    )
 
     def write_heads(_: Validation) -> Path:
         """Write the heads to --out, as their kind is published; return --out."""
@@ -366,11 +357,10 @@ def train_heads(args: argparse.Namespace) -> None:
         trainer,
         prog=PROG,
         dtype=args.dtype,
-        identity=identity,
         write_trained=write_heads,
-        make_lower=lambda: job.lower_function(
-            objective, STORE_FILE, identity_of_frozen_part_and_examples, "frozen model"
-        ),
+        frozen_folders=[args.lora],
+        start_folders=[args.init],
+        other_settings=[asdict(settings)],
     )
 
 

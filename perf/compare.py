@@ -75,7 +75,7 @@ NOTES = (
 
 
 def format_markdown_report(result: show.Result) -> str:
-    """Format a result: the tables of README.md, then notes about each task."""
+    """Format a result: a line on how it was measured, all tasks' tables, then all notes."""
     lead = f"{show.model_and_machine_heading(result)}. {_intervals_and_repeats_text(result)}."
     tables = [table for task in result["tasks"] for table in _all_tables_of_task(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
@@ -85,7 +85,7 @@ def format_markdown_report(result: show.Result) -> str:
 def _all_tables_of_task(task: Row) -> list[str]:
     """Return a task's tables as Markdown: speed, prices, and one for each of its categories.
 
-    Results of earlier versions have no prices.
+    The table of prices is left out of results of earlier versions, which have none.
     """
     tables = [_heading_and_system_table(task)]
     if "price" in task["systems"][0]:
@@ -170,8 +170,8 @@ def _two_digits(value: float | None) -> str:
 
 
 def _heading_and_system_table(task: Row) -> str:
-    """Return a task's heading and the table of its systems: speed, tokens per call, latency,
-    memory, same tokens.
+    """Return a task's heading and the table of its systems: speed, tokens per call, latency, calls,
+    the first of the task's scores, parameters, memory, same tokens.
     """
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
@@ -208,8 +208,8 @@ def _calls_text(row: Row) -> str:
 
 
 def _task_notes(task: Row) -> list[str]:
-    """Return notes about a task: systems left out, differences, learned costs, cut prompts and
-    answers, load.
+    """Return notes about a task: systems left out, differences from plain, speed beside a draft
+    model, learned costs, cut prompts and answers, too few prompts, load.
     """
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
@@ -259,7 +259,13 @@ def _intervals_and_repeats_text(result: show.Result) -> str:
 
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the experiment that the options name, and return its result as JSON values."""
+    """Run the experiment that the options name, and return its result as JSON values.
+
+    Answers go to disk in --out as they come; those of an earlier run are used, unless --fresh.
+
+    Raises:
+        InputError: what `build_task_experiment` and `Experiment.measure` refuse.
+    """
     own = build_task_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.measure())])
 
@@ -268,13 +274,14 @@ def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
     """Score the answers in the files of --answers, and compare each file with the first, prompt by
     prompt.
 
-    Prints the scores, and saves them in --out as score-TASK.json and .txt.
+    Prints the scores, and saves them in --out, which is made, as score-TASK.json and .txt.
 
     Returns:
         0, the exit code.
 
     Raises:
-        InputError: a prompt has no reference, a file lacks answers, or two files have one name.
+        InputError: a prompt has no reference, an item of --answers is not NAME=FILE, two have one
+            name, a file lacks answers, or what scores the task is not installed.
     """
     task = TASKS[args.task]
     examples = read_examples(find_data_file(task, args.data, args.data_dir), task, args.count)
@@ -329,8 +336,9 @@ def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the options of `perf.compare`.
 
-    One of --task and --from is required; an option that would do nothing beside it ends the command
-    with exit code 2. --out becomes the usual folder where a task is measured or scored.
+    Exactly one of --task and --from is required. A count below 1, or an option that would do
+    nothing beside --from or --answers, ends the command with exit code 2. --out becomes the usual
+    folder where a task is measured or scored.
 
     Args:
         argv: the words after the command; None for the process's own.
@@ -401,7 +409,8 @@ def _read_checked_result(path: Path) -> dict[str, Any]:
     """Read a saved result, and check that it can be shown.
 
     Raises:
-        InputError: it lacks something, or has systems of a kind that this version does not know.
+        InputError: it lacks something, such as a task's plain decoding, or has systems of a kind
+            that this version does not know.
     """
     result = read_json(path, "a result of perf.compare")
     with explain_broken_result(path, PROG):
@@ -425,7 +434,8 @@ def _measure_show_or_score(args: argparse.Namespace) -> int:
     Without --out, a result that was read is only printed.
 
     Returns:
-        The exit code: 1 if a lossless system's tokens differ, which standard error names; else 0.
+        The exit code: 1 if tokens of a system other than mlx-lm differ from plain decoding's by
+        more than near ties, which standard error names; else 0, as always for scores.
     """
     if args.task and args.answers:
         return compare_and_save_answer_scores(args)

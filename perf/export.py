@@ -125,7 +125,8 @@ def logit_gap_at_first_difference(
         plain: MLX's plain answer.
 
     Returns:
-        The difference of logits at the first different token; 0 where one answer is only shorter.
+        The difference of logits at the first different token; 0 where there is none, as of an
+        answer that is only shorter.
     """
     pairs = zip(package.tokens, plain.tokens, strict=False)
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -152,13 +153,18 @@ def compare_package(
     """Run an exported folder on the prompts, and compare its answers with MLX's.
 
     Args:
-        args: of the command.
+        args: of these, count, max_tokens, prompts and compute_units are read. Without the last,
+            a Core ML package runs with each choice of compute units.
         folder: the export.
-        mlx: model and tokenizer.
+        mlx: model and tokenizer; it answers once for all choices.
 
     Returns:
         A row of figures for each choice of compute units; one for Core AI. "largest_gap" is the
         largest `logit_gap_at_first_difference`; None where all answers are plain decoding's.
+
+    Raises:
+        InputError: the export is broken, compute units are given for Core AI, or this machine
+            cannot run it.
     """
     manifest = exported.Manifest.read(folder)
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
@@ -209,8 +215,9 @@ def _figures_row(
             second do not count the prompts and first tokens.
 
     Returns:
-        The figures. On a Mac, "operations" and "cost" say on which devices Core ML would run the
-        package; elsewhere they are empty.
+        The figures. "same_calls" counts, among answers with plain decoding's tokens, those with as
+        many target calls as MLX's on the same tree. On a Mac, "operations" and "cost" say on which
+        devices Core ML would run the package; elsewhere, and for Core AI, they are empty.
     """
     same = [
         (own, drafted)

@@ -95,7 +95,7 @@ def precision_result(measured: Measured) -> dict[str, Any]:
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
         "one_pass": asdict(count_one_pass_differences(measured)),
-        "systems": [_figures_up_to_first_difference(measured, one) for one in plan.systems],
+        "systems": [_divergence_and_answer_figures(measured, one) for one in plan.systems],
     }
 
 
@@ -118,11 +118,13 @@ def count_one_pass_differences(measured: Measured) -> Estimate:
     return ratio(others, lengths)
 
 
-def _figures_up_to_first_difference(measured: Measured, system: System) -> dict[str, Any]:
+def _divergence_and_answer_figures(measured: Measured, system: System) -> dict[str, Any]:
     """Return a system's figures, as JSON values: tokens compared, differences in 1,000 of them, and
     the metric.
 
-    Tokens of an answer are compared up to its first difference from plain decoding's.
+    Tokens of an answer are compared up to its first difference from plain decoding's. Where none
+    differs, the interval ends at 3 differences in all of them. "tokens", "target_calls" and the
+    metric are of whole answers.
     """
     task = measured.experiment.task
     examples = measured.experiment.examples
@@ -155,11 +157,11 @@ def _figures_up_to_first_difference(measured: Measured, system: System) -> dict[
 
 
 def _shown_metric(values: Row) -> Any:
-    """The one of a task's figures that is shown; None where it has none."""
+    """Return the one of `METRICS` that is among a task's figures; None where none is."""
     return next((values[name] for name in METRICS if name in values), None)
 
 
-def report_rows_without_plain(result: Result) -> list[dict[str, Any]]:
+def drafting_rows_with_values_of_part(result: Result) -> list[dict[str, Any]]:
     """Return the rows of the table: each part's systems but plain decoding, with the part's values
     and plain decoding's metric.
     """
@@ -198,17 +200,17 @@ COLUMNS: Columns = {
 
 
 def format_markdown_report(result: Result) -> str:
-    """Format the result: a model_and_machine_heading, the table, and a line for each difference."""
+    """Format the result: a heading, the table, and a line for each difference."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
-        for row in report_rows_without_plain(result)
+        for row in drafting_rows_with_values_of_part(result)
         for one in row["differences"]
     ]
     return "\n".join(
         [
             model_and_machine_heading(result),
             "",
-            markdown_table(COLUMNS, report_rows_without_plain(result)),
+            markdown_table(COLUMNS, drafting_rows_with_values_of_part(result)),
             "",
             *notes,
         ]
@@ -231,6 +233,8 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the options of `perf.precision`; several tasks and precisions may be named.
+
+    A count below 1 ends the command with exit code 2.
 
     Args:
         argv: the words after the command; None for the process's own.

@@ -74,7 +74,9 @@ class ReceivedAnswer:
 
 
 Ask = Callable[..., ReceivedAnswer]
-"""A prompt and the most tokens to an answer; and what is told the chunks so far."""
+"""Takes a prompt and the most tokens, and of a server also a function that is called with the
+number of chunks so far; returns the answer.
+"""
 
 
 def ask_server(
@@ -97,7 +99,8 @@ def ask_server(
         The answer; one without text has the time of its end.
 
     Raises:
-        InputError: the server does not answer.
+        InputError: the server cannot be reached, or answers with an error status.
+        OSError: nothing comes for ten minutes, or the connection breaks.
     """
     body = {
         "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
@@ -125,7 +128,7 @@ def ask_server(
 
 
 def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> ReceivedAnswer:
-    """Answer one chat with an engine in this process, and time its segments."""
+    """Answer one chat with an engine in this process, and time its segments as chunks."""
     received = ReceivedAnswer()
     for segment in engine.stream([{"role": "user", "content": prompt}], max_tokens=max_tokens):
         received.times.append(time.perf_counter())
@@ -146,7 +149,7 @@ def running_server(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
         adapter: for ssmlx's server: a folder or a name.
 
     Raises:
-        InputError: it did not start within three minutes.
+        InputError: it ended before it answered, or did not answer for three minutes.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -227,8 +230,9 @@ def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> Round:
 def concurrency_row(system: str, num_requests: int, rounds: Sequence[Round]) -> Row:
     """Return the figures of one system under a number of requests at once.
 
-    Seconds to the first token are percentiles over all answers; "each" is the median seconds
-    between tokens.
+    Seconds to the first token are percentiles over all answers; "each" is the median over answers
+    of the mean seconds between its tokens; the speed is of all answers together, in the seconds of
+    the rounds.
 
     Args:
         system: its name.
@@ -256,8 +260,9 @@ def measure_delay_by_long_prompt(
         long_prompt_words: of the prompt that is sent meanwhile; about its tokens.
 
     Returns:
-        One row, with seconds between chunks before and beside the long prompt; none if the answer
-        ended before the long prompt was sent.
+        One row: the median seconds between chunks before the long prompt ("usual"), the longest
+        from then on, the seconds to its first token, and these for each of its pieces. No row if
+        the answer had `BEFORE` chunks or fewer.
     """
     pieces = ceil(long_prompt_words / PREFILL_STEP_SIZE)
     others = list[Future[ReceivedAnswer]]()
@@ -327,6 +332,9 @@ def format_text_report(result: Result) -> str:
 def _measure_print_and_save(args: argparse.Namespace) -> int:
     """Measure both servers and an engine, print the report, and save it; return 0, the exit code.
 
+    The engine answers only where one request at a time is measured. A folder with the unpacked
+    model stands in --out meanwhile.
+
     Raises:
         InputError: a server does not start or answer, or the model cannot be loaded.
     """
@@ -366,7 +374,7 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.serving`.
+    """Parse the options of `perf.serving`; a count below 1 ends the command with exit code 2.
 
     Args:
         argv: the words after the command; None for the process's own.

@@ -8,7 +8,7 @@ come, and so answers that are read at the same time take turns, call by call.
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class Prefilled:
 class _SegmentSource(Generic[Segment]):
     """A generator of segments, which only the MLX thread touches."""
 
-    def __init__(self, segments: Iterator[Segment | Prefilled]) -> None:
-        self._segments: Any = segments
+    def __init__(self, segments: Generator[Segment | Prefilled]) -> None:
+        self._segments = segments
         self.is_over = False
 
     def compute_next(self) -> Segment | Prefilled | None:
@@ -50,7 +50,7 @@ class _SegmentSource(Generic[Segment]):
             return None
         THREAD.open.add(self)
         try:
-            segment: Segment | Prefilled = next(self._segments)
+            segment = next(self._segments)
         except BaseException as error:
             self.close()
             if isinstance(error, StopIteration):
@@ -86,12 +86,12 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     """
 
     def __init__(
-        self, segments: Iterator[Segment | Prefilled], progress: Progress | None = None
+        self, segments: Generator[Segment | Prefilled], progress: Progress | None = None
     ) -> None:
         """Begin nothing yet: a segment is computed when it is asked for.
 
         Args:
-            segments: computes the segments; touched by the MLX thread alone. A generator.
+            segments: computes the segments; touched by the MLX thread alone, which closes it.
             progress: called with (tokens processed, tokens in all) while the prompt is processed,
                 on the thread that reads; None for nothing.
         """

@@ -1,6 +1,6 @@
 """Text in, text out: what `import ssmlx` gives beside `load`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -9,10 +9,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer
 from .bars import Progress
-from .decoding.step import Step
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
-from .generation.plan import decode_plan, make_plan
 from .generation.segments import GenerationResponse, plan_answer_segments, with_seed_if_sampling
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
@@ -112,27 +110,6 @@ def generate(
         if last.memory is not None:
             print(last.memory.line())
     return text
-
-
-def token_steps(
-    model: StreamFusedModel,
-    prompt: list[int],
-    cache: TextCache,
-    config: GenerateConfig | None = None,
-    *,
-    context: Sequence[int] = (),
-    **more: Any,
-) -> Iterator[Step]:
-    """Decode `prompt` without end, yielding a step for each call; nothing stops it.
-
-    MLX runs on the thread that reads, which has to be one and the same. The plan is made now.
-
-    Args:
-        model, prompt, cache, context: see `decode_plan`.
-        config, more: the settings, as `make_plan` takes them.
-    """
-    plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
-    return filter(None, decode_plan(plan, model, prompt, cache, context=context))
 
 
 def summary_line(response: GenerationResponse) -> str:

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
+from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
 from .generation.plan import Decode, decode_plan, within_limit
@@ -26,6 +27,7 @@ from .generation.segments import (
     check_prompt_length,
     check_tokens,
     plan_answer_segments,
+    token_ids,
     with_seed_if_sampling,
 )
 from .loading.folders import Fetch
@@ -36,8 +38,15 @@ from .mlx_thread import is_forked, run_on_mlx_thread, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache
-from .prompts import Message, Tools, adapter_template, encode_turns_or_last, prompt_tokens
+from .prompt_cache import PromptCache, keep_for_next_turn
+from .prompts import (
+    Message,
+    Tools,
+    adapter_template,
+    encode_turns_or_last,
+    length_before_answer_opens,
+    prompt_tokens,
+)
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
@@ -200,6 +209,7 @@ class Engine:
         prompt_cache: PromptCache | None = None,
         mask: Mask | None = None,
         shares_prompt: bool = False,
+        keep_at: int | None = None,
         joins_prompt: bool = False,
         **settings: Any,
     ) -> Answer[GenerationResponse]:
@@ -221,6 +231,10 @@ class Engine:
             shares_prompt: whether the prompt is in the prompt cache as soon as it is processed, for
                 other answers to it, and not only when this answer ends; a copy of its keys and
                 values. Not with `deterministic`, where each processes its own.
+            keep_at: how many tokens of the prompt the next one of its conversation begins with,
+                whatever that leaves out of the answer: a model that can go back to certain places
+                alone can go back to there. Unless given, the tokens of a text or of turns before
+                the template opens the answer; of token ids, all but the last.
             joins_prompt: whether the text goes on from the prompt's, as in a completion: it then
                 keeps the leading space that some tokenizers give no beginning.
 
@@ -241,8 +255,18 @@ class Engine:
             prompt = self._encode_question(model, question, chat_options)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
             self._count_cache_in_pool(kept)
+            end = max(0, len(prompt) - 1)
+            require(
+                keep_at is None or 0 <= keep_at <= end,
+                f"keep_at={keep_at} for a prompt of {len(prompt)} tokens",
+                expected=f"0 to {end}, as the last token is always processed",
+                do="count the tokens of this prompt, or leave it out",
+            )
+            length = keep_at
+            if length is None:
+                length = self._length_before_answer_opens(model, question, chat_options, prompt)
             segments = self._begin_answer(
-                model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
+                model, prompt, length, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
             answer = Answer(segments, progress)
             self._track_open(answer)
@@ -254,23 +278,26 @@ class Engine:
         self,
         model: StreamFusedModel,
         prompt: list[int],
+        keep_at: int,
         config: GenerateConfig,
         loaded: Sequence[Loaded],
         prompt_cache: PromptCache,
         mask: Mask | None,
         shares_prompt: bool,
         joins_prompt: bool,
-    ) -> Iterator[GenerationResponse | Prefilled]:
+    ) -> Generator[GenerationResponse | Prefilled]:
         """The segments of an answer behind what `prompt_cache` has of the prompt, see
         `plan_answer_segments`.
 
         The prompt is checked, and what `prompt_cache` has of it taken, when this is called. When
         the answer is over, or given up, its prompt and what was written of it join `prompt_cache`.
-        With `deterministic` nothing that is known is gone on from. On the MLX thread.
+        With `deterministic` nothing that is known is gone on from, and calls are the same on every
+        run: it shares none. Nor does a model that is split over machines. On the MLX thread.
 
         Args:
             model: with the adapter.
             prompt: tokens.
+            keep_at: see `stream`.
             config: settings, a seed included if it samples.
             loaded: what was loaded to draft with.
             prompt_cache: prompts that the answer may begin with.
@@ -280,14 +307,18 @@ class Engine:
         known = 0
         if not config.deterministic:
             cache, known = prompt_cache.take(model, prompt)
-        # Without stages, a cache may not go back from the answer's end to the prompt's.
-        keeps_prompt = shares_prompt or not model.backbone.capabilities.has("stages")
-        keep = partial(prompt_cache.put, model, prompt, cache) if keeps_prompt else None
+        is_alone = config.deterministic or model.backbone.group is not None
+        decode: Decode = decode_plan
+        if mask is not None or not is_alone:
+            decode = partial(self._batches.decode, mask=mask)
+        copies = shares_prompt and not is_alone
+        if copies or cache.has_fixed_places:
+            place = keep_for_next_turn(prompt_cache, model, prompt, cache, keep_at, copies=copies)
+            decode = partial(decode, place=place)
 
         def done(given: GivenAnswer) -> None:
             prompt_cache.put(model, [*prompt, *given.tokens], cache)
 
-        decode = self._choose_batched_or_lone_decode(model, config, mask, keep)
         return plan_answer_segments(
             model,
             self.tokenizer,
@@ -351,7 +382,7 @@ class Engine:
         top: int,
         prompt_cache: PromptCache | None,
         holding: Holding,
-    ) -> Iterator[ScoredPrompt | Prefilled]:
+    ) -> Generator[ScoredPrompt | Prefilled]:
         """Score a prompt in pieces: a `Prefilled` before and behind each, and in the end its
         scores.
 
@@ -380,23 +411,6 @@ class Engine:
             prompt_cache.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
-    def _choose_batched_or_lone_decode(
-        self,
-        model: StreamFusedModel,
-        config: GenerateConfig,
-        mask: Mask | None,
-        on_prompt: Callable[[], None] | None,
-    ) -> Decode:
-        """The function that decodes an answer.
-
-        It is `decode_plan` where calls have to be the same on every run or the model is split over
-        machines; else, and with a mask, `Batches.decode`, with `mask` and `on_prompt` filled in.
-        """
-        is_alone = config.deterministic or model.backbone.group is not None
-        if is_alone and mask is None:
-            return decode_plan
-        return partial(self._batches.decode, mask=mask, on_prompt=on_prompt)
-
     def _encode_question(
         self, model: StreamFusedModel, question: Question, chat_options: Mapping[str, Any]
     ) -> list[int]:
@@ -404,7 +418,7 @@ class Engine:
 
         A text, and the turns of a chat, are put under the adapter's own template where it has one,
         else the model's. Under an adapter's own, the user's last turn may be all that is encoded:
-        see `encode_turns_or_last`. Token ids are returned as they are.
+        see `encode_turns_or_last`. Of token ids it is a list of them.
 
         Args:
             model: whose adapter decides on the template.
@@ -412,16 +426,48 @@ class Engine:
             chat_options: `tools` and `template_args` for the model's chat template; or empty.
 
         Raises:
-            InputError: the text is empty, or the template does not take the question.
+            InputError: the text is empty, the template does not take the question, or it is none of
+                the three.
         """
         if isinstance(question, str):
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
-        if len(question) and isinstance(question[0], Mapping):
+        if isinstance(question, Sequence) and question and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
             return encode_turns_or_last(
                 turns, self.tokenizer, adapter_template(model), **chat_options
             )
-        return [int(token) for token in cast("Sequence[int]", question)]
+        return token_ids(question)
+
+    def _length_before_answer_opens(
+        self,
+        model: StreamFusedModel,
+        question: Question,
+        chat_options: Mapping[str, Any],
+        prompt: Sequence[int],
+    ) -> int:
+        """How many tokens of a prompt the next one of its conversation will begin with too.
+
+        All but the last of token ids; and of a model with stages, for which the template is not
+        asked, as its cache can go back to any place.
+
+        Args:
+            model, question, chat_options: as `_encode_question` takes them.
+            prompt: what it returned.
+        """
+        if not prompt or model.backbone.capabilities.has("stages"):
+            return len(prompt) - 1
+        turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        if not isinstance(turns[0], Mapping):
+            return len(prompt) - 1
+        turns_alone = partial(
+            encode_turns_or_last,
+            cast("Sequence[Message]", turns),
+            self.tokenizer,
+            adapter_template(model),
+            **chat_options,
+            add_generation_prompt=False,
+        )
+        return length_before_answer_opens(prompt, turns_alone)
 
     def chat(
         self,

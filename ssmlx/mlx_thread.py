@@ -160,8 +160,8 @@ class MlxThread:
         closing.result()
 
     def _close_open(self) -> None:
-        for turns in list(self.open):
-            turns.close()
+        for one in list(self.open):
+            one.close()
 
 
 THREAD = MlxThread()
@@ -170,12 +170,12 @@ one process share it. Never reset: it stops with the process."""
 
 
 def _keep_open_alive() -> None:
-    """Keep the answers that the parent has open alive for ever, in a forked process.
+    """Keep what the parent has open alive for ever, in a forked process.
 
     Python runs a generator's end when nobody holds it any more, and these ends would wait for MLX.
     """
-    for turns in THREAD.open:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(turns))
+    for one in THREAD.open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 os.register_at_fork(after_in_child=_keep_open_alive)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
@@ -314,6 +314,30 @@ def encode_turns_or_last(
         asked = normalise_turns(messages[-1:])[0]["content"]
         return encode(own_template.replace("{prompt}", asked), tokenizer)
     return chat_tokens(tokenizer, messages, **chat_options)
+
+
+def length_before_answer_opens(
+    prompt: Sequence[int], encode_without_opening: Callable[[], list[int]]
+) -> int:
+    """How many tokens of a prompt the next turn's will begin with too, whatever its template leaves
+    out of the answer between them.
+
+    That is up to where the template opens the answer: with a thought, for instance, which it does
+    not show later.
+
+    Args:
+        prompt: tokens of turns under a template, with the answer opened.
+        encode_without_opening: gives the tokens of the same turns, with no answer opened; it may
+            raise InputError, as some templates take these only with an answer behind them.
+
+    Returns:
+        All but the last token where the template opens no answer, or refuses.
+    """
+    most = len(prompt) - 1
+    try:
+        return min(most, common_prefix_length(encode_without_opening(), prompt))
+    except InputError:
+        return most
 
 
 def shows_last_turn_alone(

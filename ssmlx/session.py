@@ -1,28 +1,26 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, cast
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer, Prefilled
 from .api import stream_generate
 from .bars import Progress
-from .decoding.step import Step, Steps
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
-from .errors import InputError, require
+from .errors import require
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
-from .generation.plan import Decode, Plan, decode_plan, drafter_name, make_plan, within_limit
+from .generation.plan import Decode, decode_plan, drafter_name, make_plan, within_limit
 from .generation.pool import MemoryPool
 from .generation.segments import (
     GenerationResponse,
@@ -32,10 +30,9 @@ from .generation.segments import (
 )
 from .loading.attach import swap_adapter
 from .mlx_thread import is_forked, run_on_mlx_thread
-from .model.state_cache import StateCache
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache
+from .prompt_cache import PromptCache, keep_for_next_turn
 from .prompts import (
     Message,
     Tools,
@@ -43,6 +40,7 @@ from .prompts import (
     check_text,
     common_prefix_length,
     encode_turns_or_last,
+    length_before_answer_opens,
     shows_last_turn_alone,
 )
 from .settings import GenerateConfig
@@ -194,7 +192,12 @@ class ChatSession:
 
     @property
     def drafter(self) -> str | None:
-        """The name of what may draft in this chat; None where it decodes plainly."""
+        """The name of what may draft in this chat; None where it decodes plainly.
+
+        Raises:
+            InputError: the session is closed.
+        """
+        self._check_open()
         return drafter_name(self.model, self.config, self._loaded)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
@@ -227,7 +230,12 @@ class ChatSession:
 
     @property
     def memory(self) -> Memory:
-        """Where the memory goes: at the end of the last whole answer, or now if there is none."""
+        """Where the memory goes: at the end of the last whole answer, or now if there is none.
+
+        Raises:
+            InputError: the session is closed.
+        """
+        self._check_open()
         return self._memory or measure_memory(self.model, self._cache, loaded=self._loaded)
 
     @property
@@ -322,7 +330,7 @@ class ChatSession:
 
     def _begin_reply(
         self, text: str, config: GenerateConfig
-    ) -> Iterator[GenerationResponse | Prefilled]:
+    ) -> Generator[GenerationResponse | Prefilled]:
         """Begin the answer to `text` behind what is cached of the conversation; returns its
         segments.
 
@@ -351,9 +359,13 @@ class ChatSession:
         self._cache.keep_first(reused)
         del self._cached_tokens[reused:]
         decode: Decode = decode_plan
-        if isinstance(self._cache, StateCache):
-            end = self._length_before_answer_opens([*self.messages, question], prompt)
-            decode = self._decode_keeping_place(prompt, end, self._cache)
+        if self._cache.has_fixed_places:
+            turns_alone = partial(
+                self._prompt, [*self.messages, question], add_generation_prompt=False
+            )
+            length = length_before_answer_opens(prompt, turns_alone)
+            place = keep_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
+            decode = partial(decode_plan, place=place)
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
             decode = within_limit(self._pool, decode)
@@ -394,60 +406,11 @@ class ChatSession:
             earlier=self._earlier,
         )
 
-        def add_question_and_decode() -> Iterator[GenerationResponse | Prefilled]:
+        def add_question_and_decode() -> Generator[GenerationResponse | Prefilled]:
             self.messages.append(question)
             yield from segments
 
         return add_question_and_decode()
-
-    def _length_before_answer_opens(self, turns: Sequence[Message], prompt: list[int]) -> int:
-        """How many tokens of a prompt the next turn's will begin with too, whatever its template
-        leaves out of the answer between them.
-
-        That is up to where the template opens the answer: with a thought, for instance, which it
-        does not show later. All but the last token where the template opens none.
-
-        Args:
-            turns: the conversation, the user's message included.
-            prompt: its tokens.
-        """
-        most = len(prompt) - 1
-        try:
-            turns_alone = self._prompt(turns, add_generation_prompt=False)
-        except InputError:  # a template that takes these turns only with an answer behind them
-            return most
-        return min(most, common_prefix_length(turns_alone, prompt))
-
-    def _decode_keeping_place(self, prompt: list[int], place: int, cache: StateCache) -> Decode:
-        """`decode_plan`, by which a cache that can go back to certain places alone can go back to
-        one in the prompt.
-
-        The prompt is processed up to there in a piece of its own. Where a layer keeps a window,
-        which cannot come back, a copy goes to the prompt cache, if there is one.
-
-        Args:
-            prompt: tokens of the whole prompt.
-            place: how many of them are before it.
-            cache: the session's.
-        """
-
-        def keep_place() -> None:
-            cache.forget_marks()
-            if not cache.mark() and self._prompts is not None:
-                self._prompts.put(self.model, prompt[:place], cache)
-
-        def decode(plan: Plan, *given: Any, **more: Any) -> Steps:
-            """`decode_plan` with such pieces; its arguments."""
-            usual = plan.config.prefill_step_size
-
-            def piece_length() -> int:
-                left = place - cache.offset
-                return min(usual, left) if left > 0 else usual
-
-            steps = decode_plan(plan, *given, prefill_step_size=piece_length, **more)
-            return _call_once_at(place, cache, keep_place, steps)
-
-        return decode
 
     @property
     def asks_alone(self) -> bool:
@@ -533,25 +496,6 @@ class ChatSession:
             lambda: find_divergence(self.model, prompt, plain, other, config, ends)
         )
         return Comparison(parting is None, lasts["A"][-1], lasts["B"][-1], ratios, parting)
-
-
-def _call_once_at(
-    place: int, cache: StateCache, call: Callable[[], None], steps: Steps
-) -> Generator[Step | None]:
-    """Yield an answer's steps; call `call` once, when `cache` holds `place` tokens of the prompt.
-
-    At no time where it begins with more. The steps are closed in the end.
-    """
-    is_called = False
-    with closing(cast("Generator[Step | None]", steps)):
-        if cache.offset == place:  # before anything is processed
-            call()
-            is_called = True
-        for step in steps:
-            if step is None and cache.offset == place and not is_called:
-                call()
-                is_called = True
-            yield step
 
 
 def _seconds(last: GenerationResponse) -> float:

@@ -11,13 +11,12 @@ import pytest
 # What needs them is skipped without them, whatever imports this.
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from tiny import first_tokens, tree_from_parents
+from tiny import first_tokens, token_steps, tree_from_parents
 
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference
-from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
 from ssmlx.loading.adapter import write_adapter_in_place
 from ssmlx.loading.load import load_base

@@ -488,7 +488,7 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     (tmp_path / "own.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w1 \\ud800"}')
     assert "prompt 2 of your files: " in refused(capsys, *model, "--data", tmp_path / "own.jsonl")
     recurrent = write_family(tmp_path / "lfm2", "lfm2")
-    assert "cannot draft for itself" in refused(capsys, "--model", recurrent)
+    assert "cannot be run one by one" in refused(capsys, "--model", recurrent)
     assert adapters_made_here() == {} and not list((tmp_path / "cache").rglob("plan.json"))
     adapted(packed)
     capsys.readouterr()

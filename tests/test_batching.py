@@ -1,7 +1,6 @@
 """Answers in one batch: each its own, whoever comes, goes, stalls or fails beside it."""
 
 import random
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -14,8 +13,10 @@ import ssmlx
 from ssmlx.answers import Prefilled
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
+from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
+from ssmlx.loading.load import load_base
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.policy.controller import PLAIN_CALL, ExpectedCall
 from ssmlx.policy.costs import BATCH, FrozenCosts
@@ -154,6 +155,25 @@ def test_an_answer_drafts_again_when_it_is_alone(ask, together):
     assert tokens_of(found) == expected and max(len(one.tokens) for one in found) > 1
 
 
+def test_an_answer_that_comes_back_from_a_batch_has_the_draft_cache_it_had(ask, together, base):
+    draft = DraftModel(load_base(base, "float32")[0].model)
+    settings = {"max_tokens": 60, "drafter": draft, "decoding": "speculative"}
+    answer = ask(QUESTIONS[0], **settings)
+    found = [next(answer), next(answer)]
+    for count in range(3):
+        other = ask(QUESTIONS[1])
+        for _ in range(4):
+            next(other)
+            found.append(next(answer))
+        other.close()
+        found += [next(answer), next(answer)]
+        assert len(draft._caches) == 1, count
+    found += list(answer)
+    assert tokens_of(found) == tokens_of(ask(QUESTIONS[0], alone=True, max_tokens=60))
+    calls = [one.draft_calls for one in found]
+    assert calls == sorted(calls) and calls[-1] > 12
+
+
 @pytest.mark.parametrize("others", [[[8]], [[9, 10, 11]], []])
 def test_a_prompt_of_one_token_has_a_row(ask, together, others):
     """First of all, beside another one, or beside a longer one; or before any comes."""
@@ -212,6 +232,37 @@ def test_a_reader_that_has_caught_up_shares_calls_again(ask, together, batches):
     assert statuses(batches) == {"BATCHED": 2}
     for text, own, rest in zip(QUESTIONS, heard, (slow, quick), strict=False):
         assert tokens_of([*own, *rest]) == tokens_of(ask(text, alone=True, **settings))
+
+
+HELD = {"max_tokens": 60, "drafter": "prompt-lookup", "decoding": "speculative"}
+
+
+def test_an_answer_that_is_held_leaves_others_their_drafts(ask, together, batches, monkeypatch):
+    """It is open, and not read on: others wait for it in vain for a call each, and only once."""
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **HELD))
+    cost_batches(monkeypatch, 100.0)
+    held = [ask(text, **HELD) for text in QUESTIONS[1:3]]
+    held_heard = [[next(one)] for one in held]
+    assert statuses(batches) == {"ALONE": 2}
+    cost_batches(monkeypatch, 1.001)
+    for _ in range(2):
+        found = list(ask(QUESTIONS[0], **HELD))
+        assert tokens_of(found) == expected and max(len(one.tokens) for one in found) > 1
+        assert together.count("call") == 3 and statuses(batches) == {"PAUSED": 2}
+    for text, heard, rest in zip(QUESTIONS[1:], held_heard, held, strict=False):
+        assert tokens_of([*heard, *rest]) == tokens_of(ask(text, alone=True, **HELD))
+
+
+def test_an_error_of_an_answer_that_is_held_is_its_own(ask, together, batches, monkeypatch):
+    """Its own call, which was under way, is waited for in the turn of another reader."""
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **HELD))
+    held = ask(QUESTIONS[1], **HELD)
+    next(held)
+    ((row,),) = (group.answers for group in batches._groups.values())
+    monkeypatch.setattr(row, "compute_cache_without_last_token", lambda: 1 / 0)
+    assert tokens_of(ask(QUESTIONS[0], **HELD)) == expected and not statuses(batches)
+    with pytest.raises(ZeroDivisionError):
+        next(held)
 
 
 QUICK = {"max_tokens": 30}
@@ -325,36 +376,76 @@ def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
     assert len(pieces) == 20 and all(b - a > 1 for a, b in pairwise(pieces))
 
 
+def take_turn(answer):
+    """One turn of a reader: the segment that it brought, or None."""
+    part = run_on_mlx_thread(answer._source.compute_next)
+    return None if isinstance(part, Prefilled) else part
+
+
 @pytest.mark.parametrize("drafter", [None, "prompt-lookup"])
 def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypatch, drafter):
-    """Pieces are bounded in time, and calls get as much of it as pieces: 10 tokens here."""
+    """Pieces are bounded in time, and calls get as much of it: 10 tokens here, and 5 calls."""
     sizes = []
     read = loop.append_piece_and_wait
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 0.004  # a call, between two looks
+        return now
 
     def slowly(model, tokens, cache, taps):
-        time.sleep(0.002 * len(tokens))
-        found = read(model, tokens, cache, taps)
+        nonlocal now
+        now += 0.002 * len(tokens)
         sizes.append(len(tokens))
-        return found
+        return read(model, tokens, cache, taps)
 
+    monkeypatch.setattr(batches, "_clock", clock)
     monkeypatch.setattr(loop, "append_piece_and_wait", slowly)
     monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.02)
     monkeypatch.setattr(prompt_pieces, "LEAST_PIECE", 2)
     monkeypatch.setattr(prompt_pieces, "UNTIMED_PIECE", 4)
     settings = {"prefill_step_size": 512, "drafter": drafter}
     settings |= {"decoding": "speculative"} if drafter else {}
-    with ThreadPoolExecutor(1) as pool:
-        unknown = [40 if drafter else 41, 2] * 110
-        heard = pool.submit(list, ask(unknown, **settings))
-        while len(sizes) < 3 and not heard.done():
-            time.sleep(0.001)
-        before = len(sizes)
-        quick = list(ask(QUESTIONS[1], **settings))
-        meanwhile = sizes[before:]
-        assert len(tokens_of(quick)) == LENGTH and not heard.done()
-        assert len(tokens_of(heard.result(60))) == LENGTH
+    prompt = ask([40 if drafter else 41, 2] * 110, **settings)
+    while len(sizes) < 3:
+        assert take_turn(prompt) is None
+    before = len(sizes)
+    quick = ask(QUESTIONS[1], **settings)
+    heard = [take_turn(quick)]
+    while not quick.is_over:
+        assert take_turn(prompt) is None
+        heard.append(take_turn(quick))
+    assert len(tokens_of(filter(None, heard))) == LENGTH
     assert max(sizes) <= 10 * prompt_pieces.PIECES_ALONE
-    assert sum(meanwhile) < 110 and min(meanwhile) <= 10
+    assert max(sizes[before:]) <= 10 and sum(sizes[before:]) <= 30
+    assert len(tokens_of(prompt)) == LENGTH
+
+
+@pytest.mark.parametrize(
+    ("old", "num_at_once", "order"),
+    [
+        (47, 1, [1, 0, 2, 3, 0, 4, 5, 6, 0, 7, 8, 9]),
+        (60, 3, [1, 0, 2, 3, 0, 0]),
+    ],
+)
+def test_first_pieces_overtake_every_second_time(ask, monkeypatch, old, num_at_once, order):
+    """One long prompt, and others of one piece that come before each turn, or at once: they are
+    begun in the order in which they came, and the long one goes on."""
+    pieces = []
+    read = loop.append_piece_and_wait
+    monkeypatch.setattr(
+        loop, "append_piece_and_wait", lambda *given: pieces.append(given[1][0]) or read(*given)
+    )
+    answers = [ask([old, 3] * 90)]
+    while not pieces:
+        take_turn(answers[0])
+    for _ in order:
+        while len(answers) <= max(order) and len(answers) <= num_at_once * len(pieces):
+            answers.append(ask([old + len(answers), 3] * 4 + [1]))
+            take_turn(answers[-1])
+        take_turn(answers[0])
+    assert [piece - old for piece in pieces[1:]] == order
 
 
 def test_a_prompt_may_be_given_up(ask, together, batches):

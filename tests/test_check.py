@@ -160,6 +160,15 @@ def test_a_model_that_takes_chains_alone_says_what_can_draft(run, tmp_path, time
     assert "chains" not in found["lacks"] and found["memory"]["cache"] > 0
 
 
+@pytest.mark.parametrize("name, width", [("lfm2", 32), ("gpt2", None)])
+def test_a_width_that_no_part_says_is_left_out(run, tmp_path, timed, name, width):
+    folder = write_model(name, tmp_path / name)
+    write_tokenizer(folder)
+    first, *_ = run(model=folder)[1].splitlines()
+    assert first.endswith(f" layers{f' of width {width}' if width else ''}, float32")
+    assert json.loads(run("--json", model=folder)[1])["width"] == width
+
+
 def test_a_model_that_decodes_plainly_alone_is_fine(run, tmp_path, timed):
     recurrent = write_model("rwkv7", tmp_path / "rwkv7")
     write_tokenizer(recurrent)

@@ -12,10 +12,9 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from tiny import first_tokens, make_base, make_model, make_packed_base
+from tiny import first_tokens, make_base, make_model, make_packed_base, token_steps
 from tiny_heads import make_heads
 
-from ssmlx.api import token_steps
 from ssmlx.decoding.call import plain_call, verify_tree
 from ssmlx.decoding.draft_shape import Never
 from ssmlx.decoding.drafter import top_columns_and_values

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from guessed import compute_guesses
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 from tiny import (
@@ -30,11 +31,12 @@ from tiny import (
     random_tree,
     slow,
     target_of,
+    token_steps,
     tree_from_parents,
 )
 
 import ssmlx
-from ssmlx.api import stream_generate, summary_line, token_steps
+from ssmlx.api import stream_generate, summary_line
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
@@ -82,7 +84,6 @@ from ssmlx.settings import (
     SamplingConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import compute_guesses
 
 # --- acceptance and pruning, against walks and sums in plain Python ---
 

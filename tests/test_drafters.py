@@ -13,6 +13,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
+from guessed import mix_copies_along
 from real import one_line, tokens_of, write_base, write_tiny_adapter
 from tiny import (
     VOCAB,
@@ -21,12 +22,13 @@ from tiny import (
     make_model,
     make_tokenizer,
     target_of,
+    token_steps,
     tree_from_parents,
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx import settings as listed
-from ssmlx.api import stream_generate, token_steps
+from ssmlx.api import stream_generate
 from ssmlx.commands import generate
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
@@ -58,7 +60,7 @@ from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
-from ssmlx.loading.load import may_have_drafting_heads
+from ssmlx.loading.head_tensors import may_have_drafting_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
@@ -76,7 +78,6 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import mix_copies_along
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)
@@ -1042,5 +1043,6 @@ def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, s
         mx.save_safetensors(str(folder / file), tensors)
     assert may_have_drafting_heads(folder)
     model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
+    assert type(model.backbone.model).__module__ == "mlx_lm.models.llama"
     prompt = [9, 30, 21]
     assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)

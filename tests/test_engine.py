@@ -16,7 +16,7 @@ from weakref import ref
 import mlx.core as mx
 import pytest
 from real import ROOT, answer, refusal, tokens_of, words, write_base, write_tiny_adapter
-from tiny import make_model, make_tokenizer
+from tiny import make_model, make_tokenizer, token_steps
 
 import ssmlx
 from ssmlx.decoding import loop
@@ -197,7 +197,7 @@ def test_a_thread_that_dies_half_way_leaves_the_model_as_it_was():
 
     def abandon():
         cache = model.make_cache()
-        steps = ssmlx.api.token_steps(model, PROMPT, cache)
+        steps = token_steps(model, PROMPT, cache)
         next(steps), next(steps)
 
     on_a_thread(abandon)
@@ -236,13 +236,14 @@ def test_answers_take_turns(engine, folders):
 
 def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
     turns = []
+    pause = [0.2]  # behind each piece, so that the long prompt takes seconds on any machine
     long = ask(
         engine,
         folders,
         "none",
         [1, 2] * 90,
         prefill_step_size=8,
-        progress=lambda done, total: turns.append(done) or time.sleep(0.02),
+        progress=lambda done, total: turns.append(done) or time.sleep(pause[0]),
     )
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(list, long)
@@ -250,6 +251,7 @@ def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
             time.sleep(0.001)
         first = next(ask(engine, folders, "all"))
         assert first.tokens and not heard.done() and turns[-1] < 179
+        pause[0] = 0.0
         assert len(tokens_of(heard.result(30))) == LENGTH
     # The other answer may have processed pieces of this one's prompt.
     assert turns == sorted(turns) and (turns[0], turns[-1]) == (0, 179)
@@ -441,6 +443,8 @@ def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
     assert half.is_over and list(half) == []
     assert "the engine is closed" in refusal(ask, engine, folders, "none")
     assert "this chat is closed" in refusal(chat.reply, "w1")
+    for name in ("drafter", "memory"):
+        assert "this chat is closed" in refusal(getattr, chat, name)
 
 
 def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folders, monkeypatch):
@@ -504,6 +508,9 @@ def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monk
     other = write_tiny_adapter(tmp_path / "other", write_base(tmp_path / "base", norm=1.5))
     assert "another base model" in refusal(engine.stream, "w1", adapter=other)
     assert "the prompt is empty" in refusal(engine.stream, " ")
+    for wrong in (None, 5, [1.5], [[1]], ["a"], {"role": "user", "content": "w1"}):
+        for ask in (engine.stream, engine.score):
+            assert "expected a text, or token ids" in refusal(ask, wrong), wrong
     assert "no model is called" in refusal(ssmlx.Engine, "nothing-like-it")
     assert tokens_of(engine.stream("w1", max_tokens=3))
 

@@ -25,7 +25,7 @@ from ssmlx.decoding import stopwatch
 from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import scratch_rows
-from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import PromptPlace, plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
 from ssmlx.decoding.step import AnswerPart, DraftTotals
 from ssmlx.drafters import draft_model
@@ -665,3 +665,45 @@ def test_what_was_read_is_given_out_before_a_drafter_starts(monkeypatch):
             assert given == taken
             num_empty_behind_steps += 1
     assert num_empty_behind_steps > 2
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("known", [0, 3])
+def test_a_piece_of_a_prompt_ends_at_its_place(known, drafts):
+    """Which is kept once, and not where the cache holds more from the beginning."""
+    model = make_model()
+    text = [*range(1, 12)]
+    expected, _ = first_tokens(plain_decode(model, text, model.make_cache()), 8)
+    prefilled = len(text) - 1
+    for offset in range(prefilled + 1):
+        cache = model.make_cache()
+        prefill(model, text[:known], cache)
+        kept = []
+        place = PromptPlace(offset, lambda kept=kept, cache=cache: kept.append(cache.offset))
+        more = {"context": text[:known], "prefill_step_size": 4, "place": place}
+        if drafts:
+            more["drafters"] = [PromptLookupDrafter(PromptLookupConfig())]
+        decode = speculative_decode if drafts else plain_decode
+        steps = decode(model, text[known:], cache, **more)
+        offsets = [known]
+        for step in steps:
+            if step is not None:
+                break
+            offsets.append(cache.offset)
+        cuts = {*range(known, prefilled, 4)}
+        if offset >= known:
+            cuts = {*range(known, offset, 4), *range(offset, prefilled, 4)}
+        assert {*offsets} == cuts | {known, prefilled}
+        assert kept == ([offset] if offset >= known else [])
+        rest, _ = first_tokens(steps, 7)
+        assert [*step.tokens, *rest][:8] == expected
+
+
+def test_what_keeping_a_place_raises_ends_the_loop():
+    model = make_model()
+    cache = model.make_cache()
+    steps = plain_decode(model, PROMPT, cache, place=PromptPlace(2, lambda: 1 / 0))
+    next(steps)
+    with pytest.raises(ZeroDivisionError):
+        next(steps)
+    assert cache.offset == 2 and not list(steps)

@@ -14,7 +14,6 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from real import refusal
 
-from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.stream_drafter import DraftVocab
 from ssmlx.errors import InputError
@@ -54,16 +53,16 @@ def make_turned_by_length():
 
 IRREGULAR = {
     "differ by": make_shifted,
-    "embed_tokens": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
+    "token embedding": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
     "'mamba'": lambda: mamba.Model(mamba.ModelArgs("mamba", 13, 16, 32, 4, 2, 4, False, True, 2)),
-    "one by one": make_turned_by_length,
+    "length-1 arrays": make_turned_by_length,
 }
 
 
 @pytest.mark.parametrize("told", IRREGULAR)
 def test_irregular_models_decode_plainly(told):
     backbone = Backbone(IRREGULAR[told]())
-    assert "cannot draft for itself" in backbone.capabilities.stages
+    assert "cannot be run one by one: " in backbone.capabilities.stages
     with pytest.raises(InputError, match=f"{told}.* decode plainly"):
         backbone.capabilities.require("trees", "drafting")
     assert not backbone.capabilities.has("batches")
@@ -171,7 +170,7 @@ def test_drafts_from_few_tokens_lose_nothing(scope, draft):
         TreeConfig(kind="best", size=40, width=9),
         TreeConfig(kind="best", size=1),
     ):
-        steps = token_steps(model, PROMPT, model.make_cache(), GenerateConfig(tree=tree))
+        steps = tiny.token_steps(model, PROMPT, model.make_cache(), GenerateConfig(tree=tree))
         tokens, lengths = tiny.first_tokens(steps, 24)
         assert tokens == expected
         if tree.kind == "full" and len(draft) == 4:
@@ -212,7 +211,7 @@ def test_a_head_without_rows_is_refused():
     base = tiny.make_base()
     base.lm_head = Head()
     message = refusal(tiny.make_model, base=base, adapter={"draft_vocab": DRAFT_VOCAB})
-    assert "its LM head is a Head" in message
+    assert "the LM head of the model type 'llama' is a Head; expected a linear layer" in message
 
 
 def test_latent_attention_has_no_values_to_turn():
@@ -274,7 +273,7 @@ def test_an_untrained_condition_changes_nothing(monkeypatch):
     for tree in (TreeConfig(size=6), TreeConfig(kind="full", width=2), TreeConfig(size=4, width=1)):
         steps = [
             tiny.first_tokens(
-                token_steps(one, PROMPT, one.make_cache(), GenerateConfig(tree=tree)), 24
+                tiny.token_steps(one, PROMPT, one.make_cache(), GenerateConfig(tree=tree)), 24
             )
             for one in (plain, blank)
         ]

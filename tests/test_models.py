@@ -18,14 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model, save_config, save_model
 from real import EXAMPLE, answer, one_line, refusal, snapshot, write_tokenizer
 from safetensors.torch import load, save_file
-from tiny import assert_close, first_tokens, slow
+from tiny import assert_close, first_tokens, slow, token_steps
 
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference
 from convert.reference.format import LoraSettings, read_stream_config, stream_settings_json
 from convert.reference.model import StreamFusedReference, rotate_values
-from ssmlx.api import token_steps
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter

@@ -28,10 +28,10 @@ from tiny import (
     make_model,
     make_tokenizer,
     slow,
+    token_steps,
 )
 from tiny_heads import make_heads
 
-from ssmlx.api import token_steps
 from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
@@ -39,6 +39,7 @@ from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache_key import CacheKey
+from ssmlx.model.state_cache import StateCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.prompt_cache.prompt_files import read_prompt
@@ -337,6 +338,22 @@ def test_the_longer_of_memory_and_folder_counts(tmp_path):
     short.close()
     longest = PromptCache(folder=tmp_path)
     assert longest.take(model, [*tokens, *cold(model, tokens)])[1] >= 120
+
+
+def test_a_model_that_is_called_as_a_whole_now_reads_no_file(tmp_path, monkeypatch):
+    """Of its layers run one by one, as another mlx-lm's were: they give other logits now."""
+    tokens = text(20)
+    with PromptCache(folder=tmp_path) as prompts:
+        prompts.put(model_of(), tokens, fill(model_of(), tokens))
+
+    def refuse(stages):
+        raise InputError("other logits", expected="its own", do="call it as a whole")
+
+    monkeypatch.setattr("ssmlx.model.backbone.check_stages", refuse)
+    whole = StreamFusedModel(Backbone(make_base()))
+    assert CacheKey.of(whole) == CacheKey.of(model_of())
+    cache, known = PromptCache(folder=tmp_path).take(whole, tokens)
+    assert known == 0 and isinstance(cache, StateCache)
 
 
 def test_a_folder_is_bounded_and_what_another_extends_is_dropped(tmp_path):

@@ -19,7 +19,6 @@ import tiny
 from mlx.nn.layers.distributed import shard_linear
 from real import questions, refusal, run_module, write_data
 
-from ssmlx.api import token_steps
 from ssmlx.commands import train
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.model.backbone import Backbone
@@ -172,7 +171,7 @@ def make_backbone(ranks: Group | None, kind: str = "whole") -> Backbone:
 
 
 def tokens_of(model, **settings) -> list[int]:
-    steps = token_steps(model, PROMPT, model.make_cache(), max_tokens=LENGTH, **settings)
+    steps = tiny.token_steps(model, PROMPT, model.make_cache(), max_tokens=LENGTH, **settings)
     return tiny.first_tokens(steps, LENGTH)[0]
 
 

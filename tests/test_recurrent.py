@@ -1,6 +1,8 @@
 """Chains of drafted tokens on models with recurrent layers, and on others that are called whole."""
 
+import json
 import random
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
@@ -45,6 +47,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.state_cache import flatten_caches
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import chain_tree
+from ssmlx.prompt_cache import PromptCache
 from ssmlx.prompts import chat_tokens
 from ssmlx.settings import GenerateConfig, PromptLookupConfig
 
@@ -569,6 +572,151 @@ def test_a_chat_whose_template_drops_thoughts_goes_on_behind_its_last_prompt(fol
             assert found == expected[: len(found) if number == 1 else 7]
             asked = chat_tokens(tokenizer, chat.messages[:-1], add_generation_prompt=False)
             expected_reuse = len(asked)
+
+
+def conversation(texts, answers):
+    """The turns up to the last of `texts`, with the answers before it."""
+    turns = []
+    for number, text in enumerate(texts):
+        turns.append({"role": "user", "content": text})
+        if number < len(texts) - 1:
+            turns.append({"role": "assistant", "content": answers[number]})
+    return turns
+
+
+def given_up_in_prompt(engine, question, config):
+    """An answer that is cancelled when ten or more tokens of its prompt are processed."""
+    answer = engine.stream(
+        question, config, progress=lambda done, total: answer.cancel() if done >= 10 else None
+    )
+    return answer
+
+
+ASKED = [" ".join([f"w{number}"] * 12) for number in (3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    "kind", ["turns", "two chats", "windows", *slow("drafts", "sampled", "choices", "masks")]
+)
+def test_an_engine_goes_on_where_a_template_opened_the_answer(folder, kind, tmp_path):
+    """Of turns and of a text; one answer is given up in the middle, one in its prompt."""
+    settings = {
+        "drafts": {"decoding": "speculative", "drafter": "prompt-lookup"},
+        "sampled": SAMPLED,
+    }.get(kind, {})
+    config = GenerateConfig(max_tokens=7, prefill_step_size=5, **settings)
+    if kind == "windows":
+        folder = write_model("gemma3n", tmp_path / "gemma3n")
+        write_tokenizer(folder)
+    mask = (lambda tokens, logits: logits) if kind == "masks" else None
+    chats = {0: ASKED, 30: [text.replace("w", "w1") for text in ASKED]}
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        tokenizer = engine.tokenizer
+        tokenizer._tokenizer.chat_template = THINKING
+        said = {chat: [] for chat in chats}
+        for number, _ in enumerate(ASKED):
+            for chat, texts in chats.items() if kind == "two chats" else [(0, ASKED)]:
+                turns = conversation(texts[: number + 1], said[chat])
+                question = turns if number else turns[0]["content"]
+                before = 0
+                if number:
+                    asked = conversation(texts[:number], said[chat])
+                    before = len(chat_tokens(tokenizer, asked, add_generation_prompt=False))
+                if number == 2:
+                    assert not list(given_up_in_prompt(engine, question, config))
+                    before += 10
+                shares = kind == "choices"
+                found = list(engine.stream(question, config, mask=mask, shares_prompt=shares))
+                assert found[0].cached_tokens == before
+                prompt = chat_tokens(tokenizer, turns)
+                if shares:
+                    opened = len(chat_tokens(tokenizer, turns, add_generation_prompt=False))
+                    other = list(engine.stream(prompt, config))
+                    assert other[0].cached_tokens == opened
+                    assert tokens_of(other) == tokens_of(found)
+                given_up = engine.stream(question, config)
+                next(given_up)
+                given_up.close()
+                plain = replace(config, decoding="plain", drafter=None)
+                expected = ssmlx.stream_generate(engine.model(), tokenizer, prompt, plain)
+                assert tokens_of(found) == tokens_of(expected)
+                said[chat].append("".join(one.text for one in found))
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """A Qwen3-Next whose template is `THINKING`."""
+    folder = write_model("qwen3_next", tmp_path_factory.mktemp("models") / "thinking")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(THINKING)
+    return folder
+
+
+@contextmanager
+def client_of_server(thinking, folder, kind):
+    """An HTTP client of a server of `thinking`, in this process or in one of its own."""
+    httpx = pytest.importorskip("httpx2")
+    if kind == "a process":
+        from served import serving
+
+        with serving(folder, "--model", thinking, "--max-tokens", 7) as served:
+            yield httpx.Client(base_url=served.url, timeout=60)
+        return
+    pytest.importorskip("starlette")
+    from starlette.testclient import TestClient
+
+    from ssmlx.server.app import make_app
+    from ssmlx.server.handler import RequestHandler
+
+    with ssmlx.Engine(str(thinking), dtype="float32") as engine:
+        app = make_app(
+            RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()]),
+            GenerateConfig(max_tokens=7),
+        )
+        yield TestClient(app, base_url="http://localhost")
+
+
+@pytest.mark.parametrize("kind", ["one answer", *slow("choices", "streamed", "a process")])
+def test_a_server_goes_on_where_a_template_opened_the_answer(thinking, tmp_path, kind):
+    model, tokenizer = ssmlx.load(str(thinking), dtype="float32")
+    choices = 2 if kind == "choices" else 1
+    answers = []
+    expected_reuse = 0
+    with client_of_server(thinking, tmp_path, kind) as client:
+        for number, _ in enumerate(ASKED):
+            turns = conversation(ASKED[: number + 1], answers)
+            body = {"messages": turns, "n": choices, "temperature": 0, "stream": kind == "streamed"}
+            body["stream_options"] = {"include_usage": True}
+            found = client.post("/v1/chat/completions", json=body)
+            chunks = chunks_of(found)
+            usage = chunks[-1]["usage"]
+            prompt = chat_tokens(tokenizer, turns)
+            asked = len(chat_tokens(tokenizer, turns, add_generation_prompt=False))
+            wanted = ssmlx.generate(model, tokenizer, prompt, max_tokens=7, decoding="plain")
+            assert texts_of(chunks, choices) == [wanted] * choices
+            # Of several choices the first one's is told.
+            assert usage["prompt_tokens_details"]["cached_tokens"] == expected_reuse
+            answers.append(wanted)
+            expected_reuse = asked
+
+
+def chunks_of(response):
+    """A reply's chunks, the last with its usage; a whole one is one chunk."""
+    assert response.status_code == 200, response.text
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return [response.json()]
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
+    return [json.loads(one) for one in data]
+
+
+def texts_of(chunks, choices):
+    """The text of each choice."""
+    texts = [""] * choices
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            said = choice.get("message", choice.get("delta"))
+            texts[choice["index"]] += said.get("content") or ""
+    return texts
 
 
 @pytest.mark.parametrize("drafting", [{}, {"decoding": "speculative", "drafter": "prompt-lookup"}])

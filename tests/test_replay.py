@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from tiny import first_tokens, make_model
+from guessed import compute_guesses
+from tiny import first_tokens, make_model, token_steps
 
-from ssmlx.api import token_steps
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.training import replay
-from ssmlx.training.guesses import compute_guesses
 
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 60

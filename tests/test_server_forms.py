@@ -315,6 +315,17 @@ def test_forms_that_cannot_be_followed_are_refused(client):
         assert found.status_code == 400, (more, found.text)
 
 
+def test_a_tokenizer_that_llguidance_cannot_read_is_told(serve):
+    """The tiny model's, of words; whole and streamed, and the server answers on."""
+    client = client_of(serve())
+    form = {"response_format": {"type": "json_object"}}
+    for stream in (False, True):
+        found = client.post(CHAT, json=chat(stream=stream, **form))
+        assert "a tokenizer that llguidance knows" in found.text
+        assert found.status_code == 400, found.text
+    assert said(reply(client, chat()))
+
+
 def test_an_answer_that_is_cut_in_its_form_says_so(client):
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string"}}}
     (chunk,) = reply(client, chat("Hi", max_tokens=3, response_format=form))

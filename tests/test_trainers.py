@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 torch = pytest.importorskip("torch")
 import oracle
 import real
+from guessed import compute_guesses
 from oracle import gap
 from oracle import make_base as make_torch_base
 from torch.nn import functional as F
@@ -56,7 +57,6 @@ from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
-from ssmlx.training.guesses import compute_guesses
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
@@ -269,7 +269,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     tmp_path, monkeypatch, reduced, packing
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
-    monkeypatch.setattr("ssmlx.training.guesses.mix_copies_along", lambda *found: found[2:])
+    monkeypatch.setattr("guessed.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
@@ -864,6 +864,29 @@ def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, caps
     said = TORCH.refusal(capsys, base, data, tmp_path, "--save-every", "1")
     assert "the gradient of step 2 is nan" in said
     assert torch.load(tmp_path / TORCH.state, weights_only=True)["step"] == 1
+
+
+@both
+def test_a_step_whose_gradient_is_no_number_changes_nothing(base, command):
+    """Weights, moments and the step: what follows is what follows without it."""
+    batch = some_batch()
+    found = []
+    for spoils in (False, True):
+        torch.manual_seed(0)
+        trainer = trainer_of(base, command)
+        lower = trainer.objective.lower(batch)
+        trainer.advance(batch, lower)
+        if spoils:
+            said = real.refusal(trainer.advance, batch, lower * float("nan"))
+            assert "the gradient of step 2 is nan" in said
+        losses = trainer.advance(batch, lower)
+        held = trainer.weights if command is MLX else trainer.named
+        weights = {
+            name: np.array(one if command is MLX else one.detach().numpy()).tobytes()
+            for name, one in held.items()
+        }
+        found.append((losses, weights))
+    assert found[0] == found[1]
 
 
 @pytest.fixture(scope="module")

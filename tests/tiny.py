@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.generation import time_calls
+from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import OWN_FAMILIES
@@ -203,6 +204,15 @@ def make_tokenizer(vocab: int = VOCAB, eos: int | None = None) -> TokenizerWrapp
 def mlx_lm_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     """What mlx-lm itself writes."""
     return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
+
+
+def token_steps(model, prompt: list[int], cache, config=None, *, context=(), **more):
+    """Decode `prompt` without end, a step for each call; `config` and `more` as in `make_plan`.
+
+    MLX runs on the thread that reads. The plan is made now.
+    """
+    plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
+    return filter(None, decode_plan(plan, model, prompt, cache, context=context))
 
 
 def first_tokens(steps, count: int, totals: DraftTotals | None = None):

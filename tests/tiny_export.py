@@ -7,11 +7,11 @@ import torch
 from oracle import convert, make_base
 from oracle import make_model as make_reference
 from real import write_tokenizer
+from tiny import token_steps
 
 from convert.export.export import build_graphs, make_partial_manifest
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
-from ssmlx.api import token_steps
 from ssmlx.exported.decode import SlotCache, speculative_decode
 from ssmlx.loading.adapter import StreamAdapter, load_adapter
 from ssmlx.loading.load import load

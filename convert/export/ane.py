@@ -26,7 +26,7 @@ _PARTS = (
 def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Apply a linear module as a 1 x 1 convolution, also one of low rank or with LoRA.
 
-    LoRA of a `LoraLinear` is added only where its rows are streams.
+    LoRA of a `LoraLinear` is added only while its rows are streams, whatever its scope.
 
     Args:
         module: with `weight` [out, in] and `bias`, or a `LowRank` or `LoraLinear`.
@@ -63,7 +63,7 @@ def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embeddings, "rotate half", to queries or keys before attention.
+    """Apply rotary embeddings, "rotate half", to queries or keys.
 
     Args:
         x: [1, heads, Dh, R].

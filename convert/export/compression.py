@@ -158,7 +158,8 @@ def _content_digest(weights: np.ndarray) -> str:
 
 
 def load_program(package: Path) -> Any:
-    """Read a saved Core ML package back as a program of MIL, its weights included.
+    """Read a saved Core ML package back as a program of MIL, coremltools' form of a model, its
+    weights included.
 
     Raises:
         InputError: coremltools is missing or does not work.
@@ -175,7 +176,8 @@ def load_program(package: Path) -> Any:
 def measure_decode_weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
     """Compare the matrices of a saved package's function "decode" with what they should be.
 
-    Compressed weights are restored first. Products of two activations are passed over.
+    Compressed weights are unpacked for that, in memory. Products of two activations are passed
+    over.
 
     Args:
         package: the .mlpackage.

@@ -90,7 +90,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
     tokenizer.
 
     Args:
-        model: a folder, a Hub name or an alias.
+        model: a folder, a Hub name, which may be downloaded, or an alias.
         adapter: a name or folder; None for the streams of a fused model.
         out: the folder; one that exists must be empty or an exported model, which is replaced.
         config: how to export.
@@ -256,7 +256,7 @@ def _package_versions() -> dict[str, str]:
 
 def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> StreamFusedReference:
     """Load the PyTorch model of an adapter, in float32, with the first `num_streams` of its
-    streams; nothing of it is trained.
+    streams; no parameter takes gradients. A task's LoRA is merged into the weights.
 
     Args:
         folder: of the base model.

@@ -125,7 +125,7 @@ class DecodeGraph(Graph):
 
         Args:
             profile: layers, heads and sizes.
-            num_layers: N.
+            num_layers: of the model, all of which run.
             split: the first layer with streams.
             vocab: [Vd] the tokens that streams draft from; None for all.
         """
@@ -299,7 +299,7 @@ class ConvertibleGraph(Module):
 def surviving_nodes(
     edges: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, num_kept: int
 ) -> torch.Tensor:
-    """Return [M] int32, the `num_kept` nodes of the largest path probability, ascending.
+    """Return [M] int32, the `num_kept` nodes of the largest path probability, by ascending number.
 
     The root's path is the likeliest, so it is kept. An edge's log probability is cut to the bounds
     that all drafting has (`MIN_EDGE_LOGPROB` to `MAX_EDGE_LOGPROB`).

@@ -26,9 +26,10 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Show nothing inside the block: no warnings, no logs below errors, and neither output stream.
+    """Show nothing inside the block, of any thread: no warnings, no logs below errors, and neither
+    output stream.
 
-    What is printed there is lost. Afterwards logs are as they were before.
+    What is printed there is lost. Afterwards all is as it was before.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -99,7 +100,7 @@ def explain_write_errors(target: Path) -> Iterator[None]:
 
 
 def convert_graph(graph: Graph, config: ExportConfig) -> Any:
-    """Convert one function to a Core ML model, its weights not compressed yet.
+    """Convert one function to a Core ML model, its weights not compressed.
 
     In float16 the cache is Core ML's state, which can only be float16; in float32 the caches are
     inputs, and outputs of the same name with the suffix `NEW`. Nothing is shown, and the model is
@@ -171,7 +172,7 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
 
 
 def _register_pass_and_make_pipeline(ct: Any) -> Any:
-    """Return the converter's passes, with one of ours that saves a copy of the cache a layer.
+    """Return the converter's passes, with one of ours that spares a copy of the cache a layer.
 
     An assignment to a whole tensor is replaced by the new tensor. The pass that holds whole numbers
     in 16 bits, where tokens overflow, is left out. The pass is registered with coremltools, over an
@@ -245,8 +246,8 @@ def cast_weights_and_write_coreai(
 ) -> None:
     """Convert `graphs` with Core AI and write them as one package.
 
-    The cache is state in either precision; nothing is compressed. The graphs' weights become those
-    of `config.precision`, in place.
+    The cache is state in either precision; nothing is compressed. The graphs' weights are cast to
+    `config.precision`, in place.
 
     Raises:
         InputError: Core AI's converter is missing, or the disk is full or read-only.

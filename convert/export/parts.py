@@ -161,7 +161,7 @@ class Profile(Module, ABC):
     piece: int | None = None  # most rows of a matrix of an LM head
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Take the reference's parts; LoRA of scope "all" is merged into its weights.
+        """Take the reference's parts; LoRA of scope "all" is merged into its weights, in place.
 
         The draft head has the LM head's rows of the draft vocabulary; without one it is the LM
         head. Tables of rotary embeddings reach over all slots and streams.

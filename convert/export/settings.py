@@ -89,7 +89,8 @@ class ExportConfig:
         """Return the sizes of the graphs for an adapter of these settings, on a model of
         `vocab_size` tokens.
 
-        A tree that is larger than the full tree of its width has the full tree's nodes.
+        A tree that is larger than the full tree of its width has the full tree's nodes; `prune_to`
+        of as many as the tree's nodes or more prunes nothing.
 
         Raises:
             InputError: more streams are asked for than there are, pruning is asked for and the

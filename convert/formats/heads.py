@@ -36,7 +36,7 @@ from ssmlx.errors import require
 from ssmlx.json_files import build_settings_ignoring_unknown, read_json
 from ssmlx.loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
 from ssmlx.loading.files import write_whole
-from ssmlx.loading.load import MEDUSA_PREFIX
+from ssmlx.loading.head_tensors import MEDUSA_PREFIX
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.backbone import Backbone
 

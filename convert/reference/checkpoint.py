@@ -177,8 +177,8 @@ def load_checkpoint_of_scope_all(base: nn.Module, lora: str | Path) -> StreamFus
 def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
     """Write the checkpoint that `load_reference` reads; PEFT can load its two LoRA files.
 
-    The folder is made where it is missing. Without LoRA no PEFT files are written; earlier ones
-    stay.
+    The folder is made where it is missing, and files of the same names are replaced, each whole.
+    Without LoRA no PEFT files are written; earlier ones stay, and would be read.
     """
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -251,13 +251,15 @@ def merge_fine_tuning(base: Any, folder: Path) -> Any:
     Args:
         base: is changed.
         folder: a checkpoint of `convert.train` of scope "all", or an adapter or LoRA as
-            `ssmlx.load` takes it, whose LoRA on every row is added.
+            `ssmlx.load` takes it, whose LoRA on every row is added; of an adapter without such
+            LoRA, nothing is.
 
     Returns:
         The base model.
 
     Raises:
-        InputError: the folder is broken, its LoRA acts on streams alone, or it is another model's.
+        InputError: the folder is broken, a checkpoint's LoRA acts on streams alone, or the base
+            lacks a module of the LoRA's, or has it in other sizes.
     """
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
         return merge_lora(load_checkpoint_of_scope_all(base, folder))

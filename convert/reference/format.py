@@ -157,8 +157,8 @@ def read_lora_settings(path: Path, num_layers: int) -> LoraSettings:
         num_layers: of the base model.
 
     Raises:
-        InputError: the file is missing or broken, or a setting asks for more than LoRA of whole
-            layers.
+        InputError: the file is missing or broken, or a setting is not supported: DoRA, trained
+            biases, or ranks of single modules, for example.
     """
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:

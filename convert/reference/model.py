@@ -301,8 +301,8 @@ class StreamFusedReference(Module):
     ) -> None:
         """Check and freeze the base, draw new streams, and wrap the base's linear modules in place.
 
-        Where the scope is "all", LoRA acts on node rows too. Arguments and errors are those of the
-        class.
+        New weights are drawn from PyTorch's global generator. Where the scope is "all", LoRA acts
+        on node rows too. Arguments and errors are those of the class.
         """
         super().__init__()
         check_base_can_carry_streams(base, config)
@@ -662,7 +662,8 @@ class StreamFusedReference(Module):
             The new modules by their paths below the decoder, such as "layers.3.self_attn.q_proj".
 
         Raises:
-            InputError: a layer's rows are never adapted, or a module is unknown.
+            InputError: LoRA is for a layer that is not there, or below the streams where it acts on
+                them alone; or a module is unknown.
         """
         lora = self.lora
         scope = self.config.adapter_scope

@@ -84,6 +84,10 @@ class HeadObjective(TorchObjective):
     the tree that a replay drafts with an MLP speculator.
     """
 
+    FROZEN_PART = "frozen model"
+    STORE_FILE = "hidden.states"
+    LOWER_KIND = ("final norm",)
+
     def __init__(
         self,
         model: HeadReference,
@@ -93,10 +97,11 @@ class HeadObjective(TorchObjective):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Freeze the model and move both to the device; they are changed.
+        """Freeze the model that is drafted for, cast it to `dtype`, and move both to the device, in
+        place.
 
         Args:
-            model: the heads, which are trained in float32.
+            model: the heads, which stay in float32.
             frozen: the model that they draft for.
             train: settings of the training.
             widths: of the class.
@@ -237,7 +242,8 @@ def accepted_depth(
     num_nodes: int,
     following: Sequence[int],
 ) -> int:
-    """Return how many of the next tokens stand on one path of a tree: how many would be accepted.
+    """Return how many of the next tokens stand on one path from a tree's root: how many would be
+    accepted.
 
     The tree is the full one, cut to the likeliest nodes; where the last of these ties, all that tie
     stay.

@@ -265,8 +265,8 @@ class TorchObjective(Objective):
 
         Returns:
             [B, K, G, C] tokens of the model's vocabulary, best first; and log probabilities
-            [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate of the stream
-            before.
+            [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate (fourth axis) of
+            the stream before, all the first stream's given the text's own token.
         """
         streams = self._hidden_states_by_kind(batch, lower)[STREAM].unflatten(
             -1, (-1, self.hidden_size)
@@ -486,6 +486,9 @@ class LinearCrossEntropy(Function):
 
 def use_stream_attention(base: nn.Module, num_streams: int) -> None:
     """Make the attention modules of `base` score stream rows sparsely, by `stream_attention`.
+
+    It is registered with transformers for the whole process: the `num_streams` of the last call
+    holds for the bases of earlier ones too.
 
     With K anchors of G streams, a stream row sees the node rows and at most G of the K * G stream
     rows; PyTorch's kernels would score it against all of them. Node rows still go to these kernels.

@@ -68,7 +68,8 @@ async def stream_answer_to_screen(
 
 
 async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:
-    """Stream every answer at once; where one fails or Ctrl-C comes, all are cancelled.
+    """Stream all answers at once, and wait for their ends; where one fails or Ctrl-C comes, all are
+    cancelled.
 
     Raises:
         ExceptionGroup: the errors of answers that failed.
@@ -86,6 +87,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 2 for a model that cannot be loaded, 130 for Ctrl-C.
+
+    Raises:
+        ExceptionGroup: what made answers fail, such as an InputError.
     """
     parser = argparse.ArgumentParser(description="Ask several questions at once.")
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS))

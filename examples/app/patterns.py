@@ -50,10 +50,10 @@ async def answer_within(
 async def answer_until_enough(
     engine: ssmlx.Engine, question: str, is_enough: Callable[[str], bool]
 ) -> str:
-    """Answer a question until `is_enough` of the text so far, as a Stop button does it.
+    """Answer a question until `is_enough` says so of the text so far, as a Stop button does it.
 
     Returns:
-        The text until then, or the whole answer.
+        The text until then, or the whole answer, of 2,000 tokens at most.
     """
     text = ""
     async with engine.stream(question, max_tokens=2000) as answer:
@@ -68,8 +68,8 @@ async def close_engine_during_answers(engine: ssmlx.Engine, questions: Sequence[
     """Ask several questions, and close the engine once each answer has begun.
 
     Returns:
-        The text that there was of each answer, in order. `close` cancels them; reading them ends
-        without an error.
+        The text that there was of each answer, in order. `close` cancels those that run; reading
+        them ends without an error.
     """
     begun = [asyncio.Event() for _ in questions]
 
@@ -107,7 +107,9 @@ def answer_in_another_process(model: str, question: str, max_tokens: int) -> str
 
 
 async def print_each_pattern(model: str) -> None:
-    """Show a time-out, a cancelled answer and a closed engine once each, and print what came."""
+    """Load a model, and print what comes of a time-out, of a cancelled answer and of an engine that
+    is closed.
+    """
     engine = await asyncio.to_thread(ssmlx.Engine, model)
     answer = await answer_within(engine, QUESTIONS[0], seconds=1)
     print(f"within a second ({'whole' if answer.is_whole else 'cut'}): {answer.text}")

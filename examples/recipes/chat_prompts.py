@@ -139,7 +139,8 @@ def sample_user_turns(
 ) -> list[str]:
     """Sample `count` different prompts from the model, in the order in which they came.
 
-    What did not end by itself, is no good prompt or came before is passed over, and more are drawn.
+    What did not end by itself, is no good prompt or came before is passed over, and batches are
+    drawn until there are enough, however many that takes.
 
     Args:
         model: of transformers.
@@ -184,6 +185,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _make_and_write_prompts(args: argparse.Namespace) -> None:
     """Write the prompts of all splits into --out, and say on standard error how many.
+
+    The model's own prompts are kept in --out too, and read from there by another run. In the file
+    for training, prompts come before two-turn chats; the others are shuffled.
 
     Raises:
         InputError: PyTorch is missing, the model cannot be loaded, or too few different prompts

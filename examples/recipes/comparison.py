@@ -52,8 +52,8 @@ class Step:
         return [*learnt, *map(str, prompts or ())]
 
     def command_with_folders_and_max_steps(self, args: argparse.Namespace) -> list[str]:
-        """Return the command's words with real folders; with --max-steps, with fewer steps and
-        prompts.
+        """Return the command's words with real folders; with --max-steps N, with --max-steps N and
+        --count 16 N where the command has such options.
 
         Args:
             args: the recipe's options.
@@ -79,7 +79,7 @@ def path_with_real_folder(name: str, args: argparse.Namespace) -> str:
 
 
 def check_equal_training(steps: Sequence[Step]) -> None:
-    """Refuse steps whose drafters of one task would not learn equally much.
+    """Refuse steps whose drafters of one task would not learn equally much; nothing is run.
 
     Steps that train are compared with the first of their task in the settings of `EQUAL`; steps
     without streams, which train a task's LoRA, are not.

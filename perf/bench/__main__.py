@@ -127,8 +127,8 @@ def warm_up_then_answer_a_prompt_a_round(
     """Let every system answer the first prompt once to warm up, then as many prompts as time
     allows.
 
-    The order of the systems rotates from round to round. No round but the first begins if the
-    longest one so far would make it end after the deadline.
+    The order of the systems rotates from round to round. The warm-up is always done; a round begins
+    only if the longest one so far, the warm-up's included, would let it end by the deadline.
 
     Args:
         target: the loaded model.
@@ -163,10 +163,11 @@ def warm_up_then_answer_a_prompt_a_round(
 
 
 def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
-    """Measure the machine, answers with each adapter, and answers after long contexts, within
+    """Measure the machine, answers with each adapter, and answers after long contexts, in about
     `args.minutes`.
 
-    What would not end in time is left out, and named in "left_out".
+    The machine and the first adapter are measured in any case. Of the rest, what is not expected to
+    end in time is left out, and named in "left_out". A download does not count.
 
     Args:
         args: of the command: the model, the type of its weights, minutes, and lengths of contexts.
@@ -177,7 +178,7 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
         The report as JSON values.
 
     Raises:
-        InputError: the model or an adapter cannot be loaded.
+        InputError: the model, an adapter or its data cannot be loaded.
     """
     base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
@@ -275,7 +276,7 @@ def figures_of_rounds(
     """Return the figures of all answers of some rounds, as JSON values.
 
     They are those of `task_result`: settings, the machine's load now, the best tree, and a row for
-    each system. Plain decoding has to be among the systems.
+    each system, without scores. mlx-lm and plain decoding have to be among the systems.
 
     Args:
         experiment: has the systems.
@@ -408,6 +409,8 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the options of `perf.bench`; `contexts` comes sorted, each length once.
+
+    A length below 1, or no minutes, end the command with exit code 2.
 
     Args:
         argv: the words after the command; None for the process's own.

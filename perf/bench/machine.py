@@ -45,7 +45,8 @@ def time_forwards_launches_and_steps(
     Args:
         model: with streams, on the weights that are measured.
         prompt: token ids of any text, repeated to `CONTEXT` tokens.
-        deadline: on `time.perf_counter`'s clock, in seconds; `TURNS` bounds the turns until then.
+        deadline: on `time.perf_counter`'s clock, in seconds, when the forwards should end; `TURNS`
+            bounds their turns whatever it is. Launches and steps are timed behind it.
 
     Returns:
         "rows": seconds of a forward of each of `ROWS` rows, their ratios to one row, noise, and
@@ -217,6 +218,7 @@ def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[[mx.array], Any]:
+        """Make a method that counts its call under `name`, then does what that method did."""
         own = getattr(mx.array, name)
 
         def read(array: mx.array) -> Any:

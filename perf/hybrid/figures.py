@@ -46,7 +46,7 @@ def cut_held_out_prompts(
 
     Args:
         tokenizer: the model's.
-        sources: whose held-out texts are used; those of fewer tokens than a prompt are left out.
+        sources: whose held-out texts are used; those of no more tokens than a prompt are left out.
         count: of prompts.
         length: tokens of a prompt.
 
@@ -54,7 +54,7 @@ def cut_held_out_prompts(
         The prompts' tokens, sources in turns; the cuts of a source lie evenly over its text.
 
     Raises:
-        InputError: no source holds out a prompt.
+        InputError: no source holds out more tokens than a prompt has.
     """
     streams = [encode_into_one_row(tokenizer, source.held_out) for source in sources]
     streams = [row for row in streams if len(row) > length]
@@ -281,9 +281,9 @@ def time_plain_calls_behind_chains(
 ) -> dict[str, Any]:
     """Time what a plain call takes behind a chain, by how many of its drafted tokens were accepted.
 
-    That call takes back what was rejected: recurrences run again over the accepted rows. In every
-    second turn this alone is computed and timed first. Times are divided by those of a plain call
-    right behind them, so that what else the machine does counts in both.
+    That call takes back what was rejected: recurrences run again over the accepted rows. In half of
+    the turns this alone is computed and timed first. Times are divided by those of the next plain
+    call behind them, so that what else the machine does counts in both.
 
     Args:
         model: the target.
@@ -292,7 +292,8 @@ def time_plain_calls_behind_chains(
     Returns:
         `plain_seconds`, the median of a plain call behind a plain call; and in such calls, medians:
         `chain`, a call on a chain; by the number of accepted drafted tokens `behind`, the call
-        behind the chain, and `alone`, what it takes back alone.
+        behind the chain, and `alone`, what it takes back alone. `calls` is how many chains were
+        timed.
 
     Raises:
         InputError: the answers have too few tokens for a chain of each kind.
@@ -384,8 +385,8 @@ def count_bytes_to_go_back(
         activation_bytes: of a number; states are float32.
 
     Returns:
-        Bytes of `states`, which are read and written, and of `inputs`: what recurrences and
-        convolutions were given. Of all layers.
+        Bytes of `states`, counted once, though they are read and written, and of `inputs`: what
+        recurrences and convolutions were given. Of all layers.
     """
     heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
     key_width, value_width = config["linear_key_head_dim"], config["linear_value_head_dim"]
@@ -492,16 +493,21 @@ def measure_print_and_save(
 ) -> int:
     """Measure a model that `perf.hybrid.train` has written, print the report and save it.
 
+    PyTorch computes with one thread from then on.
+
     Args:
         folder: the model's.
         data, documents: as for learning; held-out texts are read.
-        out: gets hybrid.json and hybrid.txt.
+        out: gets hybrid.json and hybrid.txt; it is made where it is missing.
         count: prompts.
         prompt_tokens: tokens of each.
         max_tokens: of each answer.
 
     Returns:
         The exit code: 1 if a system's answer is not plain decoding's, else 0.
+
+    Raises:
+        InputError: the texts or the answers are too short, or the model cannot be loaded.
     """
     torch.set_num_threads(1)
     make_folder(out)

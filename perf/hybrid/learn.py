@@ -80,7 +80,9 @@ def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
 
 
 def _sample_evenly(texts: Sequence[str], max_characters: int) -> Sequence[str]:
-    """Return every n-th of the texts, so that `max_characters` characters are about their sum."""
+    """Return every n-th of the texts, about `max_characters` characters in all; all of the texts
+    where they have no more.
+    """
     total = sum(map(len, texts))
     return texts[:: max(1, math.ceil(total / max_characters))]
 
@@ -162,8 +164,11 @@ class Run:
         return self.seconds >= self._schedule.minutes * 60
 
     def learn_from_one_batch(self) -> list[float]:
-        """Draw a batch, learn from it, and return the losses of the model and of the head's two
-        steps; steps and seconds are counted.
+        """Draw a batch, which depends on the number of steps alone, and learn from it; steps and
+        seconds are counted.
+
+        Returns:
+            The losses before it: the model's, and those of the head's two steps.
         """
         started = time.perf_counter()
         for group in self._optimizer.param_groups:
@@ -182,7 +187,7 @@ class Run:
         return [float(loss.detach()) for loss in losses]
 
     def _losses(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Return the model's loss, then the head's two, of which none changes the model."""
+        """Return the model's loss, then the head's two, whose gradients do not reach the model."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(tokens, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden[:, :-1]).float()
@@ -196,7 +201,7 @@ class Run:
         return self._schedule.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
     def save(self, folder: Path) -> None:
-        """Save all that `load` needs in one file, which is the old or the new one if that fails."""
+        """Save all that `load_if_saved` needs in one file; if that fails, the earlier one stays."""
         state = {
             "model": self.model.state_dict(),
             "head": self.head.state_dict(),
@@ -212,7 +217,7 @@ class Run:
         """Go on from what `save` saved; nothing is changed where there is no such file.
 
         Raises:
-            InputError: it is broken, or of another model.
+            InputError: it is broken, or of another model; some of it may be loaded by then.
         """
         if not (folder / STATE).exists():
             return
@@ -235,7 +240,8 @@ class Run:
 def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None:
     """Write a folder as Qwen3.5's are published, which mlx-lm loads; the head lies in it as `mtp.`.
 
-    Norms are stored as PyTorch's modules hold them: minus one.
+    Norms are stored as PyTorch's modules hold them: minus one. The folder is made where it is
+    missing; config.json and model.safetensors are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = {name: one for name, one in model.state_dict().items() if name != "lm_head.weight"}
@@ -266,10 +272,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def make_or_read_tokenizer_and_tokens(
     out: Path, data: Path, documents: Path, vocab_size: int
 ) -> tuple[Tokenizer, dict[str, np.ndarray]]:
-    """Make the tokenizer and the tokens of each source's training part, and write them into `out`.
+    """Make a tokenizer and the tokens of each source's training part, and write them into `out`;
+    where `out` has tokens.npz, tokenizer and tokens are read from there instead.
 
-    The sources are `read_sources`': tasks, documents and Python's own library. Both are read
-    instead where `out` has tokens.npz.
+    The sources are `read_sources`': tasks, documents and Python's own library.
 
     Args:
         out: folder for tokenizer.json and tokens.npz; it exists.
@@ -305,7 +311,7 @@ def train_and_save(run: Run, out: Path, schedule: Schedule, say: Callable[[str],
         run: is changed.
         out: folder of what is saved.
         schedule: minutes of learning, and minutes between two saves.
-        say: is given a line about every 20th step.
+        say: is given a line at every 20th step, with the mean losses since the line before.
     """
     saved = run.seconds
     recent: list[list[float]] = []
@@ -331,10 +337,12 @@ def count_parameters(module: nn.Module) -> int:
 def train_or_go_on(data: Path, documents: Path, out: Path, schedule: Schedule) -> None:
     """Train a model and its head, or go on with what `out` has, and say so on standard output.
 
+    PyTorch computes with one thread from then on.
+
     Args:
         data: with a folder for each task.
         documents: its Markdown is read.
-        out: gets the model, and all that is needed to go on.
+        out: gets the model, and all that is needed to go on; it is made where it is missing.
         schedule: how long and how fast.
 
     Raises:

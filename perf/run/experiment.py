@@ -83,7 +83,7 @@ class Experiment:
         ]
 
     def load_target_and_prompts(self) -> tuple[Target, list[list[int]]]:
-        """Load the target and encode the prompts; everything that could fail later is checked.
+        """Load the target and what all systems draft with, and encode the prompts.
 
         Prompts of a task with a longest prompt are cut in their middle.
 
@@ -91,7 +91,8 @@ class Experiment:
             The target, and the token ids of each prompt.
 
         Raises:
-            InputError: a prompt is too long, or a system cannot draft for the model.
+            InputError: weights cannot be loaded, a prompt is too long, or a system cannot draft for
+                the model.
         """
         target = Target(self.weights)
         adapter = self.weights.adapter
@@ -111,8 +112,9 @@ class Experiment:
         """Let all systems answer all prompts, in turns, `repeats` times.
 
         Answers go to disk in `out` as they come; those of an earlier run with the same settings are
-        used instead of new ones, unless `fresh`. Before its first new answer a system answers the
-        first prompt `warm_up` times, which is not kept.
+        used instead of new ones, unless `fresh`; standard error says how many. Before the first new
+        answer, each system that lacks some answers the first prompt `warm_up` times, which is not
+        kept and teaches nothing.
 
         Raises:
             InputError: what `load_target_and_prompts` refuses; or another process writes these
@@ -233,8 +235,8 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     The draft model alone has no row: only its seconds a call are told.
 
     Args:
-        measured: all answers.
-        more: further entries of the result.
+        measured: all answers, those of mlx-lm and plain decoding among them.
+        more: further entries, which take the place of figures of the same names.
     """
     experiment = measured.experiment
     weights = measured.experiment.weights
@@ -341,7 +343,8 @@ def _system_row(
 ) -> dict[str, Any]:
     """Return a system's row of the tables, as JSON values.
 
-    Times are medians of a prompt's repeats; tokens and calls are of the first repeat.
+    Times are medians of a prompt's repeats; tokens and calls are of the first repeat; peak memory
+    and differences are over all repeats.
 
     Args:
         system: the system.
@@ -416,7 +419,7 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
 
 
 def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
-    """Return the median over answers of the seconds of a target call after the first.
+    """Return the median over answers of the mean seconds of a target call after the first.
 
     All repeats count, and answers of more than one call; None without any.
     """
@@ -432,14 +435,15 @@ def speedup_figures(
 
     Args:
         system: the system.
-        answers: of all systems.
+        answers: of all systems, mlx-lm and plain decoding among them.
         best_tree_system: name of the system that drafts the best fixed tree, or None.
 
     Returns:
         Ratios of decode tokens/s ("speedup", "over_plain") and of times of whole answers
         ("latency_...") to mlx-lm's and plain decoding's; tokens/s of streams over the draft model's
         where that takes part; times of whole answers over the best fixed tree's where there is one.
-        Above 1 the system is faster.
+        Above 1 the system is faster. A ratio of tokens/s is None where no prompt has answers of two
+        tokens or more by both.
     """
     rates = {
         n: medians_over_repeats(prompts, lambda kept: kept.answer.tokens_per_second)

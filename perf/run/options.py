@@ -194,9 +194,9 @@ def _checkpoint_metavar(kind: str) -> str:
 def build_task_experiment(args: argparse.Namespace, measurement: str) -> Experiment:
     """Make the experiment that the options name, called MEASUREMENT-TASK.
 
-    Everything is checked that can be checked without loading the model. Systems that lack weights
-    are left out, and named on standard error. Where a draft model drafts, it also takes part alone.
-    The folder --out is made.
+    No model is loaded, but one that is named may be downloaded. Systems that lack weights, or the
+    pruning adapter that they ask for, are left out, and named on standard error. Where a draft
+    model drafts, it also takes part alone. The folder --out is made.
 
     Args:
         args: one --task and one --dtype, and the other options of `add_experiment_options`.
@@ -206,7 +206,8 @@ def build_task_experiment(args: argparse.Namespace, measurement: str) -> Experim
         The experiment; its examples and its adapter are read.
 
     Raises:
-        InputError: an option is wrong, or would have no effect.
+        InputError: an option is wrong, or would have no effect; or what scores the task is not
+            installed.
     """
     task = TASKS[args.task]
     for flag, value in (("--top-k", args.top_k), ("--seed", args.seed)):
@@ -292,7 +293,7 @@ def parse_systems_with_baselines(
         max_tokens: of an answer.
 
     Returns:
-        The systems in this order.
+        The systems: mlx-lm and plain decoding as far as they are missing, then those of `texts`.
 
     Raises:
         InputError: a system is unknown or named twice, or an option is wrong.

@@ -77,8 +77,8 @@ class KindMedian(NamedTuple):
 
     Attributes:
         seconds: the median.
-        taken_from: "own", of the kind itself; "rows", of the same place and the nearest number of
-            rows; "place", of all places and the same rows.
+        taken_from: "own", of the kind itself; "rows", of the nearest number of rows, at the same
+            place or at all; "place", of all places and the same rows.
     """
 
     seconds: float
@@ -102,9 +102,11 @@ class CallSeconds:
     def median_of(self, kind: CallKind) -> KindMedian:
         """Return the median seconds of a kind of call, of which one at least must have been added.
 
-        With fewer than `LEAST_SAMPLES` calls of the kind, those of the nearest number of rows, or
-        of all places, stand for it. What was found once is kept: calls that are added later do not
-        change it.
+        With fewer than `LEAST_SAMPLES` calls of the kind, the first of these that has as many
+        stands for it: the nearest number of rows at the same place, unless that is "steady"; the
+        same rows at all places; the nearest number of rows at all places. Where none has, the few
+        of the same rows at all places do. What was found once is kept: calls that are added later
+        do not change it.
         """
         if kind not in self._medians:
             self._medians[kind] = self._find_median(kind)
@@ -232,9 +234,8 @@ def _price_answer(
 ) -> Price:
     """Price an answer: the seconds of the prompt and the median seconds of each of its calls.
 
-    A call takes the median of its kind: drafter, rows, context and place in the answer. One of too
-    few samples takes the median over all places, or of the nearest number of rows; the price
-    counts how many took either.
+    A call takes the median of its kind, or of another where there are too few of it, see
+    `CallSeconds.median_of`; the price counts how many took another's.
 
     Args:
         system_kind: of the system, see `kinds_of_calls`.
@@ -272,9 +273,11 @@ def price_ratios_and_slow_answers(
     """Return how a system's prices compare with plain decoding's and the best fixed tree's, as JSON
     values.
 
-    Ratios above 1 mean that the system is cheaper. "slower" counts answers of `LEAST_TOKENS` tokens
-    or more below each speed of `SLOWER` over plain decoding's; "worst" is the slowest such answer's
-    speed over plain decoding's, or None. The rest counts calls, and those priced by other kinds'.
+    Ratios above 1 mean that the system is cheaper; "over_best" is over plain decoding or the best
+    fixed tree, whichever is cheaper in all. "answers" counts those of `LEAST_TOKENS` tokens or
+    more, in all repeats; "slower" those of them below each speed of `SLOWER` over plain decoding's;
+    "worst" is the slowest of them's speed, or None. The rest counts calls of all answers, and those
+    priced by other kinds'.
 
     Args:
         name: the system.

@@ -25,10 +25,7 @@ _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 
 def machine_load_text() -> str:
-    """Say how busy the machine is, such as `1.4 of 2 cores busy when it began`.
-
-    A measurement shares it with whatever else runs.
-    """
+    """Say how busy the machine was in the last minute: `1.4 of 2 cores busy when it began`."""
     return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores busy when it began"
 
 
@@ -68,13 +65,13 @@ class AnswerStore:
     def __init__(
         self, folder: Path, file_prefix: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
-        """Open the file, or make it, lock it, and read its answers.
+        """Open the file, or make it, and read its answers; it is locked until `file.close`.
 
         Args:
             folder: of the file.
             file_prefix: the file's name begins with it, and goes on with a digest of `settings`.
             settings: everything that an answer depends on beside its key, as JSON values.
-            fresh: whether to forget earlier answers.
+            fresh: whether to delete earlier answers.
 
         Raises:
             InputError: another process writes into the file, or it cannot be read.
@@ -128,8 +125,8 @@ def file_stats_digest(folder: Path | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def sources_digest() -> str:
-    """Return a digest of all sources that decide answers and their times; it is computed once a
-    process.
+    """Return a digest of the sources that decide answers and their times: all of `ssmlx`, and three
+    files of `perf.run`. It is computed once a process.
     """
     own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
     names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own

@@ -124,10 +124,11 @@ class Target:
     def __init__(self, weights: Weights) -> None:
         """Load the base, and merge the LoRA that acts on every row.
 
-        Streams, heads and draft models are not loaded yet.
+        The adapter's end tokens end every system's answers too. Streams, heads and draft models are
+        not loaded yet.
 
         Raises:
-            InputError: the base cannot be loaded, or the adapter is another base's.
+            InputError: the base cannot be loaded, or the adapter is another base's or does not fit.
         """
         self.weights = weights
         adapter = weights.adapter
@@ -166,15 +167,15 @@ class Target:
         return self._drafting[kind]
 
     def measure_memory(self, kind: str = PLAIN) -> Memory:
-        """Measure the memory of what systems of a kind decode with, and an empty cache; what is
-        missing is loaded.
+        """Measure the memory of what systems of a kind decode with, beside an empty cache; what is
+        not loaded yet is loaded.
         """
         own = self.load_drafting_once(kind)
         return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded)
 
     def make_new_drafters(self, system: System) -> Sequence[Drafter]:
         """Make new drafters for a system; none for plain decoding, mlx-lm and the draft model
-        alone.
+        alone. What they draft with is loaded if it is not yet.
 
         Raises:
             InputError: the settings do not fit the model or what it drafts with.
@@ -207,7 +208,8 @@ class Target:
         Args:
             system: decodes.
             prompt: token ids.
-            repeat: answers of one repeat of a controlled system may copy from each other.
+            repeat: a controlled system that is not deterministic also drafts from its own earlier
+                answers of the same repeat.
 
         Raises:
             InputError: the system cannot draft for the model.
@@ -265,8 +267,8 @@ class Target:
         return answer_with_ssmlx(own.model, self.tokenizer, prompt, system.config, **how)
 
     def _round_products_if_asked(self, model: Module) -> Module:
-        """Replace a model's layers in place by rounding ones where the weights say so; return the
-        model.
+        """Replace a model's layers by rounding ones, in place, where the weights say so; return the
+        same model.
         """
         if self.weights.rounds:
             replace_by_rounding_layers(model, self.weights.activations)
@@ -326,7 +328,8 @@ class Target:
 def load_weights_as(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
     """Load a base model in one of `FLOATS` or `PACKED`.
 
-    For a packed precision, weights that are not packed in it are packed here.
+    For a packed precision, weights that are not packed in it are packed here, those of other bits
+    unpacked first; layers whose width is no multiple of `GROUP_SIZE` stay unpacked, in float16.
 
     Args:
         dtype: the precision.
@@ -377,7 +380,8 @@ def read_adapter_with_own_lora(folder: Path) -> StreamAdapter:
 def answer_with_mlx_lm(
     model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
 ) -> TimedAnswer:
-    """Answer with mlx-lm's own `stream_generate`, and time every token as a call.
+    """Answer with mlx-lm's own `stream_generate`, and time every token as a call; peak memory is
+    left at 0. It has to give one token or more.
 
     Args:
         model: of mlx-lm.

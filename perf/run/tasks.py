@@ -99,13 +99,14 @@ def find_data_file(task: Task, data: Path | None, folder: Path | None = None) ->
 
 
 def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
-    """Read the first `count` examples of a data file; all if None.
+    """Read a data file, check all its lines, and return the first `count` examples; all if None.
 
     Of Spec-Bench, some questions of each category are taken: see
     `_read_first_spec_bench_questions`.
 
     Raises:
-        InputError: `count` is below 1, a line is broken, or lacks an answer that the task needs.
+        InputError: `count` is below 1, the file cannot be read, or a line is broken or lacks an
+            answer that the task needs.
     """
     require(
         count is None or count > 0,
@@ -247,15 +248,18 @@ def make_scorer(task: Task) -> Scorer:
 
 
 def score_each_text(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
-    """Score each answer in per cent.
+    """Score each answer in per cent; white space at its ends does not count.
 
     Args:
         task: decides the scores.
-        examples: with references.
+        examples: the prompts.
         texts: an answer for each example.
 
     Returns:
-        [scores, prompts]; None if an example has no reference.
+        [scores, prompts]; None if any example has no reference.
+
+    Raises:
+        InputError: what scores the task is not installed.
     """
     if not all(example.references for example in examples):
         return None
@@ -267,7 +271,7 @@ def score_each_text(task: Task, examples: Sequence[Example], texts: Sequence[str
 
 def mean_scores(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
     """Return the mean of each of a task's scores over answers, by its name, as JSON values; empty
-    without references.
+    if any example has no reference.
 
     Args:
         task: decides the scores.
@@ -283,7 +287,7 @@ def mean_score_differences(
     task: Task, examples: Sequence[Example], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
     """Return the mean difference of each score, ours less theirs, by its name, as JSON values;
-    empty without references.
+    empty if any example has no reference.
 
     Args:
         task: decides the scores.

@@ -226,7 +226,7 @@ def time_and_describe_model(
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
         "layers": len(backbone.layers),
-        "width": backbone.hidden_size,
+        "width": backbone.hidden_size or None,
         "dtype": str(backbone.dtype).removeprefix("mlx.core."),
         "streams": model.num_streams,
         "machine": ", ".join(this_machine()),
@@ -333,11 +333,12 @@ def report_lines(found: dict[str, Any]) -> list[str]:
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
     adapter = f"adapter {found['adapter']}" if has_adapter else "no adapter"
+    width = f" of width {found['width']}" if found["width"] else ""
     ends = ", ".join(f"{token} {text!r}" for token, text in found["end_tokens"].items())
     memory = found["memory"]
     return [
         f"{found['model']}, {adapter}: class {found['class']}, family {found['family']}; "
-        f"{found['layers']} layers of width {found['width']}, {found['dtype']}",
+        f"{found['layers']} layers{width}, {found['dtype']}",
         *([f"the adapter is {found['adapter_is']}"] if found["adapter_is"] else []),
         f"machine: {found['machine']}",
         *found["drafting"],

@@ -6,11 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
-from ..settings import (
-    ATTENTIONS,
-    DRAFT_HEADS,
-    Attention,
-)
+from ..settings import ATTENTIONS, DRAFT_HEADS, Attention
 from .callback_bars import DownloadBar
 from .decoding_options import PRUNE_OPTIONS, TREE_OPTIONS, drafters_shaped_by
 from .drafter_option import DrafterOption, require_drafter_key

@@ -90,9 +90,8 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
 
     from ..loading.adapter import load_stream_adapter
     from ..loading.attach import read_every_row_lora
-    from ..loading.weights_digest import weights_and_configs_digest
     from ..model.ranks import launched_group
-    from ..training.job import STORE_FILE, read_and_check_job, run_to_end
+    from ..training.job import read_and_check_job, run_to_end
     from ..training.mlx_model import (
         TrainedModel,
         add_condition_and_root_init,
@@ -115,24 +114,20 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
         bind_weights_that_adapter_has(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
-    kept = [weights_and_configs_digest(args.init)] if start else []
-    task = [weights_and_configs_digest(args.task_lora)] if args.task_lora else []
-    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(
-        str(backbone.dtype), *kept, *task
-    )
+    init = [args.init] if args.init else []
+    task = [args.task_lora] if args.task_lora else []
     with wired_limit(backbone.model):
         run_to_end(
             job,
             trainer,
             prog=PROG,
-            dtype=str(backbone.dtype).removeprefix("mlx.core."),
-            identity=job.identity(str(backbone.dtype), *task, init=args.init),
+            dtype=str(backbone.dtype),
             write_trained=lambda validation: model.measure_and_write(
                 options.out / TRAINED_FOLDER, validation
             ),
-            make_lower=lambda: job.lower_function(
-                objective, STORE_FILE, identity_of_frozen_part_and_examples
-            ),
+            # An adapter of which a part is trained is frozen but for that; it goes without a task.
+            frozen_folders=init if start else task,
+            start_folders=[] if start else init,
         )
 
 

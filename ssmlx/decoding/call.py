@@ -116,7 +116,8 @@ def plain_call(
         The call, whose one token is never left unresolved.
 
     Raises:
-        InputError: taps are asked of a model without stages.
+        InputError, ValueError: taps are asked for that the model does not give, see
+            `Backbone.append`.
     """
     tree = root_tree(token)
     positions = row_positions(tree, cache.root_position, tail)

@@ -107,7 +107,7 @@ class Drafter(Protocol):
         largest: the largest tree that it proposes, padding included.
         needs: what it needs of the target's calls.
         num_parameters: parameters that it needs beside the target's and LoRA's.
-        draft_calls: forward passes of a model other than the target, since `start`.
+        draft_calls: forward passes of a model other than the target, since it was made.
         cache_bytes: bytes that it keeps of the text itself, beside those of a draft model.
     """
 
@@ -127,11 +127,11 @@ class Drafter(Protocol):
     def cache_bytes(self) -> int: ...
 
     def start(self, tokens: Sequence[int]) -> Iterator[None] | None:
-        """Begin an answer, and forget what the one before left.
+        """Begin behind a text, and forget what another one left.
 
-        The loop calls it once an answer: where the drafter needs taps, before the prompt is
-        processed; where it follows the text (`needs.follows_from_start`), behind that; else when it
-        is first to draft.
+        A loop calls it once: where the drafter needs taps, before the prompt is processed; where it
+        follows the text (`needs.follows_from_start`), behind that; else when it is first to draft.
+        An answer that comes back from a batch has a new loop.
 
         Args:
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.

@@ -47,6 +47,20 @@ StepSize = int | Callable[[], int]
 """Tokens of a piece of a prompt, at most; or a function that is asked before each piece."""
 
 
+@dataclass(frozen=True)
+class PromptPlace:
+    """A place in a prompt where a piece ends, for the text up to there to be kept.
+
+    Attributes:
+        offset: tokens of the whole text before it.
+        keep: called when the cache holds these and no more, also before anything is processed; not
+            where it holds more from the beginning. What it raises ends the loop.
+    """
+
+    offset: int
+    keep: Callable[[], None]
+
+
 def free_outgrown_buffers(cache: TextCache, added: int) -> None:
     """Clear MLX's buffer cache where the committed tokens have passed a multiple of `CACHE_STEP`.
 
@@ -75,6 +89,7 @@ def prefill_in_pieces(
     *,
     taps: tuple[int, ...] = (),
     on_taps: Callable[[int, Taps], None] | None = None,
+    place: PromptPlace | None = None,
 ) -> Iterator[None]:
     """Run a prompt through the model and commit it to the cache, a piece at a time.
 
@@ -89,19 +104,27 @@ def prefill_in_pieces(
         taps: layers whose input is wanted.
         on_taps: called behind each piece, with its first token's index in `tokens` and the taps of
             its R rows, [1, R, D] by layer; None for not.
+        place: where a piece ends, see `PromptPlace`; None for nowhere.
 
     Yields:
         None before each piece and behind the last; nothing where there are no tokens.
     """
     first = 0
+    until_place = -1 if place is None else place.offset - cache.offset
+    if place is not None and until_place == 0:
+        place.keep()
     while first < len(tokens):
         yield
         size = step_size() if callable(step_size) else step_size
+        if first < until_place:
+            size = min(size, until_place - first)
         found = append_piece_and_wait(model, tokens[first : first + size], cache, taps)
         if on_taps is not None:
             on_taps(first, found)
         mx.clear_cache()
         first += size
+        if place is not None and first == until_place:
+            place.keep()
     if tokens:
         yield
 
@@ -129,6 +152,7 @@ def plain_decode(
     sampler: Sampling = GREEDY,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
     take: Take = take_all,
+    place: PromptPlace | None = None,
 ) -> Steps:
     """Decode plainly, endlessly: the same model without drafting.
 
@@ -144,13 +168,14 @@ def plain_decode(
         sampler: decides the target's tokens; greedy unless given.
         prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
         take: called once with the token of each call, before it is yielded.
+        place: see `prefill_in_pieces`.
 
     Yields:
         None while the prompt is processed, then a step of one token for each target call.
     """
     cache.keep_first(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
-    yield from prefill_in_pieces(model, prompt[:-1], cache, prefill_step_size)
+    yield from prefill_in_pieces(model, prompt[:-1], cache, prefill_step_size, place=place)
     call = plain_call(model, mx.array(prompt[-1:], mx.int32), tail, cache, sampler)
     mx.async_eval(call.arrays_to_read())
     while True:
@@ -175,6 +200,7 @@ def speculative_decode(
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
     take: Take = take_all,
+    place: PromptPlace | None = None,
 ) -> Steps:
     """Decode with drafts, endlessly: process the prompt, then verify a draft tree in each call.
 
@@ -203,6 +229,7 @@ def speculative_decode(
         prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
         take: called once with the tokens of each call, before they are yielded. Where the answer
             ends with them, the next call is not launched, and is not wasted.
+        place: see `prefill_in_pieces`.
 
     Yields:
         None while the prompt is processed and where a drafter starts, never between reading a call
@@ -221,7 +248,7 @@ def speculative_decode(
         take=take,
     )
     cache.keep_first(cache.offset)
-    yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size)
+    yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size, place)
     yield from loop.run_calls(prompt[-1])
 
 
@@ -268,7 +295,7 @@ class _SpeculativeLoop:
         self.watch = Stopwatch()
 
     def process_prompt_and_start_drafters(
-        self, prompt: list[int], step_size: StepSize
+        self, prompt: list[int], step_size: StepSize, place: PromptPlace | None
     ) -> Iterator[None]:
         """Commit the prompt but its last token to the cache, and start drafters.
 
@@ -278,6 +305,7 @@ class _SpeculativeLoop:
         Args:
             prompt: one token or more.
             step_size: prompt tokens of a forward pass, see `StepSize`.
+            place: see `prefill_in_pieces`.
 
         Yields:
             None: before each piece and behind the last, and before each call of a model that a
@@ -298,6 +326,7 @@ class _SpeculativeLoop:
             step_size,
             taps=taps,
             on_taps=follow if taps else None,
+            place=place,
         )
         drafts = self.controller.next()
         if drafts is not None and self.text.needs_host_tokens(drafts):

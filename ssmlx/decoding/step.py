@@ -1,6 +1,6 @@
 """What a decoding loop yields for each target call, and what adds up over an answer's calls."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -77,9 +77,10 @@ class Step:
     draft: DraftResult | None = None
 
 
-Steps = Iterator[Step | None]
+Steps = Generator[Step | None]
 """What a decoding loop yields: a `Step` for each target call. None says that it has only come
-further with the prompt, or with a drafter that starts; others may take their turn."""
+further with the prompt, or with a drafter that starts; others may take their turn. It goes on
+without end: whoever makes one closes it."""
 
 
 @dataclass(frozen=True)

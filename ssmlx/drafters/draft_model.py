@@ -256,11 +256,10 @@ class DraftModelDrafter:
         first step.
 
         Yields:
-            None before each forward pass; each is counted in `draft_calls`, from 0 again.
+            None before each forward pass; each is counted in `draft_calls`.
         """
         self._cache = self._model.claim_idle_or_new_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
-        self.draft_calls = 0
         for turn in self._cache.start(tokens):
             yield turn
             self.draft_calls += 1

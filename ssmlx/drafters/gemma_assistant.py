@@ -140,7 +140,6 @@ class AssistantDrafter:
         """Begin with the text `tokens`."""
         self._text = list(tokens)
         self._unaccepted = UnacceptedDrafts("the assistant", _PAIR)
-        self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text; behind a chain, all but the last count as accepted.

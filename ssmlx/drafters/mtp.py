@@ -243,7 +243,6 @@ class MtpDrafter:
         self._cache.set_text_keeping_shared_pairs(tokens)
         self._pending = []
         self._unaccepted = self._new_unaccepted_drafts()
-        self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text; keep their pairs for the next draft, where there are taps.

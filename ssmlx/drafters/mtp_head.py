@@ -24,7 +24,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 
 from ..errors import join_first, quoted, require
-from ..loading.load import MTP_PREFIX, is_mtp_name, refuse_unsafe_and_explain_errors
+from ..loading.head_tensors import MTP_PREFIX, is_mtp_name
+from ..loading.load import refuse_unsafe_and_explain_errors
 from ..loading.stored_tensors import tensor_names
 from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone

@@ -59,10 +59,10 @@ class TextCacheOwner(Generic[_Cache]):
     def claim_idle_or_new_cache(self, tokens: Sequence[int], drafter: object) -> _Cache:
         """Give `drafter` a cache of its own for as long as it lives; none that another has.
 
-        Of the caches that no living drafter has, it begins with the one whose text shares the
-        longest beginning with `tokens`: that cache itself, not trimmed, where at least half of its
-        text is shared; else a copy of what is shared, because another chat, which has the same
-        system prompt, may go on behind the rest.
+        Of the caches that no living drafter has, and of its own, if it was started before, it
+        begins with the one whose text shares the longest beginning with `tokens`: that cache
+        itself, not trimmed, where at least half of its text is shared; else a copy of what is
+        shared, because another chat, which has the same system prompt, may go on behind the rest.
 
         Args:
             tokens: the text that will be drafted behind.
@@ -72,7 +72,7 @@ class TextCacheOwner(Generic[_Cache]):
             The cache, a new one where nothing is shared. Of the other idle ones the `_MOST_IDLE`
             that were taken last are kept, the rest dropped.
         """
-        idle = [cache for cache, owner in self._caches if owner() is None]
+        idle = [cache for cache, owner in self._caches if owner() is None or owner() is drafter]
         shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
         found = max(idle, key=lambda one: shared[id(one)], default=None)
         num_shared = 0 if found is None else shared[id(found)]
@@ -82,8 +82,17 @@ class TextCacheOwner(Generic[_Cache]):
             cache = found
         else:
             cache = found.copy_beginning(num_shared)
-        spare = [one for one in idle if one is not cache][_MOST_IDLE:]
-        dropped = {id(one) for one in (cache, *spare)}
-        others = [pair for pair in self._caches if id(pair[0]) not in dropped]
+        spare = [one for one in idle if one is not cache]
+        dropped = {id(one) for one in (cache, *spare[_MOST_IDLE:])}
+        free = {id(one) for one in spare}  # its own too, if it now takes another
+        others = [
+            (one, _owned_by_nobody if id(one) in free else owner)
+            for one, owner in self._caches
+            if id(one) not in dropped
+        ]
         self._caches = [(cache, weakref.ref(drafter)), *others]
         return cache
+
+
+def _owned_by_nobody() -> None:
+    """Stand in for the weak reference to an owner."""

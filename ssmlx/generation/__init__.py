@@ -15,4 +15,17 @@
 | `memory.py` | where the memory goes: weights, caches, the room for trees |
 | `scoring.py` | log probabilities of a prompt's tokens |
 | `divergence.py` | where two answers part, and whether rounding explains it |
+
+From an answer to its calls, on the thread that runs MLX; all but the first are generators:
+
+    answers._SegmentSource                 closes at the last segment, an error, or `cancel`
+     └─ segments  decode_segments          then computes the cache, and keeps what was learned
+         ├─ segments  build_responses      reads the steps; has nothing to end, and is not closed
+         └─ pool  claim_memory_while_decoding     then counts the answer no longer
+             └─ batching  Batches.decode   then takes the answer out of its line, group and batch
+                 └─ plan  decode_plan      is a loop: loop.speculative_decode, or loop.plain_decode
+
+Each closes the one below it before it ends itself. Without an engine `decode_plan` stands directly
+below `decode_segments`; in a chat, one of `session` stands above that. A generator that was never
+asked for anything ends without any of this: its answer is counted in the pool as long as it lives.
 """

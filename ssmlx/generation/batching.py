@@ -12,8 +12,9 @@ tokens are for whoever they belong to, and so is its error. Every open answer ha
     status    what brings it on                     what comes next
     NEW       its first read                        WAITING; ALONE if its prompt is one token
     WAITING   pieces of its prompt, in line with    ALONE when the prompt is processed; FAILED
-              others; its first goes before theirs
-    ALONE     calls of its own loop, with drafts    BATCHED where answers share calls; FAILED
+              others
+    ALONE     calls of its own loop, with drafts    BATCHED where answers share calls; PAUSED if
+                                                    its reader stays away from these; FAILED
     BATCHED   calls of its group's batch            ALONE where they share none any more, and all
                                                     is read; PAUSED if its reader falls behind, or
                                                     it is over; FAILED
@@ -27,22 +28,23 @@ While answers decode, prompts get half of the time. How long a piece is, and whe
 it, `prompt_pieces` says. Where calls come first, a waiting prompt's reader makes them: for all
 batches, and for each answer alone whose reader has taken all there was, so one call ahead at most.
 A piece is processed by the answer's own decoding loop, which shows it to the drafters that need to
-see prompts.
+see prompts. The prompt that has waited longest is next, but a first piece goes before the others
+every second time: so a short question is soon answered, and a long prompt goes on however many
+come behind it.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from statistics import median
-from typing import Any
 
 import mlx.core as mx
 
 from ..decoding.batch import Batch, Mask, Row
+from ..decoding.loop import PromptPlace
 from ..decoding.step import Steps, Take, take_all
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
@@ -89,12 +91,13 @@ class _OpenAnswer(Row):
     plan: Plan
     group: _Group
     status: Status = Status.NEW
+    had_piece: bool = False  # whether a piece of its prompt was processed, or begun
     # of `decode_plan`: on the whole prompt, or behind the text where it was in a batch; None in a
     # batch, and behind one until it makes a call alone
-    steps: Any = None
-    on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
+    steps: Steps | None = None
     error: Exception | None = None  # for its reader, where it has failed
-    read_at: float = 0.0  # when its reader took a step, of `time.perf_counter`
+    num_missed_calls: int = 0  # of its group's batch, while its reader has not taken a step
+    read_at: float = 0.0  # when its reader took a step, by the clock of `Batches`
 
     @property
     def num_left(self) -> int:
@@ -218,13 +221,18 @@ class Batches:
     Args:
         fits: called with the bytes that padding rows of a batch would take; whether there is
             memory for them.
+        clock: tells the seconds by which pieces and calls are timed.
     """
 
-    def __init__(self, fits: Fits = always_fits) -> None:
+    def __init__(
+        self, fits: Fits = always_fits, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Begin without answers; nothing is run."""
         self._fits = fits
+        self._clock = clock
         self._groups: dict[CacheKey, _Group] = {}
-        self._waiting: deque[_OpenAnswer] = deque()  # the first one's piece is next
+        self._waiting: list[_OpenAnswer] = []  # the first one has waited longest
+        self._has_overtaken = False  # whether the last piece was of another than the first one
         self._schedule = PieceSchedule()
 
     @property
@@ -244,20 +252,18 @@ class Batches:
         *,
         context: Sequence[int] = (),
         take: Take = take_all,
+        place: PromptPlace | None = None,
         mask: Mask | None = None,
-        on_prompt: Callable[[], None] | None = None,
     ) -> Steps:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
         Nothing is done before the first tokens are asked for. Then it goes on without end, until
-        the iterator is closed, which takes the answer out of the batch.
+        the generator is closed, which takes the answer out of the batch.
 
         Args:
-            plan, model, prompt, cache, context, take: see `decode_plan`.
+            plan, model, prompt, cache, context, take, place: see `decode_plan`.
             mask: changes the logits of each token; such an answer is always batched, and never
                 drafts.
-            on_prompt: called when the cache holds the prompt but for its last token, before
-                anything is decoded behind it; not where the prompt is one token.
 
         Yields:
             A step for each call. None before each turn while the prompt waits, and behind the last
@@ -265,7 +271,7 @@ class Batches:
 
         Raises:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
-            Exception: what processing its prompt, `on_prompt` or a call of its own has raised.
+            Exception: what processing its prompt, `place.keep` or a call of its own has raised.
         """
         cache.keep_first(cache.offset)
         key = CacheKey.of(model)
@@ -281,7 +287,6 @@ class Batches:
             len(text),
             plan=plan,
             group=group,
-            on_prompt=on_prompt,
         )
         row.steps = decode_plan(
             plan if mask is None else replace(plan, drafters=()),
@@ -290,6 +295,7 @@ class Batches:
             cache,
             context=context,
             take=take,
+            place=place,
             prefill_step_size=lambda: self._next_piece_length(row),
         )
         try:
@@ -309,7 +315,8 @@ class Batches:
                     self._take_turn(row)
                     if row.status is Status.ALONE and not row.unread:
                         yield None
-                row.read_at = time.perf_counter()
+                row.read_at = self._clock()
+                row.num_missed_calls = 0
                 yield row.unread.popleft()
         finally:
             self._set_status(row, Status.OVER)
@@ -319,7 +326,7 @@ class Batches:
     def _take_turn(self, row: _OpenAnswer) -> None:
         """Do what is next, for the reader of `row`, which has no step to read.
 
-        That is a piece of the first prompt in line where one is due, or else calls: for an answer
+        That is a piece of the prompt that is next where one is due, or else calls: for an answer
         that decodes, the one that brings its token; for a prompt that waits, those that come before
         it. Where these are made, and their readers are not expected back, it is a piece all the
         same. Errors are not raised here, but kept for the answers that they belong to.
@@ -336,8 +343,20 @@ class Batches:
         """Whether a prompt waits, and no calls have to come before its next piece."""
         if not self._waiting:
             return False
-        length = self._next_piece_length(self._waiting[0])
+        length = self._next_piece_length(self._next_in_line)
         return not self._is_decoding or not self._schedule.are_calls_first(length)
+
+    @property
+    def _next_in_line(self) -> _OpenAnswer:
+        """Of the answers whose prompts wait, the one whose piece is next.
+
+        The first that has had no piece; but the one that has waited longest, since it came or since
+        its last piece, where there is none, and where the last piece had overtaken that.
+        """
+        longest = self._waiting[0]
+        if self._has_overtaken:
+            return longest
+        return next((row for row in self._waiting if not row.had_piece), longest)
 
     @property
     def _is_decoding(self) -> bool:
@@ -348,7 +367,7 @@ class Batches:
     def _is_reader_expected(self) -> bool:
         """Whether the reader of an answer alone has taken a step so lately that it may be about to
         ask for more than the call that is ahead."""
-        since = time.perf_counter() - READER_SECONDS
+        since = self._clock() - READER_SECONDS
         alone = (row for group in self._groups.values() for row in group.with_status(Status.ALONE))
         return any(row.read_at > since for row in alone)
 
@@ -363,8 +382,8 @@ class Batches:
     def _set_status(self, row: _OpenAnswer, status: Status) -> None:
         """Take `row` out of where its status has it, and put it where the new one does.
 
-        Its group chooses anew whether answers share calls. Where it leaves its own loop for a
-        batch, or a batch, its cache holds its text but the last token.
+        Its group chooses anew whether answers share calls. Where it leaves its own loop, or a
+        batch, and is not over, its cache holds its text but the last token.
 
         Args:
             row: an open answer.
@@ -379,10 +398,11 @@ class Batches:
             row.end_own_loop()
         row.status = status
         if status is Status.WAITING:
-            self._waiting.appendleft(row)
+            self._waiting.append(row)
             return
-        if status is Status.BATCHED:
+        if status in (Status.BATCHED, Status.PAUSED):
             row.compute_cache_without_last_token()
+        if status is Status.BATCHED:
             group.batch.queue_to_join(row)
         is_in_group = status in (Status.ALONE, Status.BATCHED, Status.PAUSED)
         if is_in_group and row not in group.answers:
@@ -411,26 +431,28 @@ class Batches:
     # --- turns ---
 
     def _process_next_piece(self) -> None:
-        """Process a piece of the first prompt in line, which then goes to the end of the line.
+        """Process a piece of the prompt that is next, which then goes to the end of the line.
 
-        When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
-        either, fails its answer. The schedule is told what the piece took.
+        When it has no more, its answer begins to decode. An error fails its answer. The schedule is
+        told what the piece took.
         """
-        row = self._waiting[0]
+        row = self._next_in_line
+        self._has_overtaken = row is not self._waiting[0]
+        row.had_piece = True
+        assert row.steps is not None  # its own loop processes its prompt
         before = row.num_left
-        started = time.perf_counter()
+        started = self._clock()
         try:
             while row.num_left == before:  # the loop stops once before its first piece
                 next(row.steps)
-            seconds = time.perf_counter() - started
-            if not row.num_left and row.on_prompt is not None:
-                row.on_prompt()
         except Exception as error:
             self._fail(row, error)
             return
+        seconds = self._clock() - started
         self._schedule.record_piece(before - row.num_left, seconds)
         if row.num_left:
-            self._waiting.rotate(-1)
+            self._waiting.remove(row)
+            self._waiting.append(row)
         else:
             self._start_decoding(row)
         self._schedule.owe_seconds(seconds, is_decoding=self._is_decoding)
@@ -464,11 +486,12 @@ class Batches:
     def _make_batch_call(self, group: _Group) -> None:
         """Make a call of a batch, which has a token to read for every BATCHED answer then.
 
-        Those that are over, or whose readers have fallen behind, are PAUSED. If the call fails, all
-        of them have. What it took is learned, and the schedule told.
+        Those that are over, or whose readers have fallen behind, are PAUSED; so are those alone
+        whose readers stay away. If the call fails, all that are BATCHED have. What it took is
+        learned, and the schedule told.
         """
         rows = group.with_status(Status.BATCHED)
-        started = time.perf_counter()
+        started = self._clock()
         try:
             paused = group.batch.step()
         except Exception as error:
@@ -477,12 +500,33 @@ class Batches:
                 failure.__cause__ = error
                 self._fail(row, failure)
             return
-        seconds = time.perf_counter() - started
+        seconds = self._clock() - started
         group.learn_cost_every_few_calls(rows, seconds)
         for row in rows:
             if row in paused:
                 self._set_status(row, Status.PAUSED)
+        self._pause_those_that_miss_calls(group)
         self._schedule.record_call(seconds)
+
+    def _pause_those_that_miss_calls(self, group: _Group) -> None:
+        """Count a call of a batch for each answer that is ALONE where answers share calls, and
+        pause those whose readers stay away.
+
+        A reader that is back within as many calls as answers decode has only waited for the others.
+        An answer that is held, and not read, must not keep the others from their drafts.
+        """
+        if not group.is_batched:
+            return
+        alone = group.with_status(Status.ALONE)
+        most = len(alone) + len(group.with_status(Status.BATCHED))
+        for row in alone:
+            row.num_missed_calls += 1
+            if row.num_missed_calls < most:
+                continue
+            try:
+                self._set_status(row, Status.PAUSED)
+            except Exception as error:  # of a call of its own loop that was under way
+                self._fail(row, error)
 
     def _make_own_call(self, row: _OpenAnswer) -> None:
         """Make a call of a row that is ALONE, with drafts, or start one of its drafters.
@@ -499,13 +543,13 @@ class Batches:
                 context=row.text[:-1],
                 take=row.take,
             )
-        started = time.perf_counter()
+        started = self._clock()
         try:
             step = next(row.steps)
         except Exception as error:
             self._fail(row, error)
             return
-        self._schedule.record_call(time.perf_counter() - started)
+        self._schedule.record_call(self._clock() - started)
         if step is not None:
             row.text += step.tokens
             row.unread.append(step)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..decoding.draft_shape import Always, DraftController, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
-from ..decoding.loop import StepSize, plain_decode, speculative_decode
+from ..decoding.loop import PromptPlace, StepSize, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling
 from ..decoding.step import Steps, Take, take_all
 from ..drafters.lookup import NAME, PromptLookupDrafter
@@ -310,6 +310,7 @@ class Decode(Protocol):
         *,
         context: Sequence[int] = (),
         take: Take = take_all,
+        place: PromptPlace | None = None,
     ) -> Steps:
         """The steps of an answer; see `decode_plan` for the arguments."""
         ...
@@ -323,9 +324,10 @@ def decode_plan(
     *,
     context: Sequence[int] = (),
     take: Take = take_all,
+    place: PromptPlace | None = None,
     prefill_step_size: StepSize | None = None,
 ) -> Steps:
-    """Decode under a plan: without end, until the iterator is closed.
+    """Decode under a plan: without end, until the generator is closed.
 
     The check, and the room for trees, are made when this is called; tokens are computed as they are
     asked for.
@@ -338,11 +340,13 @@ def decode_plan(
         context: the tokens in the cache; may be left out where nothing reads them.
         take: called once with the tokens of each call, before they are yielded. Where the answer
             ends with them and a drafter may draft, no call is begun ahead.
+        place: where a piece of the prompt ends, for the text up to there to be kept; None for
+            nowhere.
         prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
 
     Returns:
-        An iterator over a step for each call; None between pieces of the prompt, and where a
-        drafter starts.
+        A generator of a step for each call; None between pieces of the prompt, and where a drafter
+        starts.
 
     Raises:
         InputError: `context` is needed and left out, or has another length than the cache.
@@ -358,6 +362,7 @@ def decode_plan(
         "sampler": plan.sampling,
         "prefill_step_size": prefill_step_size or plan.config.prefill_step_size,
         "take": take,
+        "place": place,
     }
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)
@@ -383,8 +388,8 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
 
     Returns:
         A function like `decode`. Called, it raises NoRoomError where there is no room for the
-        prompt; its iterator does where there is none for more tokens. An answer is counted until
-        its iterator ends or is closed.
+        prompt; its generator does where there is none for more tokens. An answer is counted until
+        its generator ends or is closed.
     """
 
     def decode_claiming_memory(
@@ -396,7 +401,7 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
         context: Sequence[int] = (),
         **more: Any,
     ) -> Steps:
-        """Count the answer, then begin it; its iterator claims memory as the text grows."""
+        """Count the answer, then begin it; its generator claims memory as the text grows."""
         for one in plan.loaded:
             if isinstance(one, Shared):
                 pool.share(one)

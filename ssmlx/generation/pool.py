@@ -12,15 +12,15 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
-from ..decoding.step import Step, Steps
+from ..decoding.step import Steps
 from ..errors import NoRoomError, require
 from ..model.text_cache import TextCache
 from .memory import CacheSize
@@ -150,7 +150,7 @@ class Holding:
             NoRoomError: there is no memory for more.
         """
         try:
-            with closing(cast("Generator[Step | None]", steps)):
+            with closing(steps):
                 for step in steps:
                     yield step
                     num_tokens += 0 if step is None else len(step.tokens)

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import index
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -155,7 +155,7 @@ def plan_answer_segments(
     loaded: Sequence[Loaded] = (),
     earlier: EarlierAnswers | None = None,
     joins_prompt: bool = False,
-) -> Iterator[GenerationResponse | Prefilled]:
+) -> Generator[GenerationResponse | Prefilled]:
     """The segments of an answer, computed as they are read, on the MLX thread alone.
 
     The prompt is checked, and the plan made, when this is called.
@@ -169,19 +169,19 @@ def plan_answer_segments(
         joins_prompt: whether the text goes on from the prompt's, its leading space included.
 
     Returns:
-        An iterator of segments, with a `Prefilled` in the place of one before the first, for each
+        A generator of segments, with a `Prefilled` in the place of one before the first, for each
         piece of the prompt.
 
     Raises:
         InputError: the prompt or the settings cannot be followed.
     """
-    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt)
-    context = _token_ids(context)
+    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else token_ids(prompt)
+    context = token_ids(context)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt_length(model, num_prompt if tokens else 0)
-    check_tokens(model, [*context, *tokens, *_token_ids(config.prompt_lookup.reference)])
+    check_tokens(model, [*context, *tokens, *token_ids(config.prompt_lookup.reference)])
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
@@ -215,7 +215,7 @@ def plan_answer_segments(
             "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
 
-    def decode_segments() -> Iterator[GenerationResponse | Prefilled]:
+    def decode_segments() -> Generator[GenerationResponse | Prefilled]:
         """Decode, a segment for each call, with weights wired.
 
         In the end, also where it fails or is closed: compute the cache, keep what was learned, add
@@ -226,7 +226,7 @@ def plan_answer_segments(
         given = GivenAnswer()
         with wired_weights():
             try:
-                with closing(cast("Generator[Step | None]", steps)):
+                with closing(steps):
                     for first in steps:
                         if first is not None:
                             break
@@ -251,7 +251,7 @@ def plan_answer_segments(
     return decode_segments()
 
 
-def _token_ids(tokens: Any) -> list[int]:
+def token_ids(tokens: Any) -> list[int]:
     """A list of ints of a sequence of token ids, or of an array of NumPy or MLX.
 
     Raises:

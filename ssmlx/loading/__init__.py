@@ -15,6 +15,7 @@
 | `adapt_runs.py` | adapters that were made on this machine, by the weights they are for |
 | `known_heads.py` | heads that were trained to draft for published models: a table |
 | `model_heads.py` | which of them are a loaded model's, and which are on this machine |
+| `head_tensors.py` | names of heads' tensors among a model's own, and a model without these |
 | `stored_tensors.py` | which files hold a folder's tensors, and where in them, by headers alone |
 | `weights_digest.py` | the digests of stored weights: a model's by samples, others whole |
 | `tensors.py` | safetensors files read, checked and written strictly |

@@ -25,8 +25,8 @@ from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
+from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
-from .stored_tensors import tensor_names
 
 OWN_FAMILIES = {"opt": opt}
 """Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
@@ -42,11 +42,6 @@ _MOST = {
 }
 _WHOLE = "a whole model folder that mlx-lm can load"
 _AGAIN = "download or convert it again"
-
-MEDUSA_PREFIX = "medusa_head."
-"""Of the tensors of Medusa heads that are among the model's own weights (Medusa-2)."""
-MTP_PREFIX = "mtp."
-"""Of the tensors of a head for multi-token prediction; another prefix may stand before it."""
 
 
 def resolve_dtype(name: str) -> str:
@@ -137,8 +132,7 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
     """Choose the function by which mlx-lm's loader finds the classes of a folder's model.
 
     For architectures that mlx-lm lacks and this package has, the classes are this package's. Else
-    they are mlx-lm's; where the weights have drafting heads among them, `classes_without_heads`,
-    which leaves these out.
+    they are mlx-lm's; where the weights have drafting heads among them, its model leaves these out.
 
     Args:
         folder: the model's.
@@ -146,43 +140,13 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
     """
     if file := OWN_FAMILIES.get(config.get("model_type", "")):
         return lambda config: (file.Model, file.ModelArgs)
-    return classes_without_heads if may_have_drafting_heads(folder) else utils._get_classes
+    return _classes_without_heads if may_have_drafting_heads(folder) else utils._get_classes
 
 
-def is_mtp_name(name: str) -> bool:
-    """Whether a tensor's name has `MTP_PREFIX` as a part of it."""
-    return name.startswith(MTP_PREFIX) or f".{MTP_PREFIX}" in name
-
-
-def may_have_drafting_heads(folder: Path) -> bool:
-    """Whether a model's own weights have Medusa heads (Medusa-2) or a head for multi-token
-    prediction, by the tensors' names; True too where the names cannot be read.
-    """
-    try:
-        names = tensor_names(folder)
-    except (InputError, OSError):  # what is wrong with the weights, mlx-lm's loader tells
-        return True
-    return any(name.startswith(MEDUSA_PREFIX) or is_mtp_name(name) for name in names)
-
-
-def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's model class for a config.json, and its class of arguments.
-
-    The model class is a subclass that drops the tensors of drafting heads when it takes weights.
-    """
+def _classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return mlx-lm's classes for a config.json, the model's as one `without_drafting_heads`."""
     model, args = utils._get_classes(config)
-
-    class WithoutHeads(model):  # type: ignore[misc, valid-type]  # known at run time
-        """mlx-lm's model, which drops tensors of drafting heads."""
-
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            """Return the tensors by the names of mlx-lm's model, without those of heads."""
-            kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
-            kept = super().sanitize(kept) if hasattr(model, "sanitize") else kept
-            # Behind mlx-lm's own function, which may tell by these how norms are stored.
-            return {name: tensor for name, tensor in kept.items() if not is_mtp_name(name)}
-
-    return WithoutHeads, args
+    return without_drafting_heads(model), args
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from pathlib import Path
 from ..errors import InputError
 from ..model.backbone import Backbone
 from .folders import Fetch
+from .head_tensors import is_mtp_name
 from .hub import find_whole_model_in_hub_cache
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
-from .load import is_mtp_name
 from .stored_tensors import tensor_names
 
 OWN_HEAD = "its own MTP head"

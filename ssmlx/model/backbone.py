@@ -32,7 +32,7 @@ from .capability_checks import (
     try_chains,
     try_last_hidden,
 )
-from .family import cannot_draft_error, find_available_parts, model_type
+from .family import find_available_parts, model_type, no_stages_error
 from .final_norm import hook_final_norm, noting_norm_inputs
 from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_sampled_values
 from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_weights, select_rows
@@ -97,7 +97,8 @@ class Backbone(Stages):
     _no_stages: Reason = None
     _no_chains: Reason = None
     _no_last_hidden: Reason = None
-    # [1, 1, D] zeros of a model without stages: the shape and type of its hidden states.
+    # [1, 1, D] zeros of a model without stages: the shape and type of its hidden states. D is 0
+    # where neither its final norm nor its settings say it.
     _hidden_like: mx.array
 
     def __init__(
@@ -129,9 +130,7 @@ class Backbone(Stages):
             for attention, rope in wrapped_ropes:
                 attention.rope = rope
             if not isinstance(error, InputError):
-                error = cannot_draft_error(
-                    model, f"its layers cannot be run one by one ({first_line(error)})"
-                )
+                error = no_stages_error(model, first_line(error))
             self._switch_to_own_call(error.found)
 
     def clone_sharing_weights(self) -> Backbone:
@@ -363,7 +362,10 @@ class Backbone(Stages):
         return from_rank0(arrays, self.group)
 
     def make_model_cache(self) -> list[Any]:
-        """mlx-lm's own caches for the model, one for each layer and of the kind that it needs."""
+        """mlx-lm's own caches, one for each layer and of the kind that it needs.
+
+        They are for the model's own call; `family.make_caches` makes those that tell its windows.
+        """
         return list(make_prompt_cache(self.parts.outer))
 
     @property
@@ -398,7 +400,7 @@ class Backbone(Stages):
         return try_batches(self) if self._no_stages is None else self._no_stages
 
     def _embed_one_token(self) -> mx.array:
-        """[1, 1, D] of the shape and type of hidden states; zeros of a model without stages."""
+        """[1, 1, D] of the shape and type of hidden states, see `_hidden_like`."""
         return super()._embed_one_token() if self._no_stages is None else self._hidden_like
 
     def _switch_to_own_call(self, why_no_stages: str) -> None:
@@ -420,7 +422,9 @@ class Backbone(Stages):
         try:
             with noting_norm_inputs() as norm_inputs:
                 logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
-            size = getattr(self.args, "hidden_size", 1)
+            size = getattr(self.args, "hidden_size", 0)
+            if norm_inputs:
+                size = norm_inputs[0].shape[-1]
             self._hidden_like = mx.zeros((1, 1, size), logits.dtype)
             mx.eval(logits, self._hidden_like, module_arrays(self.model))
         except Exception as error:  # a class of mlx-lm's raises many kinds
@@ -448,6 +452,8 @@ class Backbone(Stages):
         """
         if not isinstance(layer, HEAD_KINDS):
             kind = type(layer).__name__
-            raise cannot_draft_error(
-                self.model, f"its LM head is a {kind}, of which {user} takes rows"
+            raise InputError(
+                f"the LM head of the model type {model_type(self.model)!r} is a {kind}",
+                expected=f"a linear layer or an embedding, of which {user} takes rows",
+                do="use another model",
             )

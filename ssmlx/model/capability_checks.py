@@ -17,7 +17,7 @@ from mlx_lm.models.cache import BatchKVCache
 from ..errors import InputError, first_line
 from .cache import TreeCache
 from .capabilities import Reason
-from .family import WINDOW_NAMES, cannot_draft_error, make_caches, model_type
+from .family import WINDOW_NAMES, make_caches, model_type, no_stages_error
 from .masks import WindowMasks
 from .metal import TreeMask, hook_layers
 from .modules import clone_sharing_arrays
@@ -53,10 +53,10 @@ def check_stages(stages: Stages) -> None:
     own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
     difference = _unexplained_difference(staged, own, tried.dtype)
     if difference is not None:
-        raise cannot_draft_error(
+        raise no_stages_error(
             stages.model,
-            "embedding, layers, norm and head one by one give logits that differ by "
-            f"{difference:.3g} from its own",
+            f"with embedding, norm and head they give logits that differ by {difference:.3g} from "
+            "its own",
         )
 
 
@@ -117,7 +117,9 @@ def try_batches(stages: Stages) -> Reason:
     )
 
 
-def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx.Dtype) -> Reason:
+def try_chains(
+    model: nn.Module, make_model_cache: Callable[[], list[Any]], dtype: mx.Dtype
+) -> Reason:
     """Find out why rejected tokens cannot be taken back from what a model without stages keeps.
 
     `CHECK_TOKENS` are run in pieces: some appended, others as chains with wrong tokens behind them,
@@ -128,7 +130,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
 
     Args:
         model: as mlx-lm makes it; `recurrent.hook_recurrences` has seen it.
-        make_caches: makes empty caches for it, by layer.
+        make_model_cache: makes empty caches for it, by layer.
         dtype: of its own logits, for how far these may differ by rounding.
 
     Returns:
@@ -139,9 +141,9 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
     _let_embeddings_return_float32(tried)
     tokens = mx.array(CHECK_TOKENS)
     wrong = mx.array(_WRONG_TOKENS)
-    cache = StateCache(make_caches)
+    cache = StateCache(make_model_cache)
     try:
-        expected = tried(tokens[None], cache=make_caches())
+        expected = tried(tokens[None], cache=make_model_cache())
         found = [cache.append(tried, tokens[:3])]
         for num_rows, num_accepted in ((6, 2), (2, 1), (4, 4)):
             right = tokens[cache.offset : cache.offset + num_accepted]
@@ -156,11 +158,12 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
             mx.where(known, logits, 0), mx.where(known, expected, 0), dtype
         )
     except Exception as error:  # a class of mlx-lm's raises many kinds
-        return cannot_draft_error(model, first_line(error)).found
-    if difference is None:
-        return None
-    why = f"behind rejected tokens its logits differ by {difference:.3g} from a whole text's"
-    return cannot_draft_error(model, why).found
+        why = first_line(error)
+    else:
+        if difference is None:
+            return None
+        why = f"behind them its logits differ by {difference:.3g} from a whole text's"
+    return f"the model type {model_type(model)!r} cannot take back rejected tokens: {why}"
 
 
 def try_last_hidden(stages: Stages, norm_inputs: list[mx.array], logits: mx.array) -> Reason:

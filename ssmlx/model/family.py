@@ -161,13 +161,13 @@ def model_type(model: nn.Module) -> str:
     return str(getattr(model, "model_type", type(model).__name__))
 
 
-def cannot_draft_error(model: nn.Module, why: str) -> InputError:
+def no_stages_error(model: nn.Module, why: str) -> InputError:
     """Make the error that says `why` a model's layers cannot be run one by one.
 
     It names the model's type. The caller raises it.
     """
     return InputError(
-        f"the model type {model_type(model)!r} cannot draft for itself: {why}",
+        f"the layers of the model type {model_type(model)!r} cannot be run one by one: {why}",
         expected="a decoder whose layers run one by one",
         do="use such a model",
     )
@@ -203,9 +203,9 @@ def _find_decoder_or_raise(model: nn.Module) -> Any:
     inner = getattr(language_model(model), "model", None)
     decoder = getattr(inner, "decoder", inner)
     if decoder is None or not hasattr(model, "layers"):
-        raise cannot_draft_error(model, "it has no `model.layers`")
+        raise no_stages_error(model, "it has no `model.layers`")
     if not _first_name(decoder, _EMBEDDING_NAMES):
-        raise cannot_draft_error(model, "it has no token embedding by a usual name")
+        raise no_stages_error(model, "it has no token embedding by a usual name")
     return decoder
 
 
@@ -221,7 +221,7 @@ def _find_norm_name_or_raise(model: nn.Module, decoder: Any) -> str:
     """
     name = _first_name(decoder, _NORM_NAMES)
     if not name:
-        raise cannot_draft_error(model, "it has no final norm")
+        raise no_stages_error(model, "it has no final norm")
     return name
 
 
@@ -239,7 +239,7 @@ def _window_of_cache(model: nn.Module, layer: int, cache: Any) -> int | None:
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return int(cache.max_size)
     if type(cache) is not KVCache:
-        raise cannot_draft_error(
+        raise no_stages_error(
             model,
             f"layer {layer} keeps its state in {type(cache).__name__}, which follows one text "
             "and no branches",

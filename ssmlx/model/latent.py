@@ -15,6 +15,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from .family import attention_of
 from .layer_state import LayerView, UpdateAndFetch
 from .rope import Positions
 from .shapes import indices
@@ -26,7 +27,7 @@ class RowsAsTexts(nn.Module):
 
 def is_latent(layer: Any) -> bool:
     """Whether a decoder layer's attention keeps a latent vector in the place of values."""
-    attention = getattr(layer, "self_attn", None)
+    attention = attention_of(layer)
     return hasattr(attention, "embed_q") and hasattr(attention, "unembed_out")
 
 
@@ -39,10 +40,11 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
     have the class already, stay as they are.
     """
     for layer in layers:
-        if is_latent(layer) and not isinstance(layer.self_attn, RowsAsTexts):
-            kind = type(layer.self_attn)
+        attention = attention_of(layer)
+        if is_latent(layer) and not isinstance(attention, RowsAsTexts):
+            kind = type(attention)
             call = {"__call__": _run_each_row_as_a_text(kind.__call__)}
-            layer.self_attn.__class__ = type(kind.__name__, (kind, RowsAsTexts), call)
+            attention.__class__ = type(kind.__name__, (kind, RowsAsTexts), call)
 
 
 def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:

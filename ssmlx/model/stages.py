@@ -133,7 +133,7 @@ class Stages:
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """D; 0 of a model that is called as a whole and does not say it."""
         return self._embed_one_token().shape[-1]
 
     def embed(self, tokens: mx.array, positions: mx.array | None = None) -> mx.array:

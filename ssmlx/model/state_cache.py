@@ -217,6 +217,10 @@ class StateCache(TextCache):
             raise ValueError(f"{num_tokens} tokens of a chain of {self._chain.num_rows}")
         self._offset += num_tokens
 
+    @property
+    def has_fixed_places(self) -> bool:
+        return any(type(cache) is not KVCache for cache in flatten_caches(self._caches))
+
     def mark(self) -> bool:
         """Let `keep_first` come back to where the text ends now, until `forget_marks`.
 
@@ -235,13 +239,17 @@ class StateCache(TextCache):
         """Free the states that `mark` keeps."""
         self._marks.clear()
 
+    def mark_here_alone(self) -> bool:
+        self.forget_marks()
+        return self.mark()
+
     def longest_keepable(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` committed tokens `keep_first` can keep at most.
 
         `num_tokens` itself within the chain that was verified last, and where every layer keeps
         the rows of the whole text; else the last mark before it, the text's end, or 0.
         """
-        if self._is_in_chain(num_tokens) or not self._has_fixed_places:
+        if self._is_in_chain(num_tokens) or not self.has_fixed_places:
             return num_tokens
         places = (0, self._offset, *self._marks)
         return max(place for place in places if place <= num_tokens)
@@ -316,11 +324,6 @@ class StateCache(TextCache):
     def _state_caches(self) -> list[ArraysCache]:
         """Those of recurrent layers."""
         return [one for one in flatten_caches(self._caches) if isinstance(one, ArraysCache)]
-
-    @property
-    def _has_fixed_places(self) -> bool:
-        """Whether some layer can go back to certain places of the text alone."""
-        return any(type(cache) is not KVCache for cache in flatten_caches(self._caches))
 
     def _is_in_chain(self, num_tokens: int) -> bool:
         """Whether the text's first `num_tokens` end in the chain that was verified last."""

@@ -83,6 +83,22 @@ class TextCache(ABC):
             ValueError: no call waits, or it has not so many rows; nothing is changed then.
         """
 
+    @property
+    def has_fixed_places(self) -> bool:
+        """Whether `keep_first` can go back to certain places of the text alone."""
+        return False
+
+    def mark_here_alone(self) -> bool:
+        """Let `keep_first` come back to where the text ends now, and no longer to places that were
+        marked before.
+
+        Does nothing where it can go back to any place.
+
+        Returns:
+            Whether it can come back here.
+        """
+        return True
+
     @abstractmethod
     def longest_keepable(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` committed tokens `keep_first` can keep at most."""

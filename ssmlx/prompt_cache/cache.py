@@ -13,6 +13,7 @@ from typing import Self
 
 import mlx.core as mx
 
+from ..decoding.loop import PromptPlace
 from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
@@ -70,6 +71,36 @@ class _Entry:
         return self.shared(other.key, other.tokens) == len(other.tokens)
 
 
+def keep_for_next_turn(
+    prompts: PromptCache | None,
+    model: StreamFusedModel,
+    prompt: Sequence[int],
+    cache: TextCache,
+    length: int,
+    *,
+    copies: bool = False,
+) -> PromptPlace:
+    """The place of a prompt that a later one can begin with, whatever follows it in this text.
+
+    The answer's own cache marks it, and forgets other marks, so that copies of it can go back there
+    too. Where a layer keeps a window, which cannot come back, a copy goes to `prompts` at once.
+
+    Args:
+        prompts: where copies go; None for nowhere.
+        model: which the cache is of.
+        prompt: tokens of the whole prompt.
+        cache: which the prompt is processed into.
+        length: tokens of the prompt before the place.
+        copies: whether a copy goes to `prompts` in any case, for others that run meanwhile.
+    """
+
+    def keep() -> None:
+        if (not cache.mark_here_alone() or copies) and prompts is not None:
+            prompts.put(model, prompt, cache)
+
+    return PromptPlace(length, keep)
+
+
 class PromptCache:
     """Keys and values of prompts, for whoever's prompt begins with the same tokens.
 
@@ -85,7 +116,8 @@ class PromptCache:
         folder: where prompts are kept that other processes may use too, in files that their
             owner alone can read; None for memory alone. Prompts are written when they leave the
             memory, and by `flush` and `close`; a killed process loses the others. Not those of
-            models that are split over machines, which have to find the same on all of them.
+            models that are split over machines, which have to find the same on all of them, or
+            that are called as a whole, whose caches have no rows of tokens.
         max_disk_bytes: of the files there; the longest unused go first.
     """
 
@@ -140,12 +172,12 @@ class PromptCache:
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TextCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
-        Nothing is added where an entry begins with these tokens already. Of a model with recurrent
-        layers, or without stages, as many tokens are kept as its cache can go back to, and only in
-        memory; where it keeps states or windows, an entry serves prompts alone that begin with all
-        of it, and shorter entries stay beside longer ones. Otherwise entries that the new one
-        begins with are dropped. The longest unused leave the memory where there are more than
-        `max_bytes`.
+        Nothing is added where an entry begins with these tokens already. Of a model without
+        stages as many tokens are kept as its cache can go back to, and only in memory; where it
+        keeps states or windows, an entry serves prompts alone that begin with all of it, or with it
+        up to a marked place, and shorter entries stay beside longer ones. Otherwise entries that
+        the new one begins with are dropped. The longest unused leave the memory where there are
+        more than `max_bytes`.
 
         Args:
             model: which the cache is of.
@@ -258,8 +290,8 @@ class PromptCache:
         """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
 
         The cache is a computed copy. A file of the folder that shares more with `tokens` than what
-        is in memory is read into memory first; not for a model that is split over machines. Where
-        nothing shares any, the cache is empty.
+        is in memory is read into memory first; not for a model that is split over machines, or
+        that is called as a whole. Where nothing shares any, the cache is empty.
 
         Args:
             model: the cache is for it.
@@ -268,7 +300,9 @@ class PromptCache:
         """
         key = CacheKey.of(model)
         entry, count = self._use_longest_match(key, tokens)
-        if self._folder is not None and model.backbone.group is None:
+        backbone = model.backbone
+        reads_files = backbone.group is None and backbone.capabilities.has("stages")
+        if self._folder is not None and reads_files:
             path, in_file = self._folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
                 entry, count = self._read_file_or_delete(path, model, key, tokens) or (entry, count)

@@ -133,8 +133,17 @@ def _unsupported_form(name: str | None, why: str) -> RequestError:
 
 
 def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
-    """Return a model's tokenizer as llguidance needs it; takes a second for a large vocabulary."""
-    return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
+    """Return a model's tokenizer as llguidance needs it; takes a second for a large vocabulary.
+
+    Raises:
+        RequestError: it is of a kind that llguidance cannot read.
+    """
+    try:
+        return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
+    except ValueError as error:
+        found = f"this model's answers cannot be kept to a form ({first_line(error)[:200]})"
+        expected = "a tokenizer that llguidance knows"
+        raise RequestError(None, found, expected, "ask without it, or another model") from error
 
 
 def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> Mask:

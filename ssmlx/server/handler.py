@@ -283,6 +283,7 @@ class RequestHandler:
             mask=self.reader.make_mask_or_none(ask),
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
+            keep_at=choice.prompt.keep_at,
             joins_prompt=ask.continues or not ask.is_chat,
         )
 

@@ -19,7 +19,13 @@ from ..generation.answer_end import end_token_ids
 from ..generation.scoring import ScoredPrompt
 from ..generation.segments import GenerationResponse, check_prompt_length, check_tokens
 from ..model.streams import StreamFusedModel
-from ..prompts import chat_tokens, check_text, encode, encode_prompt
+from ..prompts import (
+    chat_tokens,
+    check_text,
+    encode,
+    encode_prompt,
+    length_before_answer_opens,
+)
 from ..settings import GenerateConfig
 from .grammars import grammar_mask, llguidance_tokenizer
 from .logprobs import TokenEntries
@@ -40,6 +46,7 @@ class Prompt:
 
     tokens: list[int]
     text: str  # what is echoed of it
+    keep_at: int | None  # see `Engine.stream`
     # whether other answers to it find it in the prompt cache, as far as it can be kept there
     is_read: asyncio.Event = field(default_factory=asyncio.Event)
     logprobs: list[dict[str, Any]] | None = None  # of its tokens, once it is scored
@@ -97,13 +104,14 @@ class PromptReader:
                 self._encode_text_ids_or_turns(replace(ask, question=one), model)
                 for one in ask.others
             ]
+            keep_at = self._length_before_answer_opens(ask, model, first)
             found: list[Prompt] = []
             for question, tokens in zip((ask.question, *ask.others), (first, *others), strict=True):
                 check_prompt_length(model, len(tokens))
                 check_tokens(model, tokens)
                 is_text = isinstance(question, str)
                 echoed = question if is_text else tokenizer.decode(tokens) if ask.echoes else ""
-                found.append(Prompt(tokens, cast("str", echoed)))
+                found.append(Prompt(tokens, cast("str", echoed), keep_at))
             return found, config
 
     def first_prompt_and_seeded_config(
@@ -182,6 +190,26 @@ class PromptReader:
                 return chat_tokens(tokenizer, turns, tools=ask.tools, template_args=args, **own)
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         return list[Any](ask.question)
+
+    def _length_before_answer_opens(
+        self, ask: AnswerRequest, model: StreamFusedModel, prompt: list[int]
+    ) -> int | None:
+        """Return how many tokens of a chat's prompt are before its template opens the answer.
+
+        None where it opens none, and for a model with stages, whose cache can go back to any place.
+
+        Args:
+            ask: the request.
+            model: see `_encode_text_ids_or_turns`.
+            prompt: tokens of its first prompt.
+        """
+        opens = ask.is_chat and ask.opens_turn and not ask.continues
+        if not opens or model.backbone.capabilities.has("stages"):
+            return None
+        turns_alone = replace(ask, opens_turn=False)
+        return length_before_answer_opens(
+            prompt, lambda: self._encode_text_ids_or_turns(turns_alone, model)
+        )
 
     def make_mask_or_none(self, ask: AnswerRequest) -> Mask | None:
         """Return the mask that holds an answer to a grammar, or None; each call makes a new one.

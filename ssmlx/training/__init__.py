@@ -11,7 +11,6 @@
 | `mlx_model.py` | the stream-fused model in batches, as a function of its trained weights |
 | `mlx_trainer.py` | losses under the frozen head, the optimiser's steps, the saved state |
 | `replay.py` | how many tokens a call would have brought on recorded answers |
-| `guesses.py` | what streams guess along a text, for replays |
 | `adapt_workflow.py` | a model learns to draft for itself, in a run that can be stopped |
 | `adapt_run.py` | such a run's options, its plan on disk, its model and its prompts |
 | `adapt_plan.py` | what it makes: streams and batches by what is timed, rounds by the hours |

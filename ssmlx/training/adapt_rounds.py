@@ -29,7 +29,7 @@ from .adapt_run import (
     tokenise_fitting_prompts,
 )
 from .batch_responder import BatchResponder, NumberedPrompt
-from .job import STORE_FILE, read_and_check_job, run_to_end
+from .job import read_and_check_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
@@ -226,9 +226,6 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
     objective = MlxObjective(model, train, job.draft_vocab)
-    dtype = str(twin.dtype)
-    lora = options.lora_digests
-    identity_of_frozen_part_and_examples = job.identity_of_frozen_part_and_examples(dtype, *lora)
     trainer = MlxTrainer(objective, job.num_steps)
     pace = StepPace(run.clock, job.num_steps)
 
@@ -248,17 +245,15 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
             job,
             trainer,
             prog=run.prog,
-            dtype=dtype.removeprefix("mlx.core."),
-            identity=job.identity(dtype, *lora, init=start_folder if start else None),
+            dtype=str(twin.dtype),
             write_trained=lambda validation: model.measure_and_write(best, validation),
+            frozen_folders=[options.adapter] if options.adapter else [],
+            start_folders=[start_folder] if start else [],
             keep_best=True,
             before_step=before_step,
             after_validation=after_validation,
-            make_lower=lambda: job.lower_function(
-                objective, STORE_FILE, identity_of_frozen_part_and_examples
-            ),
         )
-    (folder / STORE_FILE).unlink(missing_ok=True)
+    (folder / objective.STORE_FILE).unlink(missing_ok=True)
 
 
 def forecast_line(costs: StepCosts, validation: Validation) -> str:

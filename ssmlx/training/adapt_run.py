@@ -81,11 +81,6 @@ class AdaptOptions:
     def adapter_folder(self) -> Path:
         return self.out / TRAINED_FOLDER
 
-    @property
-    def lora_digests(self) -> list[str]:
-        """A digest of the LoRA that the model is to have, in a list; an empty list without LoRA."""
-        return [] if self.adapter is None else [weights_and_configs_digest(self.adapter)]
-
 
 @dataclass(frozen=True)
 class TokenisedPrompt:
@@ -223,7 +218,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
     Raises:
         InputError: the model's folder has no weights that can be read.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "seed": options.seed,
         "memory": options.memory_gb,
         "data": json_digest(prompts),
@@ -231,7 +226,9 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
         "format": _PLAN_FORMAT,
         "weights": sampled_weights_digest(options.path),
     }
-    return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
+    if options.adapter is not None:
+        settings["adapter"] = [weights_and_configs_digest(options.adapter)]
+    return settings
 
 
 def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
@@ -364,8 +361,11 @@ def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[d
         number: of the round, counted from 0.
         name: "train" or "valid".
     """
-    file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
-    return [json.loads(line) for line in file.open()] if number >= 0 else []
+    if number < 0:
+        return []
+    path = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:

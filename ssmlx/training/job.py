@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,6 @@ from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves_if_matplotlib
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
-STORE_FILE = "lower.states"
-"""What the frozen layers say, of a run in MLX."""
 _VALIDATION_BATCH = 16
 _OF_STREAMS = ("stream_init", "stream_init_rank", "stream_design", "rotation_step",
                "num_msa_layers")  # fmt: skip
@@ -148,7 +146,7 @@ class Job:
     examples: Sequence[Example]
     valid: Sequence[Example]
     draft_vocab: np.ndarray | None
-    weights: str  # a digest of the model's stored weights
+    weights_digest: str  # of the base model's, see `sampled_weights_digest`
     base_folder: Path  # of the base model
     packing: Packing | None = None
 
@@ -157,66 +155,84 @@ class Job:
         """Optimiser steps of the whole run."""
         return self.train.num_steps(len(self.examples))
 
-    def identity(self, *more: Any, init: Path | None = None) -> str:
-        """Return a digest of all that decides the run's result: settings, the base's weights,
-        training examples and `more`.
 
-        The base model's name decides nothing. It is SHA-256 in hexadecimal.
+class Identities(NamedTuple):
+    """What tells a run, and what its frozen part gives, from others: SHA-256 in hexadecimal."""
 
-        Args:
-            more: other JSON values that decide it.
-            init: folder with the weights to start from, whose files count; None for none.
-        """
-        start = [] if init is None else [weights_and_configs_digest(init)]
-        config = replace(self.config, base_model="").to_dict()
-        return self._digest_with_weights_and_examples(self.train.to_dict(), config, *more, *start)
+    run: str
+    frozen_part: str
 
-    def identity_of_frozen_part_and_examples(self, *more: Any) -> str:
-        """Return a digest of what decides the frozen layers' results: the base's weights, their
-        depth, training examples and `more`.
 
-        It is the same for runs that differ only in the layers above. It is SHA-256 in hexadecimal.
-        """
-        config = self.config
-        return self._digest_with_weights_and_examples(
-            config.num_layers, config.insertion_layer, *more
-        )
+def _make_identities(
+    job: Job,
+    objective: Objective,
+    dtype: str,
+    frozen_folders: Sequence[Path | None],
+    start_folders: Sequence[Path | None],
+    other_settings: Sequence[Any],
+) -> Identities:
+    """Digest all that decides a run's result, and of it what decides the results of its frozen
+    part.
 
-    def lower_function(
-        self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
-    ) -> Lower:
-        """Return a function that gives the frozen layers' results of a batch of the training
-        examples.
+    Both have the base's weights, the training examples, `dtype` and `frozen_folders`. The run's has
+    all settings too, `other_settings` and `start_folders`; the frozen part's has the layers at
+    which it ends, so that runs share it that differ only above. The base model's name decides
+    nothing.
 
-        It reads them from a file in the run's folder, which is filled before this returns. Packed
-        batches, in which other text stands before an example each epoch, are computed anew; so are
-        all batches, without a file, where it would take more disk than `cache_gb`.
+    Args:
+        job: the run.
+        objective: says what its frozen part gives.
+        dtype: of the frozen layers.
+        frozen_folders: whose weights the frozen part has beside the base's, such as a task's LoRA.
+            Here and below the files count; None counts as a folder without files.
+        start_folders: whose weights training starts from.
+        other_settings: JSON values.
+    """
+    frozen = [dtype, *map(weights_and_configs_digest, frozen_folders)]
+    start = map(weights_and_configs_digest, start_folders)
+    config = job.config
+    settings = job.train.to_dict(), replace(config, base_model="").to_dict()
+    layers = config.num_layers, config.insertion_layer
+    return Identities(
+        run=_digest_with_weights_and_examples(job, *settings, *frozen, *other_settings, *start),
+        frozen_part=_digest_with_weights_and_examples(job, *layers, *objective.LOWER_KIND, *frozen),
+    )
 
-        Args:
-            objective: computes them.
-            file: name of the file.
-            identity: tells layers and data from others; a file of another identity is replaced.
-            label: of the progress bar.
 
-        Raises:
-            InputError: the disk is full.
-        """
-        tokens = sum(len(example.tokens) for example in self.examples)
-        size = tokens * objective.state_size * objective.state_bytes
-        if size > self.options.cache_gb * 2**30:
-            return objective.lower
-        store = LowerStore(self.options.out / file, self.examples, objective, identity)
-        store.fill_missing(label)
-        return lambda batch: (store.read_batch if batch.firsts is None else objective.lower)(batch)
+def _digest_with_weights_and_examples(job: Job, *values: Any) -> str:
+    """Return the SHA-256, in hexadecimal, over the base's weights, JSON values, and the tokens and
+    answers of all training examples.
+    """
+    said = json.dumps([job.weights_digest, *values], sort_keys=True)
+    digest = hashlib.sha256(said.encode())
+    for example in job.examples:
+        digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))
+    return digest.hexdigest()
 
-    def _digest_with_weights_and_examples(self, *values: Any) -> str:
-        """Return the SHA-256, in hexadecimal, over the base's weights, JSON values, and the tokens
-        and answers of all training examples.
-        """
-        digest = hashlib.sha256(json.dumps([self.weights, *values], sort_keys=True).encode())
-        for example in self.examples:
-            digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))
-        return digest.hexdigest()
+
+def _lower_function(job: Job, objective: Objective, identity: str) -> Lower:
+    """Return a function that gives the frozen part's results of a batch of the training examples.
+
+    It reads them from a file in the run's folder, which is filled before this returns. Packed
+    batches, in which other text stands before an example each epoch, are computed anew; so are all
+    batches, without a file, where it would take more disk than `cache_gb`.
+
+    Args:
+        job: the run.
+        objective: computes them.
+        identity: tells layers and data from others; a file of another identity is replaced.
+
+    Raises:
+        InputError: the disk is full.
+    """
+    tokens = sum(len(example.tokens) for example in job.examples)
+    size = tokens * objective.state_size * objective.state_bytes
+    if size > job.options.cache_gb * 2**30:
+        return objective.lower
+    path = job.options.out / objective.STORE_FILE
+    store = LowerStore(path, job.examples, objective, identity)
+    store.fill_missing(objective.FROZEN_PART)
+    return lambda batch: (store.read_batch if batch.firsts is None else objective.lower)(batch)
 
 
 def read_base_settings(folder: Path) -> dict[str, Any]:
@@ -344,9 +360,10 @@ def run_to_end(
     *,
     prog: str,
     dtype: str,
-    identity: str,
-    make_lower: Callable[[], Lower],
     write_trained: Callable[[Validation], Path],
+    frozen_folders: Sequence[Path | None],
+    start_folders: Sequence[Path | None],
+    other_settings: Sequence[Any] = (),
     keep_best: bool = False,
     before_step: Callable[[], None] = lambda: None,
     after_validation: Callable[[Validation], None] = lambda validation: None,
@@ -362,11 +379,13 @@ def run_to_end(
         job: the run; with `max_steps` it ends there.
         trainer: takes the steps; goes on from the state in the run's folder.
         prog: the command's module, for records.
-        dtype: of the frozen layers, for records.
-        identity: of the run, see `Job.identity`.
-        make_lower: called once, after the state is read; returns what gives the frozen layers'
-            results of a batch.
+        dtype: of the frozen layers, by PyTorch's name or MLX's.
         write_trained: writes what was trained, and returns where.
+        frozen_folders: whose weights the frozen part has beside the base's. This and the next two
+            decide the result with the job, see `_make_identities`: a state that was made of others
+            is refused.
+        start_folders: whose weights training starts from.
+        other_settings: JSON values that decide the result.
         keep_best: validate before the first step of a new run too, and call `write_trained`
             whenever tokens per call are the most so far, by the log; otherwise once, at the end.
         before_step: called before each step.
@@ -379,27 +398,18 @@ def run_to_end(
     options = job.options
     make_folder(out)
     state = out / trainer.STATE_FILE
-    settings: dict[str, Any] = {
-        "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
-        "model": options.model,
-        "template": options.template,
-        "train": job.train.to_dict(),
-        "examples": len(job.examples),
-        "answer_tokens": sum(example.num_answer for example in job.examples),
-        "dtype": dtype,
-    }
-    if job.draft_vocab is not None:
-        settings["draft_vocab_coverage"] = round(
-            draft_vocab_coverage(job.valid, job.draft_vocab), 4
-        )
+    objective = trainer.objective
+    identities = _make_identities(
+        job, objective, dtype, frozen_folders, start_folders, other_settings
+    )
+    settings = _settings_for_records(job, prog, dtype)
     trainer.resume_if_saved(
-        state, identity, _describe_differing_options(out / SETTINGS_FILE, settings)
+        state, identities.run, _describe_differing_options(out / SETTINGS_FILE, settings)
     )
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
-    lower_of = make_lower()
-    objective = trainer.objective
+    lower_of = _lower_function(job, objective, identities.frozen_part)
     size = options.tree_size
     batches = batches_by_length(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
@@ -409,8 +419,15 @@ def run_to_end(
             Validation(objective, one, size, largest) for one in (batches, texts)
         )
     last = min(options.max_steps or job.num_steps, job.num_steps)
-    rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
-    plan = BatchPlan(job.examples, *rule)
+    rank, num_ranks = trainer.part
+    plan = BatchPlan(
+        job.examples,
+        batch_size=job.train.batch_size,
+        seed=job.train.seed,
+        rank=rank,
+        num_ranks=num_ranks,
+        half_packing=job.packing,
+    )
     first = trainer.step
     written = out
     if keep_best and not record.entries:
@@ -432,11 +449,34 @@ def run_to_end(
             best = entry["tokens_per_call"]
             written = write_trained(validation)
         if trainer.step % options.save_every == 0 or trainer.step == last:
-            trainer.save(state, identity)
+            trainer.save(state, identities.run)
     if not keep_best:
         written = write_trained(validation)
     draw_curves_if_matplotlib(record.entries, out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", written, trainer.step, job.num_steps)
+
+
+def _settings_for_records(job: Job, prog: str, dtype: str) -> dict[str, Any]:
+    """Return what a run's folder says of its command, data and settings.
+
+    Args:
+        job: the run.
+        prog: the command's module.
+        dtype: of the frozen layers, by PyTorch's name or MLX's.
+    """
+    settings: dict[str, Any] = {
+        "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
+        "model": job.options.model,
+        "template": job.options.template,
+        "train": job.train.to_dict(),
+        "examples": len(job.examples),
+        "answer_tokens": sum(example.num_answer for example in job.examples),
+        "dtype": dtype.removeprefix("mlx.core."),
+    }
+    if job.draft_vocab is not None:
+        coverage = draft_vocab_coverage(job.valid, job.draft_vocab)
+        settings["draft_vocab_coverage"] = round(coverage, 4)
+    return settings
 
 
 def _describe_differing_options(path: Path, settings: Mapping[str, Any]) -> str:

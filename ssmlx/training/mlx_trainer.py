@@ -468,18 +468,19 @@ class MlxTrainer(Trainer):
             step as "NAME_loss", of the whole batch.
 
         Raises:
-            InputError: the gradient is not finite; the weights are changed by then.
+            InputError: the gradient is not finite; no step is taken.
         """
         train = self.objective.train
         rate = train.learning_rate_at(self.step, self.num_steps)
         gradients, means = self.gradients(batch, lower)
         gradients, norm = _clip_gradients(gradients, train.clip_norm)
+        mx.eval(gradients, means, norm)
+        check_gradient_is_finite(float(norm), self.step + 1)
         self.weights = self.optimizer.update(gradients, self.weights, rate)
-        mx.eval(self.weights, self.optimizer.state, means, norm)
+        mx.eval(self.weights, self.optimizer.state)
         self.objective.model.bind_and_reset_others_to_start(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
-        check_gradient_is_finite(float(norm), self.step + 1)
         parts = self.objective.name_losses(batch, self.step, means)
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, BinaryIO, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -66,6 +66,12 @@ class Term:
 class Objective(ABC):
     """The loss of eq. 5 over a model, and what its streams guess; each trainer has its own."""
 
+    FROZEN_PART: ClassVar[str] = "frozen layers"
+    """What `lower` computes, for a progress bar."""
+    STORE_FILE: ClassVar[str] = "lower.states"
+    """Of a run's folder, with what `lower` gives."""
+    LOWER_KIND: ClassVar[tuple[str, ...]] = ()
+    """Tells what `lower` gives from the states before the insertion layer."""
     train: TrainConfig
     vocab_size: int
     draft_vocab: np.ndarray | None  # [Vd] tokens that streams may guess; None for all

@@ -11,19 +11,19 @@ import mlx.core as mx
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..decoding.loop import prefill
-from ..drafters.copies import (
+from ssmlx.decoding.loop import prefill
+from ssmlx.drafters.copies import (
     TextOnDevice,
     count_hits_and_trials_by_level,
     initial_hits_and_trials,
     mix_in_copies_unsorted,
 )
-from ..drafters.stream_drafter import DraftVocab
-from ..model.cache import TreeCache
-from ..model.condition import RESCORED
-from ..model.streams import StreamFusedModel
-from ..model.tree import PAD_TOKEN, Tree, full_topology
-from .replay import Guesses
+from ssmlx.drafters.stream_drafter import DraftVocab
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.condition import RESCORED
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import PAD_TOKEN, Tree, full_topology
+from ssmlx.training.replay import Guesses
 
 _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 MB of them
 
