@@ -216,7 +216,7 @@ def time_and_describe_model(
     if model.num_streams:
         costs = time_tree_sizes_and_estimate_speedup(model, text, args.seconds)
     else:
-        time_streams_that_adapt_could_train(model, tokenizer, args.model, text, args.seconds)
+        time_streams_that_adapt_could_train(model, args.model, text, args.seconds)
     lines = drafting_lines(model, make_plan(model), args.adapter)
     return {
         "model": args.model,
@@ -297,7 +297,7 @@ def time_tree_sizes_and_estimate_speedup(
 
 
 def time_streams_that_adapt_could_train(
-    model: StreamFusedModel, tokenizer: Any, name: str, text: Sequence[int], seconds: float
+    model: StreamFusedModel, name: str, text: Sequence[int], seconds: float
 ) -> None:
     """Time calls with random streams of every size that `ssmlx.adapt` could train for the model.
 
@@ -307,7 +307,6 @@ def time_streams_that_adapt_could_train(
 
     Args:
         model: without streams.
-        tokenizer: is not read.
         name: of the model.
         text: tokens of the context to time behind.
         seconds: about how long to time, all sizes together.
