@@ -38,8 +38,8 @@ _WARM_TOKENS = 8
 
 
 def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """Estimate the seconds that `time_adapter_plain_and_lookup` takes to answer: it reads and answers
-    each prompt three times, and all are counted at plain speed.
+    """Estimate the seconds in which `time_adapter_plain_and_lookup` reads and answers all prompts
+    three times, each time counted at plain speed.
 
     Args:
         rates: as measured.
