@@ -114,7 +114,11 @@ def answer_and_write_round_examples(
         number: of the round, counted from 0. `train.jsonl` and `valid.jsonl` in the data folder of
             its own hold the examples of earlier rounds, too.
         source: the loaded model and its prompts.
-        responder: answers with that model; its seed is replaced by the round's.
+        responder: answers with that model, by the round's seed in the place of its own.
+
+    Raises:
+        InputError: another process writes the round's files, what is in them was made with other
+            settings, or a question cannot be tokenised.
     """
     options = run.options
     amounts = options.amounts

@@ -243,6 +243,9 @@ def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
     Returns:
         `options.out` where a run is there already, or no run has these settings; else the folder of
         the run that has.
+
+    Raises:
+        InputError: the weights or a file of prompts cannot be read.
     """
     if (options.out / PLAN_FILE).exists() or not read_adapt_runs():
         return options.out

@@ -184,8 +184,8 @@ def forecast_unfinished_run_speedup(run: StoredRun) -> float | None:
 
     Returns:
         The speed-up of the fastest tree, by the tokens per call that the adapter's settings record
-        and the costs that the run has timed; None where no adapter was written yet, or its files
-        cannot be read.
+        and the costs that the run has timed; None where no adapter was written yet, its files
+        cannot be read, or the two have no size of tree in common.
     """
     try:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
