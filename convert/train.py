@@ -92,7 +92,8 @@ def train_streams(args: argparse.Namespace) -> None:
     --out.
 
     What is written is a checkpoint of `convert.train`, with the task's LoRA of --task-lora beside
-    it; with --train-only an adapter. A stopped run goes on from its last saved state.
+    it; with --train-only an adapter, into a folder of --out. A stopped run goes on from its last
+    saved state.
 
     Raises:
         InputError: PyTorch is missing, options do not fit one another, or the model, the data or

@@ -39,7 +39,7 @@ class Row:
 
     model: StreamFusedModel
     sampler: Sampling
-    cache: TextCache  # empty while it is in a batch
+    cache: TextCache  # empty while it is in a batch that shares calls
     text: list[int]  # that is known, tokens that were not read yet among it
     take: Take = take_all
     mask: Mask | None = None
@@ -174,7 +174,8 @@ class Batch:
     def step(self) -> list[Row]:
         """Admit rows that are joining, and read the next token of every row into its `unread`.
 
-        Two tokens are read where a call was still under way when a row joined.
+        One answer or more must have a row or be joining. Two tokens are read where a call was still
+        under way when a row joined.
 
         Returns:
             The rows that have left the batch: those that are over, or whose reader is `MOST_UNREAD`
@@ -262,8 +263,9 @@ class Batch:
         self._calls.append(([*rows], self._newest, logprobs))
 
     def _read_oldest_call(self) -> list[Row]:
-        """Wait for the oldest call, and add its tokens to the rows' texts, and a
-        step to the `unread` of each.
+        """Wait for the oldest call; add each row's token to its text, and a step to its `unread`.
+
+        Rows that have left the batch since the launch get nothing.
 
         Returns:
             Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind: they have

@@ -125,7 +125,7 @@ def plain_call(
     positions = row_positions(tree, cache.root_position, tail)
     output = model.append(token, cache, taps)
     decided = decide_and_accept(model, tree, output.logits, sampler, positions, EXACT)
-    return finish_call(tree, output, decided, positions, cache, sampler, is_plain=True)
+    return assemble_call(tree, output, decided, positions, cache, sampler, is_plain=True)
 
 
 def verify(
@@ -140,12 +140,12 @@ def verify(
     tail: mx.array | None = None,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:
-    """Build a target call on a draft tree: `verify_tree`, or `verify_as_chain` for a model that is
-    called as a whole, of which `cache` is then.
+    """Build a target call on a draft tree: by `verify_as_chain` where `cache` is a `StateCache`, as
+    of a model that is called as a whole, else by `verify_tree`.
 
     Args:
         model, tree, cache, sampler, acceptance, tail, taps: see these.
-        streams_per_node, prune: of a model with stages alone; no other has streams or an early
+        streams_per_node, prune: for `verify_tree` alone; no other model has streams or an early
             exit.
 
     Returns:
@@ -245,7 +245,7 @@ def verify_tree(
     accepted = decided[1]
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
     cache.hold_accepted_path(lower_path, accepted.path, split, accepted.num_accepted + 1)
-    return finish_call(kept, output, decided, positions, cache, sampler, drafted=tree)
+    return assemble_call(kept, output, decided, positions, cache, sampler, drafted=tree)
 
 
 def verify_as_chain(
@@ -289,10 +289,10 @@ def verify_as_chain(
     positions = row_positions(chain, cache.root_position, tail)
     output = model.backbone.verify_chain(chain.tokens, cache, taps)
     decided = decide_and_accept(model, chain, output.logits, sampler, positions, acceptance)
-    return finish_call(chain, output, decided, positions, cache, sampler, drafted=tree)
+    return assemble_call(chain, output, decided, positions, cache, sampler, drafted=tree)
 
 
-def finish_call(
+def assemble_call(
     tree: Tree,
     output: CallOutput,
     decided: tuple[mx.array, Acceptance],
@@ -305,18 +305,21 @@ def finish_call(
 ) -> TargetCall:
     """Put together what every call leaves: for the host, for a drafter, and for the next call.
 
+    Nothing is computed yet, and nothing is committed.
+
     Args:
         tree: the M nodes that were verified.
         output: what the model gave for them.
         decided: what `decide_and_accept` decided on its logits.
         positions: of the nodes.
-        cache: of the text.
-        sampler: which decided.
+        cache: of the text; passed on to drafters, not changed.
+        sampler: which decided; its settings say whether the new tokens get log probabilities.
         drafted: the tree as it was drafted, whose nodes are counted; `tree` unless given.
         is_plain: see `TargetCall`.
 
     Returns:
-        The call. Of `output` it keeps what a drafter may read; its logits are not held.
+        The call. It holds what of `output` a drafter may read, of streams the last accepted node's
+        alone, and not the logits.
     """
     target_tokens, accepted = decided
     if drafted is None:

@@ -132,7 +132,7 @@ def append_piece_and_wait(
     """Run a piece of a prompt through the model, commit it to the cache, and wait for it.
 
     Returns:
-        By layer of `taps`, [1, R, D] its input at the R tokens.
+        By layer of `taps`, [1, R, D] its input at the R tokens, lazy.
     """
     # The taps alone: whoever held the logits while this is computed would hold what they are of.
     found = model.backbone.append(mx.array(tokens), cache, taps).taps
@@ -215,11 +215,14 @@ def speculative_decode(
     Args:
         model: a model with streams, or with any drafter that needs none.
         prompt: one token or more; they follow what `cache` already holds.
-        cache: left holding the prompt and every yielded token but the last, or one more.
-        drafters: what may draft, each under the name in its `largest` shape.
+        cache: paths that it has not counted yet are dropped. When a step is given out, it holds the
+            prompt and every token so far, or all but the last.
+        drafters: what may draft, each under the name in its `largest` shape; one or more unless
+            there is a `controller`.
         controller: what to draft behind each call; unless given, always the first drafter's
             largest tree.
-        context: the tokens that `cache` holds, for drafters and samplers that read the text.
+        context: the tokens that `cache` holds, or the last of them, for drafters and samplers that
+            read the text.
         prune: which nodes to drop half-way up; off unless given.
         sampler: decides the target's tokens; greedy unless given.
         acceptance: when a drafted token counts as the target's; exact unless given.
@@ -645,7 +648,7 @@ class _SpeculativeLoop:
     ) -> _RunningCall:
         """Build and launch the call that verifies `tree`, behind a call that was read.
 
-        What the device drafts is done before it is launched.
+        Waits for the drafting, where the device does it, before the call is launched.
 
         Args:
             running: the call that was read, and whose rows are committed.

@@ -535,8 +535,9 @@ def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
 
 
 def uniform_noise(seed: mx.array, positions: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and `positions` [R] in
-    the text alone."""
+    """[R, V] uniform numbers from 0 to below 1: a function of `seed` [] and `positions` [R] in the
+    text alone.
+    """
     keys = mx.stack([mx.broadcast_to(seed, positions.shape), positions.astype(mx.uint32)], axis=1)
     return mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys)
 

@@ -44,7 +44,7 @@ from .lora_files import (
     describe_lora,
     read_lora_file,
     read_lora_folder,
-    shared_scale,
+    scale_of_first,
     unify_rank_and_scale,
     write_lora_file,
     write_uniform_lora,
@@ -296,10 +296,10 @@ def write_streams_and_settings(
         **adapter.config.to_dict(),
         "base": adapter.base.__dict__,
         "fused": lora_is_merged,
-        "lora_scale": shared_scale(adapter.trained_lora),
+        "lora_scale": scale_of_first(adapter.trained_lora),
     }
     if adapter.task_lora:
-        values["task_lora_scale"] = shared_scale(adapter.task_lora)
+        values["task_lora_scale"] = scale_of_first(adapter.task_lora)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
@@ -401,7 +401,11 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
 
 
 def read_base_identity(folder: Path) -> BaseIdentity:
-    """Read which base model an adapter folder is for; of its files, the settings alone."""
+    """Read which base model an adapter with streams is for; of its folder, the settings alone.
+
+    Raises:
+        InputError: there are no such settings, or they are broken.
+    """
     return BaseIdentity.from_settings(folder / CONFIG_FILE, _read_stream_settings(folder))
 
 

@@ -159,9 +159,9 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     Args:
         backbone: the base, or a model on it.
         adapter: LoRA, streams, or both; streams are cast to the backbone's dtype.
-        merge_lora: add LoRA on every row into the weights of layers that are not quantised; their
-            own weights are then dropped where the backbone can read them again. LoRA on stream rows
-            alone is never merged.
+        merge_lora: add LoRA on every row into the weights of layers that are not quantised; the
+            copy then keeps these layers' own weights only where they cannot be read again. LoRA on
+            stream rows alone is never merged.
 
     Returns:
         The model, its weights evaluated.
@@ -199,7 +199,8 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
 def _exchange_layers(
     backbone: Backbone, lora: Loras, stream_lora: Loras | None, *, merge_lora: bool
 ) -> RowScope:
-    """Put LoRA on the layers of a backbone, in place, and note in `replaced` what it stands for.
+    """Put LoRA on the layers of a backbone, in place; its `replaced` then has the layers that stood
+    there, None for those that are to be read again.
 
     Args:
         backbone: a copy of the base, without LoRA.

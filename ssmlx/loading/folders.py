@@ -112,6 +112,9 @@ def adapter_weight_files(settings: dict[str, Any]) -> list[str]:
     Args:
         settings: the content of its `CONFIG_FILE`. Where it says "fused" there is no LoRA file but
             that of a task.
+
+    Raises:
+        KeyError: "adapter_scope" is none of `LORA_FILES`.
     """
     scopes = [] if settings.get("fused") else [settings.get("adapter_scope", "all")]
     if settings.get("task_lora_scale") is not None:
@@ -128,6 +131,7 @@ def first_missing_adapter_file(folder: Path) -> str | None:
 
     Raises:
         InputError: the folder has no settings that can be read.
+        KeyError: as `adapter_weight_files`.
     """
     if is_lora_folder(folder):
         weights = (LORA_FILES["all"], PEFT_FILE)

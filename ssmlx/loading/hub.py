@@ -175,8 +175,9 @@ def _download_adapter(
 ) -> Path:
     """Fetch an adapter of the Hub at one commit, after its size was checked.
 
-    Only `ADAPTER_FILES` are fetched. Files whose contents are not those that the Hub has listed are
-    deleted, and an error raised. What commit a branch or tag meant is noted in the Hub's cache.
+    Only `ADAPTER_FILES` are fetched. One whose size the Hub does not say counts as too large. Files
+    whose contents are not those that the Hub has listed are deleted, and an error raised. What
+    commit a branch or tag meant is noted in the Hub's cache.
 
     Args:
         name: on the Hub.

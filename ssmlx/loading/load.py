@@ -169,10 +169,11 @@ def refuse_unsafe_and_explain_errors(
         failure: begins the message.
         expected: what the folder should be.
         do: what to do about it.
-        config: the content of its config.json, where that was read before.
+        config: the content of its config.json, where that was read before; it is read where this
+            is None or empty.
 
     Yields:
-        The content of config.json; nothing where there is none.
+        The content of config.json; empty where there is no such file.
 
     Raises:
         InputError: the folder is refused, or the block fails.
@@ -396,12 +397,12 @@ def load(
     Args:
         model: a folder, an alias or a Hub name; see `ssmlx.loading.names.resolve_model`.
         adapter: an adapter folder, the name of one that ships with the package
-            (`ssmlx.bundled_adapters`) or lies on the Hub, or "none"; see
-            `ssmlx.loading.names.resolve_adapter`. LoRA or DoRA that mlx-lm or PEFT trained is one,
-            too: it drafts what its text says again. "auto" is what a chat takes: an adapter that
-            `ssmlx.adapt` made here from these very weights, or else a bundled one for chats that
-            belongs to the model. By default (None) it is the base alone. With None and "auto"
-            alike, a fused folder has its own streams.
+            (`ssmlx.bundled_adapters`) or lies on the Hub, or "none" for the base alone, of a fused
+            folder too; see `ssmlx.loading.names.resolve_adapter`. LoRA or DoRA that mlx-lm or PEFT
+            trained is one, too: it drafts what its text says again. "auto" is what a chat takes: an
+            adapter that `ssmlx.adapt` made here from these very weights, or else a bundled one for
+            chats that belongs to the model. By default (None) it is the base alone. With None and
+            "auto" alike, a fused folder has its own streams.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU, float32 on
             the CPU backend. Quantised weights are unpacked for the float types.
         merge_lora: add LoRA that acts on every row into unquantised weights, which makes it free at

@@ -60,7 +60,9 @@ class LoadedAdapters:
         return [one.name for one in list(self._loaded.values())]
 
     def model(self, asked: str | Path) -> StreamFusedModel:
-        """The base with an adapter, which is loaded unless it is there.
+        """The base with an adapter, which is loaded unless it is there; others who ask wait.
+
+        What a name is first found to mean, "auto" too, it means until all is closed.
 
         Args:
             asked: as `choose_adapter` takes it; "auto" is the streams that the base has of its own,
@@ -87,13 +89,14 @@ class LoadedAdapters:
             return self._loaded[key].model
 
     def name_of(self, asked: str | Path) -> str | None:
-        """The name of an adapter; of "auto", of what that is found to be, which is not loaded.
+        """The name of an adapter: `asked` itself, which is not checked; of "auto", of what that is
+        found to be, which is not loaded, and which it means until all is closed.
 
         Returns:
             "none" for the base alone, None for the base's own streams.
 
         Raises:
-            InputError: "auto" has to be looked for, and all is closed.
+            InputError: "auto" is asked for, and all is closed.
         """
         if asked != AUTO_ADAPTER:
             return str(asked)

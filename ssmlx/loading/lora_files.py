@@ -223,8 +223,8 @@ def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, Lora
     return found
 
 
-def shared_scale(lora: Loras) -> float | None:
-    """Return the scale of LoRA that has a single one; None without LoRA."""
+def scale_of_first(lora: Loras) -> float | None:
+    """Return the scale of the first module's LoRA; None without LoRA. Others are not compared."""
     return next((weights.scale for weights in lora.values()), None)
 
 
@@ -498,9 +498,9 @@ def _require_listed_peft_target(path: Path, module: str, given: Mapping[str, Any
     Args:
         path: of the settings, for the message.
         module: its path.
-        given: the settings: "target_modules", where a text (all-linear, or a regular expression) is
-            not compared, and a name in a list is the end of a path; and "layers_to_transform",
-            which numbers of layers are allowed, None or empty for all.
+        given: the settings: "target_modules", a list of ends of paths, or a text (all-linear, or a
+            regular expression), with which nothing is compared; and beside a list
+            "layers_to_transform", which numbers of layers are allowed, None or empty for all.
     """
     targets = given["target_modules"]
     if isinstance(targets, str):

@@ -54,7 +54,8 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
 
     Args:
         name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
-            commit, tag or branch of it), tried in this order. A `Path` is always a folder.
+            commit, tag or branch of it), tried in this order. Where there is a folder `org` in the
+            working directory, `org/name` is a folder too. A `Path` is always a folder.
         fetch: how to download; None for the usual way.
 
     Raises:
@@ -129,8 +130,8 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
         fetch: how to download; None for the usual way.
 
     Returns:
-        The folder; of a training run, that of its adapter. Whether a path with a separator exists
-        is not checked. None for "none", which means to decode without an adapter.
+        The folder; of a training run, that of its adapter. Whether a `Path`, or a path with a
+        separator, exists is not checked. None for "none", which means to decode without an adapter.
 
     Raises:
         InputError: no adapter has this name, or it cannot be fetched.

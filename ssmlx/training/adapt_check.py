@@ -38,8 +38,8 @@ _WARM_TOKENS = 8
 
 
 def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """Estimate the seconds that `time_adapter_plain_and_lookup` takes to answer: three ways, each
-    prompt read once and decoded at plain speed.
+    """Estimate the seconds in which `time_adapter_plain_and_lookup` reads and answers all prompts
+    three times, each time counted at plain speed.
 
     Args:
         rates: as measured.
@@ -189,7 +189,7 @@ def write_figures_json(
         plan: with all rounds and the seconds spent.
         measured: as `time_adapter_plain_and_lookup` returns it.
         base_bits: of the base's packed weights; None where it is not quantised.
-        log_entries: of all rounds, as `join_round_logs` returns them.
+        log_entries: of all rounds, as `read_and_join_round_logs` returns them.
     """
     options = run.options
     rows = read_round_examples(options, len(plan.rounds) - 1, "train")

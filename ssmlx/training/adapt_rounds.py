@@ -114,7 +114,11 @@ def answer_and_write_round_examples(
         number: of the round, counted from 0. `train.jsonl` and `valid.jsonl` in the data folder of
             its own hold the examples of earlier rounds, too.
         source: the loaded model and its prompts.
-        responder: answers with that model; its seed is replaced by the round's.
+        responder: answers with that model, by the round's seed in the place of its own.
+
+    Raises:
+        InputError: another process writes the round's files, what is in them was made with other
+            settings, or a question cannot be tokenised.
     """
     options = run.options
     amounts = options.amounts
@@ -187,7 +191,7 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
     """Train a round's streams on its examples, and write the best of them to the run's adapter
     folder.
 
-    The best have the most tokens per call on held-out answers; where no step beats the start,
+    The best have the most tokens per call on held-out answers; where no validation beats the start,
     nothing is written. A later round starts from the adapter that is there, if any, the first one
     from new weights. A training that was stopped goes on from its last saved step. At each
     validation a forecast is said to the user. The file of the frozen layers' results is deleted at
@@ -198,6 +202,9 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
         plan: with this round in it.
         number: of the round, counted from 0, whose examples are written.
         source: the loaded model, which stays as it is.
+
+    Raises:
+        InputError: as `read_and_check_job` and `run_to_end` raise it.
     """
     options = run.options
     folder = options.round_folder(number)
@@ -230,9 +237,9 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
     pace = StepPace(run.clock, job.num_steps)
 
     def before_step() -> None:
-        """Call the run's `wait`, then note that a step begins."""
+        """Call the run's `wait`; before the first step, start the measurement of their pace."""
         run.wait()
-        pace.note_step_begin(trainer.step)
+        pace.start_if_not_started(trainer.step)
 
     def after_validation(validation: Validation) -> None:
         """Say a forecast of the speed-up, and the time of training that is left."""

@@ -243,6 +243,9 @@ def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
     Returns:
         `options.out` where a run is there already, or no run has these settings; else the folder of
         the run that has.
+
+    Raises:
+        InputError: the weights or a file of prompts cannot be read.
     """
     if (options.out / PLAN_FILE).exists() or not read_adapt_runs():
         return options.out
@@ -327,7 +330,7 @@ def tokenise_fitting_prompts(
     """Tokenise prompts under the model's template, in order; those that are too long are left out.
 
     Too long are prompts that leave no room for the longest answer in the context, or that have more
-    than `MOST_PROMPT_TOKENS` tokens.
+    than `MOST_PROMPT_TOKENS` tokens. Templates that ask for the date get a fixed one.
 
     Args:
         run: of this process; how many are left out is said to the user.
@@ -368,9 +371,9 @@ def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[d
         return [json.loads(line) for line in lines]
 
 
-def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the log entries of all rounds, in turn, with each round's steps counted on from the
-    last step of the round before.
+def read_and_join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Read the logs of all rounds into one list, in turn, with each round's steps counted on from
+    the last step of the round before.
 
     Args:
         folders: of the rounds, in order; one without a log adds nothing.

@@ -31,8 +31,8 @@ from .adapt_run import (
     AdaptRun,
     Say,
     fixed_settings,
-    join_round_logs,
     load_model_and_prompts,
+    read_and_join_round_logs,
     read_round_examples,
 )
 from .batch_responder import BatchResponder
@@ -62,8 +62,8 @@ def adapt(
             of the run's.
 
     Raises:
-        InputError: the model, the data or the folder cannot be used as asked, or the hours are
-            fewer than those that the run is planned for.
+        InputError: the model, the data or the folder cannot be used as asked; or the hours are too
+            few, or fewer than those that the run is planned for.
     """
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
     with busy("reading the weights"):
@@ -154,7 +154,7 @@ def _make_adapter_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     plan, base_dtype, base_bits = _plan_and_make_missing_rounds(run, plan)
     mx.clear_cache()  # of the base model, which is loaded once more with the adapter
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
-    log = join_round_logs(folders)
+    log = read_and_join_round_logs(folders)
     picture = options.out / PICTURE_FILE
     run.say("decoding held-out prompts with the adapter and without ...")
     with busy("drawing"):

@@ -132,7 +132,8 @@ class BatchResponder:
         return [known[request.number] for request in requests]
 
     def make_up_questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
-        """Let the model write users' questions, by continuing its chat template's user turn.
+        """Let the model write users' questions, by continuing its chat template's user turn at
+        temperature 1.
 
         Args:
             wanted: different good questions to stop at; 0 asks for none.

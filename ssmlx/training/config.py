@@ -277,8 +277,8 @@ class TrainConfig:
         return max(1, round(self.epochs * per_epoch))
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step: linearly rising in the warm-up, then as the schedule
-        says.
+        """Return the learning rate of a step: linearly rising in the warm-up, of one step at least,
+        then as the schedule says.
 
         The schedules "linear" and "cosine" fall from the peak rate towards 0 at `num_steps`;
         "constant" stays at it.

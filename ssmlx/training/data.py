@@ -87,8 +87,9 @@ class Encoder:
     def encode_unless_prompt_too_long(self, line: dict[str, Any]) -> Example | None:
         """Tokenise a line of training data, of one of the forms at the top of this file.
 
-        Texts are put under the template and get the end token behind the answer; token ids are
-        taken as they are. Of "text" the first token is the prompt.
+        A question or a chat is put under the template. Its answer, and a "text", which has no
+        template and whose first token is the prompt, get the end token; token ids are taken as they
+        are.
 
         Args:
             line: the JSON object.

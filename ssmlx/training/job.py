@@ -210,7 +210,7 @@ def _digest_with_weights_and_examples(job: Job, *values: Any) -> str:
     return digest.hexdigest()
 
 
-def _lower_function(job: Job, objective: Objective, identity: str) -> Lower:
+def _fill_store_and_make_lower(job: Job, objective: Objective, identity: str) -> Lower:
     """Return a function that gives the frozen part's results of a batch of the training examples.
 
     It reads them from a file in the run's folder, which is filled before this returns. Packed
@@ -372,8 +372,9 @@ def run_to_end(
 
     A run that was stopped goes on from its last saved state. It is validated every `valid_every`
     steps and at the end, where the data is packed on packed text too, and its state is saved every
-    `save_every` steps and at the end. Then its curves are drawn. Settings, log, state and curves
-    are files in the run's folder.
+    `save_every` steps and at the end. Then its curves are drawn, if matplotlib is there. Settings,
+    log, state and curves are files in the run's folder; log entries of steps behind the saved state
+    are deleted.
 
     Args:
         job: the run; with `max_steps` it ends there.
@@ -409,7 +410,7 @@ def run_to_end(
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
-    lower_of = _lower_function(job, objective, identities.frozen_part)
+    lower_of = _fill_store_and_make_lower(job, objective, identities.frozen_part)
     size = options.tree_size
     batches = batches_by_length(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0

@@ -248,9 +248,11 @@ class MlxObjective(Objective):
             lower: as `lower` returns it for the batch.
         """
         _, means = self.loss_and_term_means(self.model.weights, batch, lower, 0)
-        return self.name_losses(batch, 0, means)
+        return self.read_losses_by_name(batch, 0, means)
 
-    def name_losses(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
+    def read_losses_by_name(
+        self, batch: Batch, step: int, means: list[mx.array]
+    ) -> dict[str, float]:
         """Read the means that `loss_and_term_means` has returned from the device, by "NAME_loss".
 
         Args:
@@ -481,7 +483,7 @@ class MlxTrainer(Trainer):
         self.objective.model.bind_and_reset_others_to_start(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
-        parts = self.objective.name_losses(batch, self.step, means)
+        parts = self.objective.read_losses_by_name(batch, self.step, means)
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}
 
@@ -507,11 +509,11 @@ class MlxTrainer(Trainer):
         return metadata.get("identity", ""), arrays
 
     def resume_if_saved(self, path: Path, identity: str, differing_options: str = "") -> None:
-        """Go on from a saved state, as `Trainer.resume_if_saved`; all ranks take the state that
-        rank 0 has found.
+        """Go on from a saved state, as `Trainer.resume_if_saved`; other ranks then take rank 0's
+        state, whatever they have read.
 
         Args:
-            path: of the state's file; where there is none, the state stays.
+            path: of the state's file; where there is none, this rank reads nothing.
             identity: of this run, hexadecimal digits.
             differing_options: what another run has other than this one, for the message; may be
                 empty.

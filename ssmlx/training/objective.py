@@ -43,7 +43,7 @@ _BATCH_SIZE = 32
 _BATCHES_PER_MARK = 16
 
 Lower = Callable[[Batch], Any]
-"""A batch to [B, T, D] hidden states before layer N - Ns."""
+"""A batch to [B, T, state_size] of the frozen part, see `Objective.lower`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +147,8 @@ class Objective(ABC):
         """Return the terms of eq. 5 for a batch, with their rows and targets.
 
         These are the main stream's where LoRA on every row is trained; each stream's own and, where
-        there is a condition, each one's given the token before; and the pruning adapter's. What is
-        not trained, see `TrainConfig.train_only`, has none.
+        there is a condition, each one's given the token before; and the pruning adapter's, unless
+        its weight is 0. What is not trained, see `TrainConfig.train_only`, has none.
 
         Args:
             batch: B texts.
@@ -282,7 +282,7 @@ class Validation:
         empty without streams.
 
         The guesses that `measure_losses_and_tokens_per_call` has kept last are replayed where they
-        are enough; else new ones are made.
+        are enough, also if the weights have changed since; else new ones are made.
 
         Args:
             sizes: nodes of trees, the root included.

@@ -113,7 +113,9 @@ class PartFile:
 
 
 def count_lists_in_part_file(path: Path) -> int:
-    """Count the lists that a `PartFile` has, without locking or reading them; 0 without a file."""
+    """Count the lists in the file of a `PartFile`, by its whole lines alone; 0 without a file. The
+    file is not locked.
+    """
     if not path.exists():
         return 0
     with path.open("rb") as file:

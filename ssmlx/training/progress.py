@@ -61,10 +61,8 @@ class StepPace:
         self._num_steps = num_steps
         self._first: tuple[float, int] | None = None
 
-    def note_step_begin(self, step: int) -> None:
-        """Note that a step begins, when `step` were taken before it; the first call starts the
-        measurement, others do nothing.
-        """
+    def start_if_not_started(self, step: int) -> None:
+        """Start the measurement now, when `step` steps were taken; do nothing if it has started."""
         if self._first is None:
             self._first = self._clock.spent, step
 

@@ -179,7 +179,8 @@ def opening_words(text: str) -> str:
 
 @frozen_at_new_year_2026()
 def user_turn_prefix(tokenizer: Any) -> list[int]:
-    """Return the tokens of the chat template up to where the text of a first user's turn begins.
+    """Return the tokens of the chat template up to where the text of a first user's turn begins. A
+    template that asks for the date gets a fixed one.
 
     Raises:
         InputError: the template refuses a user's turn.

@@ -184,8 +184,8 @@ def forecast_unfinished_run_speedup(run: StoredRun) -> float | None:
 
     Returns:
         The speed-up of the fastest tree, by the tokens per call that the adapter's settings record
-        and the costs that the run has timed; None where no adapter was written yet, or its files
-        cannot be read.
+        and the costs that the run has timed; None where no adapter was written yet, its files
+        cannot be read, or the two have no size of tree in common.
     """
     try:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
@@ -268,8 +268,9 @@ def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int
     """Choose how to hold a folder's weights, as `load` takes `dtype`: "auto", unpacked on the CPU,
     or "stored", packed.
 
-    MLX's CPU backend multiplies packed weights slowly: it is "auto" where two thirds of
-    `most_bytes` are enough for all weights in float32, by the sizes of the files.
+    MLX's CPU backend multiplies packed weights slowly: the choice is "auto" where two thirds of
+    `most_bytes` are enough for all weights in float32, by the sizes of the files. Weights that are
+    not packed count as 16 bits each.
 
     Args:
         path: the model's folder.
@@ -502,8 +503,8 @@ def plan_round(
     """Plan how many new answers, and how many passes over all answers, fit into the hours.
 
     There are 1 to 3 passes: the more, the longer making an answer takes beside a pass over it.
-    `RESERVE` of the time is kept back. Validations and the check are subtracted, but half of the
-    hours at least is planned for answers and passes. No new answers are planned where none fit.
+    Validations and the check are subtracted, but half of the hours at least is left for answers and
+    passes. Of what is left, `RESERVE` is kept back. No new answers are planned where none fit.
 
     Args:
         hours: in all. With a round before, only what exceeds the hours of that one is planned.
