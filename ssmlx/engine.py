@@ -427,14 +427,16 @@ class Engine:
     ) -> list[int]:
         """The prompt's tokens.
 
-        A text, and the turns of a chat, are put under the adapter's own template where it has one,
-        else the model's. Under an adapter's own, the user's last turn may be all that is encoded:
-        see `encode_turns_or_last`. Of token ids it is a list of them.
+        A text is put under the adapter's own template where it has one and there are no
+        `chat_options`, else under the model's, and is taken as it is where that has none. Of turns
+        the user's last one alone may be put under an adapter's own, as `encode_turns_or_last` says;
+        else all are put under the model's. Of token ids it is a list of them.
 
         Args:
             model: whose adapter decides on the template.
             question: see `Question`.
-            chat_options: `tools` and `template_args` for the model's chat template; or empty.
+            chat_options: `tools` and `template_args` for the model's chat template, each may be
+                None; or empty.
 
         Raises:
             InputError: the text is empty, the template does not take the question, or it is none of
