@@ -195,7 +195,7 @@ class ChatSession:
         """The name of what may draft in this chat; None where it decodes plainly.
 
         Raises:
-            InputError: the session is closed.
+            InputError: the session is closed, or the model cannot draft as the settings ask.
         """
         self._check_open()
         return drafter_name(self.model, self.config, self._loaded)
@@ -230,7 +230,8 @@ class ChatSession:
 
     @property
     def memory(self) -> Memory:
-        """Where the memory goes: at the end of the last whole answer, or now if there is none.
+        """Where the memory goes: at the end of the last answer; now where there is none, or it was
+        not read to its end.
 
         Raises:
             InputError: the session is closed.
@@ -431,7 +432,10 @@ class ChatSession:
         return shows_last_turn_alone(turns, adapter_template(self.model), **self._template)
 
     def _encode_turns(self, turns: Sequence[Message], **more: Any) -> list[int]:
-        """The tokens of `turns` under the chat's template; `more` goes to `chat_tokens`."""
+        """The tokens of `turns`, or of the last one alone, as `encode_turns_or_last` says.
+
+        `more` goes to `chat_tokens`, beside the chat's tools and template arguments.
+        """
         return encode_turns_or_last(
             turns, self.tokenizer, adapter_template(self.model), **self._template, **more
         )
