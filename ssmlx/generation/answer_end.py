@@ -60,7 +60,8 @@ class AnswerText:
         of it.
 
         Text that may begin a stop string, or that the tokenizer may still change, is held back
-        until then. The text ends where a stop string begins, which is never given out.
+        until it turns out not to, or to the last segment. The text ends where a stop string
+        begins, which is never given out.
         """
         if is_last:
             self._text += self._detokenizer.held_back_text()
