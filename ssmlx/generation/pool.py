@@ -198,7 +198,7 @@ class MemoryPool:
 
     @property
     def running(self) -> int:
-        """Bytes that running answers held when they were counted last."""
+        """Bytes that running answers held when they were counted last, without what they share."""
         with self._lock:
             return sum(one.num_bytes for one in self._running)
 
