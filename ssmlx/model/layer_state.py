@@ -180,8 +180,8 @@ class AttentionState:
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            """Write the rows and the paths behind them; return all keys and values up to the text's
-            end.
+            """Write the rows and the paths behind them; return the keys and values from the first
+            row up to the text's end.
             """
             if map_values is not None:
                 values = map_values(values)
