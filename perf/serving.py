@@ -179,8 +179,8 @@ def running_server(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
 
 
 def _is_up(address: str) -> bool:
-    """Whether a server answers at /health with status 200."""
-    with suppress(OSError), urlopen(f"{address}/health") as reply:
+    """Whether a server answers at /health with status 200, within a second."""
+    with suppress(OSError), urlopen(f"{address}/health", timeout=1) as reply:
         return bool(reply.status == 200)
     return False
 

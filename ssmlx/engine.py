@@ -38,7 +38,7 @@ from .mlx_thread import is_forked, run_on_mlx_thread, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache, keep_for_next_turn
+from .prompt_cache import PromptCache, place_to_keep_for_next_turn
 from .prompts import (
     Message,
     Tools,
@@ -323,7 +323,9 @@ class Engine:
             decode = partial(self._batches.decode, mask=mask)
         copies = shares_prompt and not is_alone
         if copies or cache.has_fixed_places:
-            place = keep_for_next_turn(prompt_cache, model, prompt, cache, keep_at, copies=copies)
+            place = place_to_keep_for_next_turn(
+                prompt_cache, model, prompt, cache, keep_at, copies=copies
+            )
             decode = partial(decode, place=place)
 
         def done(given: GivenAnswer) -> None:

@@ -20,7 +20,7 @@ from .errors import require
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
-from .generation.plan import Decode, decode_plan, drafter_name, make_plan, within_limit
+from .generation.plan import Decode, choose_drafter, decode_plan, make_plan, within_limit
 from .generation.pool import MemoryPool
 from .generation.segments import (
     GenerationResponse,
@@ -32,7 +32,7 @@ from .loading.attach import swap_adapter
 from .mlx_thread import is_forked, run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache, keep_for_next_turn
+from .prompt_cache import PromptCache, place_to_keep_for_next_turn
 from .prompts import (
     Message,
     Tools,
@@ -198,7 +198,7 @@ class ChatSession:
             InputError: the session is closed, or the model cannot draft as the settings ask.
         """
         self._check_open()
-        return drafter_name(self.model, self.config, self._loaded)
+        return choose_drafter(self.model, self.config, self._loaded).name
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -373,7 +373,9 @@ class ChatSession:
                 self._encode_turns, [*self.messages, question], add_generation_prompt=False
             )
             length = length_before_answer_opens(prompt, turns_alone)
-            place = keep_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
+            place = place_to_keep_for_next_turn(
+                self._prompts, self.model, prompt, self._cache, length
+            )
             decode = partial(decode_plan, place=place)
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over

@@ -117,6 +117,12 @@ def test_the_scripts_mistakes_are_one_line(ask, capsys):
     assert err.startswith("no model is called 'nowhere'; expected ") and err.count("\n") == 1
 
 
+def test_a_setting_that_the_script_cannot_follow_is_one_line(tiny, ask, capsys):
+    assert ask.main(options(tiny, "--max-tokens", "0")) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("--max-tokens 0; expected ") and err.count("\n") == 1
+
+
 def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, monkeypatch):
     add = ask.Screen.append_and_redraw
     number = iter(range(10**6))

@@ -274,8 +274,11 @@ def decoded(model, **settings):
 
 
 def test_a_head_in_the_cache_drafts_beside_the_text(target, kept):
-    model, _ = ssmlx.load(target, dtype="float32")
+    model, tokenizer = ssmlx.load(target, dtype="float32")
     assert make_plan(model).kind == "mtp"
+    for drafter, drafts in ((None, "mtp"), ("mtp", "mtp"), ("prompt-lookup", "prompt-lookup")):
+        config = ssmlx.GenerateConfig(drafter=drafter)
+        assert ssmlx.ChatSession(model, tokenizer, config).drafter == drafts
     assert [one.largest.drafter for one in make_plan(model).drafters] == ["mtp", "prompt-lookup"]
     for sampling in ({}, SAMPLED):
         expected, kind = decoded(model, decoding="plain", **sampling)

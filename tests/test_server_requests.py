@@ -14,7 +14,7 @@ import ssmlx
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import completions, messages
 from ssmlx.server.app import APIS, make_app
-from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_fields_and_list_unknown
+from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_fields_and_list_ignored
 from ssmlx.server.handler import Limits, RequestHandler
 
 LENGTH = 8
@@ -162,7 +162,7 @@ def test_a_field_of_another_api_is_ignored_by_its_name(client, path, value):
 
 def test_a_completion_follows_a_response_format_and_does_not_call_it_ignored():
     body = {"prompt": "w1", "response_format": {"type": "json_object"}}
-    assert check_fields_and_list_unknown("/v1/completions", body) == []
+    assert check_fields_and_list_ignored("/v1/completions", body) == []
     assert completions.read_completion(body, ssmlx.GenerateConfig()).grammar
 
 

@@ -90,8 +90,8 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
     tokenizer.
 
     Args:
-        model: a folder, a Hub name, which may be downloaded, or an alias.
-        adapter: a name or folder; None for the streams of a fused model.
+        model: a folder, a Hub name or an alias; it may be downloaded.
+        adapter: a name or folder; it may be downloaded. None for the streams of a fused model.
         out: the folder; one that exists must be empty or an exported model, which is replaced.
         config: how to export.
 
@@ -117,7 +117,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
             graphs = build_graphs(folder, own, config)
         with atomic_folder(out) as work:
             package = work / PACKAGES[config.target]
-            _write_package(graphs, config, package, report)
+            _convert_compress_and_write_package(graphs, config, package, report)
             copy_settings_and_tokenizer(folder, work)
             words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
             ends = {*words.eos_token_ids, *own.config.end_token_ids}
@@ -138,7 +138,8 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
 
 
 def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
-    """Load the adapter of a name or folder, or else the streams of a fused model folder.
+    """Load the adapter of a name or folder, which may be downloaded, or else the streams of a fused
+    model folder.
 
     Args:
         folder: of the model.
@@ -208,7 +209,7 @@ def make_partial_manifest(graph: Graph, adapter: StreamAdapter, config: ExportCo
     )
 
 
-def _write_package(
+def _convert_compress_and_write_package(
     graphs: Sequence[Graph], config: ExportConfig, package: Path, report: Report
 ) -> None:
     """Convert the graphs, compress them as `config` says, and write them as one package.

@@ -72,11 +72,18 @@ async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: i
     cancelled.
 
     Raises:
-        ExceptionGroup: the errors of answers that failed.
+        InputError: a question or a setting cannot be followed.
+        ExceptionGroup: other errors of answers that failed.
     """
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(len(screen.questions)):
-            tasks.create_task(stream_answer_to_screen(engine, number, screen, max_tokens))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(len(screen.questions)):
+                tasks.create_task(stream_answer_to_screen(engine, number, screen, max_tokens))
+    except ExceptionGroup as failed:
+        mistakes, others = failed.split(ssmlx.InputError)
+        if mistakes is None or others is not None:
+            raise
+        raise mistakes.exceptions[0] from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,10 +93,11 @@ def main(argv: list[str] | None = None) -> int:
         argv: the words after the command; None for the process's own.
 
     Returns:
-        The exit code: 0, 2 for a model that cannot be loaded, 130 for Ctrl-C.
+        The exit code: 0, 2 for a model that cannot be loaded or a setting that cannot be followed,
+        130 for Ctrl-C.
 
     Raises:
-        ExceptionGroup: what made answers fail, such as an InputError.
+        ExceptionGroup: what else made answers fail.
     """
     parser = argparse.ArgumentParser(description="Ask several questions at once.")
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS))

@@ -366,8 +366,8 @@ def _find_weights_and_read_adapter(args: argparse.Namespace) -> Weights:
     """Return the weights that the options name; without --adapter, the bundled adapter of the task
     if there is one, and without --mtp, the base model's own head if it has one.
 
-    Names are resolved, which may download the base, a draft model or an MTP head; the adapter alone
-    is read.
+    Names are resolved, which may download the base, the adapter, a draft model or an MTP head; the
+    adapter alone is read.
 
     Raises:
         InputError: something does not exist or is broken.
@@ -392,10 +392,10 @@ def _find_weights_and_read_adapter(args: argparse.Namespace) -> Weights:
 
 
 def read_adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
-    """Find and read an adapter.
+    """Find and read an adapter, which is downloaded where it is not here yet.
 
     Args:
-        name: a bundled adapter's, or a folder.
+        name: a name or a folder, as `resolve_adapter` takes it.
 
     Returns:
         Its folder, and its contents.

@@ -25,13 +25,14 @@ LEAST_TOKENS = 24
 """Tokens of an answer from which on it counts among those that may not be slower."""
 SLOWER = (0.93, 0.88)
 """Speeds over plain decoding's below which answers are counted."""
-_IS_PLAINLY_LAUNCHED = (MLX_LM, PLAIN, STREAMS, TEXT)
+_LAUNCHED_AS_PLAIN = (MLX_LM, PLAIN, STREAMS, TEXT)
 """Systems that launch a bare root's call before its predecessor is read, as plain decoding does."""
 
 Place = Literal["steady", "entry", "exit", "first", "last", "any"]
 """Where a call stands: "entry", a bare root behind which a tree is drafted; "exit", a tree behind
 which nothing is; "first", a tree behind the prompt's call, whose drafting is in its time; "last",
-a tree behind which no call is launched; "any" are all of these."""
+a tree behind which no call is launched; "any" are all of these. Where a bare root's call is not
+launched as plain decoding's is, it can be "first" and "last" too."""
 
 
 class CallKind(NamedTuple):
@@ -39,8 +40,8 @@ class CallKind(NamedTuple):
     place.
     """
 
-    # who drafted the tree, or the kind of system; `PLAIN` for a bare root that plain decoding could
-    # have too
+    # who drafted the tree, at an entry that of the next call, or else the kind of system; `PLAIN`
+    # for a bare root that plain decoding could have too
     drafter: str
     rows: int  # that are verified; at an entry, by the next call
     bucket: int  # of contexts, see `context_bucket`
@@ -153,7 +154,7 @@ def kinds_of_calls(system_kind: str, calls: Sequence[TimedCall]) -> Iterator[Cal
             launches it alike; mlx-lm's counts as its own.
         calls: of one answer, in order, without the prompt's.
     """
-    is_pipelined = system_kind in _IS_PLAINLY_LAUNCHED
+    is_pipelined = system_kind in _LAUNCHED_AS_PLAIN
     rows = [call.rows for call in calls]
     for index, (call, following) in enumerate(pairwise([*calls, None])):
         assert call is not None
@@ -210,7 +211,7 @@ def _prompt_timing_group(system_kind: str) -> str:
 
     Systems that launch calls as plain decoding does share `PLAIN`; the others have their own.
     """
-    return PLAIN if system_kind in _IS_PLAINLY_LAUNCHED else system_kind
+    return PLAIN if system_kind in _LAUNCHED_AS_PLAIN else system_kind
 
 
 def _median_prompt_seconds(

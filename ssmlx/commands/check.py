@@ -180,7 +180,8 @@ def time_and_describe_model(
 ) -> dict[str, Any]:
     """Time the model's calls and collect everything that the command prints, as JSON values.
 
-    It has to run on the thread that runs MLX. Costs that it timed are kept for later answers.
+    Of a model without streams, calls with streams that `ssmlx.adapt` could train are timed. Costs
+    that were timed are kept for later answers. To be called on the thread that runs MLX.
 
     Args:
         args: `model`, `adapter` and `seconds` are read.
@@ -215,7 +216,7 @@ def time_and_describe_model(
     if model.num_streams:
         costs = time_tree_sizes_and_estimate_speedup(model, text, args.seconds)
     else:
-        time_streams_that_adapt_could_train(model, tokenizer, args.model, text, args.seconds)
+        time_streams_that_adapt_could_train(model, args.model, text, args.seconds)
     lines = drafting_lines(model, make_plan(model), args.adapter)
     return {
         "model": args.model,
@@ -296,7 +297,7 @@ def time_tree_sizes_and_estimate_speedup(
 
 
 def time_streams_that_adapt_could_train(
-    model: StreamFusedModel, tokenizer: Any, name: str, text: Sequence[int], seconds: float
+    model: StreamFusedModel, name: str, text: Sequence[int], seconds: float
 ) -> None:
     """Time calls with random streams of every size that `ssmlx.adapt` could train for the model.
 
@@ -306,7 +307,6 @@ def time_streams_that_adapt_could_train(
 
     Args:
         model: without streams.
-        tokenizer: is not read.
         name: of the model.
         text: tokens of the context to time behind.
         seconds: about how long to time, all sizes together.

@@ -155,7 +155,7 @@ class RegisteredDrafter:
             given_keys: the keys of `--drafter` that have a value.
 
         Raises:
-            InputError: the key of `loader` is not among them.
+            InputError: the key of `loader` is not among them, and has no default.
         """
         if (
             self.loader is not None

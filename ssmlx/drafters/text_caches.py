@@ -69,8 +69,8 @@ class TextCacheOwner(Generic[_Cache]):
             drafter: who gets the cache; only a weak reference is kept.
 
         Returns:
-            The cache, a new one where nothing is shared. Of the other idle ones the `_MOST_IDLE`
-            that were taken last are kept, the rest dropped.
+            The cache, a new one where nothing is shared. Of the other idle ones, the drafter's
+            former one among them, the `_MOST_IDLE` that were taken last are kept, the rest dropped.
         """
         idle = [cache for cache, owner in self._caches if owner() is None or owner() is drafter]
         shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}

@@ -45,7 +45,7 @@ def load(
         backend: called with the package's path and its manifest, returns what runs it; None for
             Core ML or Core AI, as the manifest says.
         compute_units: of Core ML, one of `backends.COMPUTE_UNITS`; None for those that the model
-            was exported for.
+            was exported for. A given `backend` is not told of it.
 
     Raises:
         InputError: a file is missing or was changed, `compute_units` is given for Core AI or is

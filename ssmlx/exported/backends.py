@@ -163,8 +163,9 @@ class CoreAIBackend:
         return {name: self._array(zeros) for name, zeros in empty.items()}
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """Run a function on copies of the inputs, and wait for it; return copies of its outputs. It
-        writes into the arrays of `state`.
+        """Run a function on copies of the inputs, and wait for it; return copies of its outputs.
+
+        The function writes into the arrays of `state`.
         """
         given = {name: self._array(np.ascontiguousarray(x)) for name, x in inputs.items()}
         call = self._functions[function](inputs=given, state=state)

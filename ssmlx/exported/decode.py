@@ -245,6 +245,7 @@ def speculative_decode(
 
     Raises:
         InputError: the cache has no room for the prompt's chunks.
+        RuntimeError: see `decode_step`.
     """
     prefill(backend, manifest, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:]))

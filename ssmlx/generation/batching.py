@@ -6,8 +6,8 @@ calls, with its keys and values, and its tokens stay the same but for ties, for 
 samples by belongs to a place in the text.
 
 Nothing runs unless somebody reads. A reader that finds no token takes turns until there is one. A
-turn does what `Batches._take_turn` says is next: a piece of the first prompt in line, or calls. Its
-tokens are for whoever they belong to, and so is its error. Every open answer has one `Status`:
+turn does what `Batches._take_turn` says is next: a piece of a prompt, or calls. Its tokens are for
+whoever they belong to, and so is its error. Every open answer has one `Status`:
 
     status    what brings it on                     what comes next
     NEW       its first read                        WAITING; ALONE if its prompt is one token
@@ -241,9 +241,6 @@ class Batches:
         """Bytes that rows of batches take beside what their texts would alone."""
         return sum(group.batch.padding_bytes for group in self._groups.values())
 
-    def drop_idle(self) -> None:
-        """Does nothing, as all belongs to running answers; see `pool.Shared`."""
-
     def decode(
         self,
         plan: Plan,
@@ -282,13 +279,13 @@ class Batches:
         text = [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model, self._fits))
         row = _OpenAnswer(
-            model,
-            plan.sampling,
-            cache,
-            text,
-            take,
-            mask,
-            len(text),
+            model=model,
+            sampler=plan.sampling,
+            cache=cache,
+            text=text,
+            take=take,
+            mask=mask,
+            first=len(text),
             plan=plan,
             group=group,
         )

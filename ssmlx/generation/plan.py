@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..decoding.draft_shape import Always, DraftController, Never
 from ..decoding.drafter import Drafter
@@ -148,9 +148,8 @@ def make_plan(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = replace(config or GenerateConfig(), **settings)
-    config, loaded = split_drafter_arguments(config, drafter)
-    loaded = loaded or default_drafters(model, config)
-    kind = drafter_name(model, config, loaded)
+    config, given = split_drafter_arguments(config, drafter)
+    kind, loaded = choose_drafter(model, config, given)
     sampling = Sampling(config, model.backbone.vocab_size)
     complete = config.with_default_shape()
     drafters: list[Drafter] = []
@@ -180,24 +179,6 @@ def make_plan(
         loaded=loaded,
         learned=learned,
     )
-
-
-def default_drafters(model: StreamFusedModel, config: GenerateConfig) -> list[Loaded]:
-    """What drafts where nothing that was loaded is given: the head of `default_head`, if there is
-    one, where the settings name its drafter; also where they name none and leave the controller the
-    choice. Nothing otherwise.
-
-    Raises:
-        InputError: the settings name it, and it cannot draft.
-        OSError: the settings name it, and its files cannot be read.
-    """
-    if config.drafter == HEAD_DRAFTER and config.decoding != "plain":
-        head = loaded_default_head_or_raise(model)
-    elif config.drafter is None and _is_controlled(model, config):
-        head = default_head(model).loaded
-    else:
-        head = None
-    return [] if head is None else [head]
 
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
@@ -250,30 +231,49 @@ def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
     return SteadySource(CurveOffer.of_curve(largest, curve))
 
 
-def drafter_name(
-    model: StreamFusedModel, config: GenerateConfig, loaded: Sequence[Loaded]
-) -> str | None:
-    """The registered name of what the settings let draft for `model`; None where nothing drafts,
-    and where `decoding` is "plain", whatever else is given.
+class ChosenDrafter(NamedTuple):
+    """What the settings let draft for a model, see `choose_drafter`.
 
-    That is the drafter of the settings; else that of the first of `loaded`; else streams, if the
-    model has any or `decoding` asks for speculation; else, where a controller decides, the head of
-    `default_drafters`, or lookup in the text if the model can verify chains.
+    Attributes:
+        name: the registered name of the drafter; None where nothing drafts.
+        loaded: what was loaded to draft with, whether or not it drafts.
+    """
+
+    name: str | None
+    loaded: Sequence[Loaded]
+
+
+def choose_drafter(
+    model: StreamFusedModel, config: GenerateConfig, given: Sequence[Loaded]
+) -> ChosenDrafter:
+    """Choose what drafts for a model; nothing does where `decoding` is "plain", whatever else is
+    given.
+
+    That is the drafter of the settings; else that of the first of what was loaded; else streams, if
+    the model has any or `decoding` asks for speculation; else, where a controller decides, lookup
+    in the text if the model can verify chains.
+
+    Args:
+        model: the target.
+        config: the settings.
+        given: what the user loaded to draft with. Where it is empty, the head of `default_head`
+            stands in its place, if the settings name that head's drafter, or name none and leave
+            the controller the choice.
 
     Raises:
-        InputError: the model cannot verify what this proposes, or has no streams that are asked
-            for.
+        InputError: the model cannot verify what the drafter proposes, has no streams that are asked
+            for, or its head is asked for and cannot draft.
     """
     if config.decoding == "plain":
-        return None
+        return ChosenDrafter(None, given)
+    loaded = given or _load_default_head(model, config)
     name = config.drafter
-    loaded = loaded or default_drafters(model, config)
     if name is None and loaded:
         name = loaded[0].drafter
     elif name is None and (model.num_streams or config.decoding):
         name = "streams"
     elif name is None and _is_controlled(model, config):
-        return NAME if model.backbone.capabilities.has("chains") else None
+        return ChosenDrafter(NAME if model.backbone.capabilities.has("chains") else None, loaded)
     if name is not None:
         _require_model_can_verify(model, name)
     cause = "--drafter streams" if config.drafter else "speculative decoding"
@@ -283,7 +283,23 @@ def drafter_name(
         expected="an adapter with streams",
         do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )
-    return name
+    return ChosenDrafter(name, loaded)
+
+
+def _load_default_head(model: StreamFusedModel, config: GenerateConfig) -> list[Loaded]:
+    """The head of `default_head` in a list, where the settings let it draft, see `choose_drafter`;
+    else an empty list.
+
+    Raises:
+        InputError: the settings name its drafter, and it cannot draft.
+        OSError: the settings name its drafter, and its files cannot be read.
+    """
+    head = None
+    if config.drafter == HEAD_DRAFTER:
+        head = loaded_default_head_or_raise(model)
+    elif config.drafter is None and _is_controlled(model, config):
+        head = default_head(model).loaded
+    return [] if head is None else [head]
 
 
 def _require_model_can_verify(model: StreamFusedModel, drafter: str) -> None:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -78,6 +78,11 @@ class Shared(Protocol):
     @property
     def cache_bytes(self) -> int:
         """Bytes that it takes now."""
+
+
+@runtime_checkable
+class SharedWithIdlePart(Shared, Protocol):
+    """Such a thing that also keeps what no running answer uses, for a next one."""
 
     def drop_idle(self) -> None:
         """Free what no running answer uses."""
@@ -188,7 +193,7 @@ class MemoryPool:
         self._lock = threading.RLock()  # of the three below; never held while MLX runs
         self._kept: dict[weakref.ref[Kept], int] = {}  # bytes; the longest unused first
         self._running: weakref.WeakSet[Holding] = weakref.WeakSet()
-        self._shared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._shared: weakref.WeakSet[Shared] = weakref.WeakSet()
 
     @property
     def kept(self) -> int:
@@ -301,15 +306,16 @@ class MemoryPool:
         """
         with self._lock:
             running = list(self._running)
-            shared: list[Shared] = list(self._shared)
+            shared = list(self._shared)
         return sum(one.count_bytes() for one in running) + sum(one.cache_bytes for one in shared)
 
     def _make_shared_drop_idle(self) -> None:
-        """Have all that answers share drop what no running answer uses."""
+        """Have what answers share drop its idle part, if it has one."""
         with self._lock:
             shared = list(self._shared)
         for one in shared:
-            one.drop_idle()
+            if isinstance(one, SharedWithIdlePart):
+                one.drop_idle()
 
     def _evict_down_to(self, num_bytes: int) -> None:
         """Drop what is kept, the longest unused first, until it has `num_bytes` at most.

@@ -270,7 +270,9 @@ class CostTable:
         self._plain: dict[int, PlainTiming] = {}
 
     def frozen(self, context: int) -> FrozenCosts:
-        """A copy of the costs of the bucket of `context` tokens, which does not change."""
+        """A copy of the costs of the bucket of `context` tokens, else of the next shorter one that
+        has any; it does not change.
+        """
         means = self._costs_of_nearest_bucket(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))

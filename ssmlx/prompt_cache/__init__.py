@@ -7,6 +7,6 @@
 | `unfinished_files.py` | files that are seen when they are whole; what killed processes have left |
 """
 
-from .cache import PromptCache, keep_for_next_turn
+from .cache import PromptCache, place_to_keep_for_next_turn
 
-__all__ = ["PromptCache", "keep_for_next_turn"]
+__all__ = ["PromptCache", "place_to_keep_for_next_turn"]

@@ -71,7 +71,7 @@ class _Entry:
         return self.shared(other.key, other.tokens) == len(other.tokens)
 
 
-def keep_for_next_turn(
+def place_to_keep_for_next_turn(
     prompts: PromptCache | None,
     model: StreamFusedModel,
     prompt: Sequence[int],
@@ -80,10 +80,11 @@ def keep_for_next_turn(
     *,
     copies: bool = False,
 ) -> PromptPlace:
-    """The place of a prompt that a later one can begin with, whatever follows it in this text.
+    """Make the place of a prompt that a later one can begin with, whatever follows it in this text.
 
-    The answer's own cache marks it, and forgets other marks, so that copies of it can go back there
-    too. Where a layer keeps a window, which cannot come back, a copy goes to `prompts` at once.
+    Nothing is kept yet. When the prompt is processed up to there, `cache` marks the place, and
+    forgets other marks, so that copies of it can go back there too. Where a layer keeps a window,
+    which cannot come back, a copy then goes to `prompts`.
 
     Args:
         prompts: where copies go; None for nowhere.

@@ -46,6 +46,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     Args:
         argv: the words after the command; None for the process's own.
+
+    Raises:
+        InputError: --drafter is wrong; argparse ends the process for other mistakes.
     """
     parser = make_parser(
         PROG,

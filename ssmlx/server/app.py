@@ -29,7 +29,7 @@ from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
 from . import completions, messages, responses
-from .fields import check_fields_and_list_unknown
+from .fields import check_fields_and_list_ignored
 from .handler import RequestHandler
 from .request_prompts import AGAIN
 from .requests import (
@@ -64,7 +64,7 @@ _POLICY = (
     "style-src 'sha256-{}'; script-src 'sha256-{}'"
 )
 IGNORED = "X-Ignored-Fields"
-"""The header that names the fields of a request that nobody knows."""
+"""The header that names the fields of a request that are ignored: unknown ones, and hints."""
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -209,7 +209,7 @@ class Routes:
 
         Returns:
             (ask, headers): the request, with the name of a model that is served, and headers of its
-            response: `X-Ignored-Fields`, which names the unknown fields, if there are any.
+            response: `X-Ignored-Fields`, which names the fields that are ignored, if there are any.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), or the
@@ -220,7 +220,7 @@ class Routes:
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
         body = await self._read_json_object_in_time(request)
-        ignored = check_fields_and_list_unknown(request.url.path, body)
+        ignored = check_fields_and_list_ignored(request.url.path, body)
         ask = self.handler.with_served_model_or_404(read(body, self.config))
         return ask, {IGNORED: _header_text(ignored)} if ignored else {}
 

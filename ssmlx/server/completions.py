@@ -298,7 +298,11 @@ class TextCompletionWriter:
     kind_of_chunk = "text_completion"
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty reply for all of a request's answers."""
+        """Begin an empty reply for all of a request's answers.
+
+        Raises:
+            RequestError: `stream_options` is no object.
+        """
         options = requests.read_typed_or_default(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
         self._choices_per_prompt = ask.choices

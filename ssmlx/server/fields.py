@@ -99,8 +99,8 @@ _INSTEAD = {
 }
 
 
-def check_fields_and_list_unknown(route: str, body: Body) -> Sequence[str]:
-    """Check the names of a request's fields, and list those that nobody knows.
+def check_fields_and_list_ignored(route: str, body: Body) -> Sequence[str]:
+    """Check the names of a request's fields, and list those that are ignored.
 
     Fields that the route follows, and those of `WITHOUT_EFFECT`, pass with any value, and are not
     listed. A field of `REFUSED` passes if its value is null or asks for nothing, such as `best_of`
@@ -111,7 +111,7 @@ def check_fields_and_list_unknown(route: str, body: Body) -> Sequence[str]:
         body: the request.
 
     Returns:
-        The names of all other fields; they are ignored.
+        The names of all other fields: unknown ones, and hints.
 
     Raises:
         RequestError: a field of `REFUSED` asks for something.

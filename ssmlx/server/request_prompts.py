@@ -196,7 +196,8 @@ class PromptReader:
     ) -> int | None:
         """Return how many tokens of a chat's prompt are before its template opens the answer.
 
-        None where it opens none, and for a model with stages, whose cache can go back to any place.
+        None where the request asks for none to be opened, as a text or an answer that goes on from
+        the last turn does, and for a model with stages, whose cache can go back to any place.
 
         Args:
             ask: the request.
@@ -217,7 +218,7 @@ class PromptReader:
         A tool call that the request forces has precedence over another grammar.
 
         Raises:
-            RequestError: the grammar cannot be followed.
+            RequestError: the grammar cannot be followed, or llguidance cannot read the tokenizer.
         """
         tokenizer = self.engine.tokenizer
         if ask.grammar is None and not ask.forced_tools:
