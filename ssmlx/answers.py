@@ -114,7 +114,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         behind it. Segments that were not read are lost.
 
         Returns:
-            A future that is done when the answer has ended.
+            A future that is done when the answer has ended. In a forked process, where it cannot
+            be ended, it holds an InputError.
         """
         self._requested = None
         return _end_and_close_source(self._source)
@@ -204,7 +205,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
                 self._report_progress(segment)
 
     def _request_segment(self) -> Future[Segment | Prefilled | None]:
-        """Ask the MLX thread for the next segment, unless an interrupted reader has asked."""
+        """Ask the MLX thread for the next segment, and return the future of it; that of an
+        interrupted reader, if it has asked already."""
         if self._requested is None:
             self._requested = THREAD.enqueue(self._source.compute_next)
         return self._requested

@@ -35,8 +35,9 @@ def stream_generate(
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
 
-    It may be called, and read, on any thread; see `Answer`. What `model` and `drafter` hold is only
-    read, so any number of answers may be open at once; a `cache` belongs to one of them.
+    The prompt and the settings are checked now; all else is computed as the answer is read. It may
+    be called, and read, on any thread; see `Answer`. What `model` and `drafter` hold is only read,
+    so any number of answers may be open at once; a `cache` belongs to one of them.
 
     Args:
         model, tokenizer: as `load` returns them.
@@ -97,7 +98,7 @@ def generate(
         verbose: print the text as it comes, then a line of statistics and one of memory.
 
     Raises:
-        InputError: see `stream_generate`.
+        InputError, TypeError: see `stream_generate`.
     """
     text = ""
     last = None

@@ -146,8 +146,8 @@ class Engine:
         return batches
 
     def _count_cache_in_pool(self, prompt_cache: PromptCache) -> None:
-        """Count what a prompt cache has in the memory pool until `close`; nothing in a closed
-        engine.
+        """Count in the memory pool what a prompt cache has, until `close`; it may drop some to fit.
+        Does nothing where the engine is closed.
         """
 
         def count_on_mlx_thread() -> None:
@@ -185,6 +185,8 @@ class Engine:
         """The adapter that answers have where nothing is asked for, "none" for the base alone, None
         for the model's own streams.
 
+        What "auto" means is looked for, and stays what it is found to be; it is not loaded.
+
         Raises:
             InputError: it has to be looked for, and the engine is closed.
         """
@@ -213,7 +215,10 @@ class Engine:
         joins_prompt: bool = False,
         **settings: Any,
     ) -> Answer[GenerationResponse]:
-        """Answer a question, segment by segment; what it begins with may be known already.
+        """Answer a question, segment by segment, computed as they are read.
+
+        What the prompt cache has of the prompt is not processed again, unless `deterministic` is
+        set; the memory for the prompt is claimed now.
 
         Args:
             question: a user's text, under the adapter's or the model's template; the turns of a
@@ -239,8 +244,10 @@ class Engine:
                 keeps the leading space that some tokenizers give no beginning.
 
         Raises:
-            InputError: the question, the adapter or the settings cannot be followed.
+            InputError: the question, the adapter or the settings cannot be followed; or the engine
+                is closed.
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
+            TypeError: `GenerateConfig` has no field of such a name.
         """
         model = self.model(adapter)
         config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
@@ -289,10 +296,13 @@ class Engine:
         """The segments of an answer behind what `prompt_cache` has of the prompt, see
         `plan_answer_segments`.
 
-        The prompt is checked, and what `prompt_cache` has of it taken, when this is called. When
-        the answer is over, or given up, its prompt and what was written of it join `prompt_cache`.
-        With `deterministic` nothing that is known is gone on from, and calls are the same on every
-        run: it shares none. Nor does a model that is split over machines. On the MLX thread.
+        When this is called, the prompt is checked, what `prompt_cache` has of it is taken, and its
+        memory claimed. When the answer is over, or given up after it was begun, its prompt and what
+        was written of it join `prompt_cache`.
+
+        With `deterministic` nothing that is known is gone on from, and no call is shared, so that
+        calls are the same on every run. Nor does a model that is split over machines share calls.
+        An answer with a mask may share them in any case. On the MLX thread.
 
         Args:
             model: with the adapter.
@@ -346,7 +356,8 @@ class Engine:
     ) -> Answer[ScoredPrompt]:
         """How likely each token of a prompt is behind those before it: an answer of one segment.
 
-        The whole prompt is processed as the answer is read, whatever is known of it.
+        The whole prompt is processed as the answer is read, whatever is known of it. Its memory is
+        claimed now.
 
         Args:
             question, adapter, progress: as `stream` takes them.
@@ -355,7 +366,7 @@ class Engine:
                 with; nowhere unless given.
 
         Raises:
-            InputError: the question or the adapter cannot be followed.
+            InputError: the question or the adapter cannot be followed, or the engine is closed.
             NoRoomError: there is no memory for the prompt.
         """
         model = self.model(adapter)
@@ -418,14 +429,16 @@ class Engine:
     ) -> list[int]:
         """The prompt's tokens.
 
-        A text, and the turns of a chat, are put under the adapter's own template where it has one,
-        else the model's. Under an adapter's own, the user's last turn may be all that is encoded:
-        see `encode_turns_or_last`. Of token ids it is a list of them.
+        A text is put under the adapter's own template where it has one and there are no
+        `chat_options`, else under the model's, and is taken as it is where that has none. Of turns
+        the user's last one alone may be put under an adapter's own, as `encode_turns_or_last` says;
+        else all are put under the model's. Of token ids it is a list of them.
 
         Args:
             model: whose adapter decides on the template.
             question: see `Question`.
-            chat_options: `tools` and `template_args` for the model's chat template; or empty.
+            chat_options: `tools` and `template_args` for the model's chat template, each may be
+                None; or empty.
 
         Raises:
             InputError: the text is empty, the template does not take the question, or it is none of

@@ -184,7 +184,8 @@ os.register_at_fork(after_in_child=_keep_open_alive)
 def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
     """Do `task` on the thread that runs MLX, wait for it, and return its result or raise its error.
 
-    On that thread itself it is done at once; elsewhere behind what was asked for before.
+    On that thread itself it is done at once; elsewhere behind what was asked for before, or not at
+    all, with an error, as `MlxThread.enqueue` says.
     """
     return task() if THREAD.is_current else THREAD.enqueue(task).result()
 

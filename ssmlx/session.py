@@ -147,7 +147,7 @@ class ChatSession:
 
     def reset(self, system: str | None = None) -> None:
         """Forget the conversation, and empty its cache; `system` becomes the system prompt, None
-        for none.
+        leaves that to the template.
 
         The totals, the settings and what a shared prompt cache has stay.
 
@@ -182,8 +182,8 @@ class ChatSession:
     def free_memory(self) -> None:
         """Drop the key/value cache, to free its memory, and count it in the pool no longer.
 
-        Between replies alone. The next reply processes the conversation anew, but for what the
-        prompt cache has of it.
+        Not to be called while a reply is open. The next reply processes the conversation anew, but
+        for what the prompt cache has of it.
         """
         self._cache = self.model.make_cache()
         self._cached_tokens: list[int] = []
@@ -195,7 +195,7 @@ class ChatSession:
         """The name of what may draft in this chat; None where it decodes plainly.
 
         Raises:
-            InputError: the session is closed.
+            InputError: the session is closed, or the model cannot draft as the settings ask.
         """
         self._check_open()
         return choose_drafter(self.model, self.config, self._loaded).name
@@ -230,7 +230,8 @@ class ChatSession:
 
     @property
     def memory(self) -> Memory:
-        """Where the memory goes: at the end of the last whole answer, or now if there is none.
+        """Where the memory goes: at the end of the last answer; now where there is none, or it was
+        not read to its end.
 
         Raises:
             InputError: the session is closed.
@@ -240,7 +241,7 @@ class ChatSession:
 
     @property
     def cached(self) -> tuple[list[int], TextCache]:
-        """The tokens in the key/value cache, and the cache."""
+        """The tokens in the key/value cache, and the cache: the session's own, no copies."""
         return self._cached_tokens, self._cache
 
     def resume(self, tokens: Sequence[int], cache: TextCache) -> None:
@@ -260,8 +261,9 @@ class ChatSession:
     def reply(self, text: str, progress: Progress | None = None) -> Answer[GenerationResponse]:
         """Answer the user's next message, segment by segment.
 
-        Message and answer join `messages` when the answer is over. One that is cancelled is kept as
-        far as it was given out; with none of it, the turn does not count.
+        The message joins `messages` when the first segment is asked for, the answer when it is
+        over. One that is cancelled or fails is kept as far as it was given out; with none of it,
+        the message is taken out again.
 
         Args:
             text: the user's message.
@@ -270,6 +272,7 @@ class ChatSession:
         Raises:
             InputError: the conversation no longer fits the context, the last reply is still open,
                 or the session is closed; the turn does not count.
+            NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         config = with_seed_if_sampling(self.config)
 
@@ -335,8 +338,13 @@ class ChatSession:
         segments.
 
         The longer of the session's own cache and what the prompt cache has is gone on from, the
-        session's own alone with `deterministic`; its rows behind that are taken back now. The
-        message joins `messages` when the first segment is asked for. On the MLX thread.
+        session's own alone with `deterministic`; its rows behind that are taken back now, and the
+        session is no longer counted in the memory pool as kept: its answer is.
+
+        The message joins `messages` when the first segment is asked for. When the answer is over,
+        it joins `messages` and the totals; where none of it was given out, the message is taken out
+        again. Either way the cache is cut to what was given out, and counts as kept again, and the
+        prompt cache gets a copy. On the MLX thread.
 
         Args:
             text: the user's message.
@@ -344,9 +352,10 @@ class ChatSession:
 
         Raises:
             InputError: the prompt does not fit, or the settings cannot be followed.
+            NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         question: Message = {"role": "user", "content": text}
-        prompt = self._prompt([*self.messages, question])
+        prompt = self._encode_turns([*self.messages, question])
         # At least one token is left to process.
         shared = common_prefix_length(self._cached_tokens, prompt[:-1])
         reused = self._cache.longest_keepable(shared)
@@ -361,7 +370,7 @@ class ChatSession:
         decode: Decode = decode_plan
         if self._cache.has_fixed_places:
             turns_alone = partial(
-                self._prompt, [*self.messages, question], add_generation_prompt=False
+                self._encode_turns, [*self.messages, question], add_generation_prompt=False
             )
             length = length_before_answer_opens(prompt, turns_alone)
             place = place_to_keep_for_next_turn(
@@ -377,8 +386,8 @@ class ChatSession:
             totals.
 
             Where none was given out, the user's message is taken out of the conversation. Either
-            way, what was computed stays in the session's cache and goes to the memory pool and the
-            prompt cache, where there are such.
+            way, the session's cache is cut to what was computed of prompt and given answer, and
+            counts as kept in the memory pool; the prompt cache gets a copy, where there are such.
             """
             if given.last is not None:
                 self.messages.append({"role": "assistant", "content": given.text})
@@ -424,8 +433,11 @@ class ChatSession:
         turns = [*others, {"role": "user", "content": ""}]
         return shows_last_turn_alone(turns, adapter_template(self.model), **self._template)
 
-    def _prompt(self, turns: Sequence[Message], **more: Any) -> list[int]:
-        """The tokens of `turns` under the chat's template; `more` goes to `chat_tokens`."""
+    def _encode_turns(self, turns: Sequence[Message], **more: Any) -> list[int]:
+        """The tokens of `turns`, or of the last one alone, as `encode_turns_or_last` says.
+
+        `more` goes to `chat_tokens`, beside the chat's tools and template arguments.
+        """
         return encode_turns_or_last(
             turns, self.tokenizer, adapter_template(self.model), **self._template, **more
         )
@@ -460,14 +472,15 @@ class ChatSession:
             its cache stay as they are.
 
         Raises:
-            InputError: nothing was said yet, or the chat is closed.
+            InputError: nothing was said yet, the chat is closed, or drafting is asked for where
+                nothing can draft.
         """
         self._check_open()
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         found = "nothing was said yet"
         do = "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
-        prompt = self._prompt(self.messages[: users[-1] + 1])
+        prompt = self._encode_turns(self.messages[: users[-1] + 1])
         config = with_seed_if_sampling(
             self.config
         )  # the same for both, or two samples would be compared

@@ -295,7 +295,7 @@ def test_a_prompts_reader_makes_one_call_for_an_answer_alone(ask, batches, quick
     quick, quick_heard, prompt, row, take_turns_until = quick_and_prompt
     take_turns_until(lambda: row.unread)
     assert statuses(batches) == {"ALONE": 1, "WAITING": 1}
-    assert 0 < batches._waiting[0].num_left < 79
+    assert 0 < batches._waiting[0].num_prompt_tokens_left < 79
     length = len(row.text)
     assert tokens_of(prompt) == tokens_of(ask([30, 2] * 40, alone=True))
     assert len(row.text) == length and len(row.unread) == 1

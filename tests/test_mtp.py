@@ -682,7 +682,7 @@ def test_two_chats_in_turn_find_their_pairs_again(tmp_path, system):
                 found = tokens_of(chats[number].reply(text))
                 assert found == tokens_of(plain[number].reply(text))
                 newest, _ = head._caches[0]
-                prompt = chats[number]._prompt(chats[number].messages[:-1])
+                prompt = chats[number]._encode_turns(chats[number].messages[:-1])
                 assert newest.text[: len(prompt)] == prompt
                 assert newest.places[: len(places[number])] == places[number]
                 places[number] = list(newest.places)

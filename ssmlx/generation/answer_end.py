@@ -60,7 +60,8 @@ class AnswerText:
         of it.
 
         Text that may begin a stop string, or that the tokenizer may still change, is held back
-        until then. The text ends where a stop string begins, which is never given out.
+        until it turns out not to, or to the last segment. The text ends where a stop string
+        begins, which is never given out.
         """
         if is_last:
             self._text += self._detokenizer.held_back_text()
@@ -110,15 +111,18 @@ class StopChecker:
         To be called once for each call, in order.
 
         Returns:
-            What of them belongs to the answer. Of reasons why it ends, "stop" goes before "length",
-            that before "context".
+            What of them belongs to the answer, an end token included, which has no text; and why
+            the answer ends with them, if it does. Of reasons, "stop" goes before "length", that
+            before "context".
         """
-        count, reason = self._count_until_end(tokens)
+        count, reason = self._add_tokens_until_end(tokens)
         text = self.text.take_segment(is_last=reason is not None)
         return AnswerPart(tuple(tokens[:count]), text, reason, self.text.ended_by)
 
-    def _count_until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Count the next tokens, and add them to the text, up to the one that ends the answer.
+    def _add_tokens_until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Add the next tokens to `generated` and to the text, up to the one that ends the answer.
+
+        An end token is counted, but is not added to the text.
 
         Returns:
             How many these are, and why the answer ends with them; None where it does not.

@@ -100,7 +100,7 @@ class _OpenAnswer(Row):
     read_at: float = 0.0  # when its reader took a step, by the clock of `Batches`
 
     @property
-    def num_left(self) -> int:
+    def num_prompt_tokens_left(self) -> int:
         """Tokens of its prompt that are not processed yet; the last one is never counted."""
         return len(self.text) - 1 - self.cache.offset
 
@@ -156,7 +156,8 @@ class _Group:
         In turns, each with its drafts, they bring the sum of their expected tokens in the sum of
         their costs; batched, a token each in what a call for so many texts costs. The faster mode
         is taken, the present one being favoured by `STAY`; never batched where fewer than two are
-        read, the model cannot share calls, or there is no memory for the padding. No row is moved.
+        read, the model cannot share calls, or there is no memory for the padding, for which what is
+        kept for later answers may be dropped. No row is moved.
         """
         rows = [row for row in self.answers if row.is_decoding]
         if len(rows) < 2 or not self.batch.shares_calls:
@@ -186,9 +187,9 @@ class _Group:
         """Add a call's seconds to those of calls for as many texts in a row.
 
         The first call for another number of texts is not counted, and forgets the others. When
-        `TIMED_CALLS` are counted they are forgotten, and their median teaches what a call for so
-        many texts costs, in plain calls, if plain calls were timed in this context. Nothing is
-        learned of calls for a single text.
+        `TIMED_CALLS` are counted they are forgotten, and their median teaches this machine's table
+        what a call for so many texts costs, in plain calls, if plain calls were timed in this
+        context. Nothing is learned of calls for a single text.
 
         Args:
             rows: of the call.
@@ -254,8 +255,9 @@ class Batches:
     ) -> Steps:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
-        Nothing is done before the first tokens are asked for. Then it goes on without end, until
-        the generator is closed, which takes the answer out of the batch.
+        Nothing is done, nor checked, before the first tokens are asked for. Then it goes on without
+        end, until the generator is closed, which takes the answer out of the batch. `cache` is
+        empty while the answer is in a batch, and holds its text but the last token behind one.
 
         Args:
             plan, model, prompt, cache, context, take, place: see `decode_plan`.
@@ -264,9 +266,11 @@ class Batches:
 
         Yields:
             A step for each call. None before each turn while the prompt waits, and behind the last
-            of these; and where a drafter starts.
+            of these; and, of an answer alone, behind a turn that gave it no step: one in which a
+            drafter started, or a piece of another prompt was processed.
 
         Raises:
+            InputError: as `decode_plan`.
             RuntimeError: a call that it shared has failed; the cause is the call's error.
             Exception: what processing its prompt, `place.keep` or a call of its own has raised.
         """
@@ -296,7 +300,7 @@ class Batches:
             prefill_step_size=lambda: self._next_piece_length(row),
         )
         try:
-            if row.num_left:
+            if row.num_prompt_tokens_left:
                 self._set_status(row, Status.WAITING)
                 while row.status is Status.WAITING:
                     yield None
@@ -325,14 +329,15 @@ class Batches:
 
         That is a piece of the prompt that is next where one is due, or else calls: for an answer
         that decodes, the one that brings its token; for a prompt that waits, those that come before
-        it. Where these are made, and their readers are not expected back, it is a piece all the
-        same. Errors are not raised here, but kept for the answers that they belong to.
+        it. Where there are no such calls to make, it is a piece all the same, but nothing where the
+        reader of an answer alone is expected back at once. Errors are not raised here, but kept for
+        the answers that they belong to.
         """
         if self._is_piece_due:
             self._process_next_piece()
         elif row.status is not Status.WAITING:
             self._bring_token(row)
-        elif not self._make_calls_for_readers() and not self._is_reader_expected:
+        elif not self._make_calls_for_readers_of_answers() and not self._is_reader_expected:
             self._process_next_piece()
 
     @property
@@ -372,19 +377,24 @@ class Batches:
         """Tokens of a row's prompt that its next turn is to process."""
         is_alone = len(self._waiting) == 1 and not self._is_decoding
         step_size = row.plan.config.prefill_step_size
-        return self._schedule.next_piece_length(row.num_left, step_size, is_alone=is_alone)
+        num_left = row.num_prompt_tokens_left
+        return self._schedule.next_piece_length(num_left, step_size, is_alone=is_alone)
 
     # --- statuses ---
 
     def _set_status(self, row: _OpenAnswer, status: Status) -> None:
         """Take `row` out of where its status has it, and put it where the new one does.
 
-        Its group chooses anew whether answers share calls. Where it leaves its own loop, or a
-        batch, and is not over, its cache holds its text but the last token.
+        Its own loop is ended unless it is WAITING or ALONE then. Where it has left a batch, or is
+        PAUSED, its cache holds its text but the last token. Unless it is WAITING, its group chooses
+        anew whether answers share calls.
 
         Args:
             row: an open answer.
             status: another one than it has.
+
+        Raises:
+            Exception: what a call that was under way has raised, as the cache is computed.
         """
         group = row.group
         if row.status is Status.WAITING:
@@ -409,7 +419,8 @@ class Batches:
         group.update_is_batched()
 
     def _fail(self, row: _OpenAnswer, error: Exception) -> None:
-        """Keep `error` for the reader of `row`, which is brought no more tokens."""
+        """Keep `error` for the reader of `row`, behind the steps that there are to read; there come
+        no more."""
         row.error = error
         self._set_status(row, Status.FAILED)
 
@@ -430,24 +441,25 @@ class Batches:
     def _process_next_piece(self) -> None:
         """Process a piece of the prompt that is next, which then goes to the end of the line.
 
-        When it has no more, its answer begins to decode. An error fails its answer. The schedule is
-        told what the piece took.
+        When it has no more, its answer begins to decode. An error makes its answer FAILED. The
+        schedule is told what the piece took.
         """
         row = self._next_in_line
         self._has_overtaken = row is not self._waiting[0]
         row.had_piece = True
         assert row.steps is not None  # its own loop processes its prompt
-        before = row.num_left
+        before = row.num_prompt_tokens_left
         started = self._clock()
         try:
-            while row.num_left == before:  # the loop stops once before its first piece
+            # The loop stops once before its first piece.
+            while row.num_prompt_tokens_left == before:
                 next(row.steps)
         except Exception as error:
             self._fail(row, error)
             return
         seconds = self._clock() - started
-        self._schedule.record_piece(before - row.num_left, seconds)
-        if row.num_left:
+        self._schedule.record_piece(before - row.num_prompt_tokens_left, seconds)
+        if row.num_prompt_tokens_left:
             self._waiting.remove(row)
             self._waiting.append(row)
         else:
@@ -455,8 +467,11 @@ class Batches:
         self._schedule.owe_seconds(seconds, is_decoding=self._is_decoding)
 
     def _bring_token(self, row: _OpenAnswer) -> None:
-        """Make the call that brings `row`, which has nothing to read, its next token: its own, or
-        its batch's, which it joins or leaves before."""
+        """Make the call that is to bring `row`, which has nothing to read, its next token: its
+        own, or its batch's, which it joins or leaves before.
+
+        There may be none behind it: where the call fails, or its own loop starts a drafter.
+        """
         if row.status is Status.PAUSED:
             self._set_status(row, Status.ALONE)
         elif row.status is Status.ALONE:
@@ -467,9 +482,13 @@ class Batches:
         else:
             self._make_own_call(row)
 
-    def _make_calls_for_readers(self) -> bool:
-        """Make a call for every batch that has rows, and one for each answer alone that has nothing
-        to read; returns whether there was any."""
+    def _make_calls_for_readers_of_answers(self) -> bool:
+        """Make a call for every batch that has rows, and one for each answer alone of which no
+        computed step waits to be read; returns whether there was any.
+
+        These are the calls whose tokens readers of answers ask for next. Nothing is done for
+        prompts that wait. Errors are kept for the answers that they belong to.
+        """
         groups = self._groups.values()
         batched = [group for group in groups if group.with_status(Status.BATCHED)]
         alone = [row for group in groups for row in group.with_status(Status.ALONE)]
@@ -481,11 +500,12 @@ class Batches:
         return bool(batched or alone)
 
     def _make_batch_call(self, group: _Group) -> None:
-        """Make a call of a batch, which has a token to read for every BATCHED answer then.
+        """Make a call of the group's batch, behind which every BATCHED answer has a step more to
+        read.
 
         Those that are over, or whose readers have fallen behind, are PAUSED; so are those alone
-        whose readers stay away. If the call fails, all that are BATCHED have. What it took is
-        learned, and the schedule told.
+        whose readers stay away. If the call fails, all that are BATCHED are FAILED, each with a
+        RuntimeError, and nothing else is done. What it took is learned, and the schedule told.
         """
         rows = group.with_status(Status.BATCHED)
         started = self._clock()
@@ -529,7 +549,7 @@ class Batches:
         """Make a call of a row that is ALONE, with drafts, or start one of its drafters.
 
         Its own loop goes on, or a new one begins behind its text, if it was in a batch. A call's
-        tokens are appended to `row.text`, and are there to read. An error fails the row.
+        tokens are appended to `row.text`, and are there to read. An error makes the row FAILED.
         """
         if row.steps is None:
             row.steps = decode_plan(

@@ -55,6 +55,8 @@ def default_head(model: StreamFusedModel) -> DefaultHead:
 def loaded_default_head_or_raise(model: StreamFusedModel) -> Loaded | None:
     """The head of `default_head`, for settings that name its drafter.
 
+    One that was found and could not be loaded is tried again, to raise why.
+
     Returns:
         What it drafts with; None where none is on this machine.
 

@@ -34,7 +34,8 @@ _log = logging.getLogger("ssmlx")
 
 
 def sample_text(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> list[int]:
-    """Tokens of a paragraph of prose: `_MOST_TOKENS` at most, and half of the model's context."""
+    """The first tokens of a paragraph of prose: `_MOST_TOKENS` at most, and no more than half of
+    the model's context."""
     room = model.backbone.context_length or 2 * _MOST_TOKENS
     return encode(_TEXT, tokenizer)[: min(_MOST_TOKENS, room // 2)]
 
@@ -47,8 +48,8 @@ def time_and_store_costs(
     seconds: float,
     first_round_seconds: float = inf,
 ) -> dict[int, float]:
-    """Time calls with trees of streams, or of rows alone where the model has no streams, and write
-    the costs to this machine's table, and its file at once.
+    """Time calls with trees of streams, or of rows alone where the model has no streams, and put
+    the costs, and what plain calls take, into this machine's table; its file is written at once.
 
     What answers have taught of a size is worth more, and stays.
 

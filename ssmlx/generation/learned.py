@@ -60,9 +60,10 @@ class Learned:
         atexit.register(self.write_if_new)
 
     def prior(self, adapter: str) -> AcceptancePrior:
-        """The acceptance ratios of an adapter, by its digest; new ones where there are none.
+        """The acceptance ratios of an adapter, by its digest; new ones, which are kept from now
+        on, where there are none.
 
-        Where there are too many adapters, the first known one is forgotten.
+        Where that makes more than `_MOST_ADAPTERS`, the one that is known longest is forgotten.
         """
         if adapter not in self._priors and len(self._priors) >= _MOST_ADAPTERS:
             del self._priors[next(iter(self._priors))]
@@ -152,7 +153,8 @@ def geometry_digest(model: StreamFusedModel) -> str:
     weights.
 
     That is the machine, the names, shapes and types of all weights (LoRA that is not merged and
-    streams among them), the numbers of layers and streams, the draft head, and the dtype.
+    streams among them), the numbers of layers and streams, the insertion layer, whether there is a
+    draft head and its bits, and the dtype.
     """
     streams = [] if model.streams is None else stream_tensors(model.streams).items()
     weights = [*tree_flatten(model.backbone.model.parameters()), *streams]
@@ -165,10 +167,11 @@ def geometry_digest(model: StreamFusedModel) -> str:
 
 
 def streams_or_lora_digest(model: StreamFusedModel) -> str:
-    """16 hexadecimal digits of an adapter's streams (in float32) and their settings, and draft
-    head.
+    """A digest of what an adapter's texts are guessed by: its streams, or else its LoRA.
 
-    Its LoRA counts only where it has no streams; "none" where there is neither.
+    16 hexadecimal digits of the streams' weights (in float32) and settings, and of the bits of the
+    draft head, if any; LoRA does not count then. Without streams, that of LoRA on every row, or
+    "none". Waits for the device.
     """
     if model.config is None or model.streams is None:
         return model.lora_digest or "none"

@@ -143,7 +143,7 @@ _SIZES: WeakKeyDictionary[StreamFusedModel, CacheSize] = WeakKeyDictionary()
 
 
 def cache_size_of(model: StreamFusedModel) -> CacheSize:
-    """What a model's caches take; found once, from a cache of a token or two, uncomputed."""
+    """What a model's caches take; found once, by calls that are built and never computed."""
     if model not in _SIZES:
         _SIZES[model] = _measure_cache_size(model)
     return _SIZES[model]

@@ -85,7 +85,7 @@ class Plan:
         if self.sampling.context_size > 0:
             return True
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
-            return False  # text that is not known is not looked up in
+            return False
         return registered_drafter(self.kind).needs_whole_context
 
     @property
@@ -124,6 +124,9 @@ def make_plan(
 ) -> Plan:
     """Make the plan of one answer: what `config` comes to on `model`.
 
+    Nothing is decoded. The first plan for a model may load the head of `default_head`, and read
+    what was learned of this machine.
+
     Where no shape of the draft, and no way of decoding, is asked for, a controller decides from
     call to call what is drafted, if anything; it may then also look up in the text, in `earlier`
     and in an expected text. What is asked for is drafted at every call.
@@ -142,6 +145,7 @@ def make_plan(
 
     Raises:
         InputError: the settings do not fit the model or what is loaded.
+        TypeError: `GenerateConfig` has no field of such a name.
     """
     config = replace(config or GenerateConfig(), **settings)
     config, given = split_drafter_arguments(config, drafter)
@@ -288,6 +292,7 @@ def _load_default_head(model: StreamFusedModel, config: GenerateConfig) -> list[
 
     Raises:
         InputError: the settings name its drafter, and it cannot draft.
+        OSError: the settings name its drafter, and its files cannot be read.
     """
     head = None
     if config.drafter == HEAD_DRAFTER:
@@ -361,8 +366,8 @@ def decode_plan(
         prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
 
     Returns:
-        A generator of a step for each call; None between pieces of the prompt, and where a drafter
-        starts.
+        A generator of a step for each call; None before each piece of the prompt and behind the
+        last, and where a drafter starts.
 
     Raises:
         InputError: `context` is needed and left out, or has another length than the cache.
@@ -398,7 +403,7 @@ def decode_plan(
 
 def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
     """Wrap `decode` so that each of its answers is counted in `pool`, and refused where there is no
-    room.
+    room, even if all that is kept for later answers were dropped.
 
     What an answer has loaded that keeps caches of texts is counted as shared.
 

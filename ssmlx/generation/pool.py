@@ -145,7 +145,7 @@ class Holding:
     def claim_memory_while_decoding(self, steps: Steps, num_tokens: int) -> Steps:
         """Yield `steps`, and claim memory for the text behind each, before the next is computed.
 
-        In the end, whatever it is, `steps` are closed and this is released.
+        When it ends, fails or is closed, `steps` are closed and this is released.
 
         Args:
             steps: of a decoding loop.
@@ -203,7 +203,7 @@ class MemoryPool:
 
     @property
     def running(self) -> int:
-        """Bytes that running answers held when they were counted last."""
+        """Bytes that running answers held when they were counted last, without what they share."""
         with self._lock:
             return sum(one.num_bytes for one in self._running)
 

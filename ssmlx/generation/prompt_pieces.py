@@ -49,7 +49,8 @@ class PieceSchedule:
         """Whether decoding calls have to come before a piece of so many tokens.
 
         True where pieces have taken longer than calls since, so much that with this piece that
-        would be more than `PIECE_SECONDS`. To be asked where some answer is decoded.
+        would be more than `PIECE_SECONDS`; while nothing is known of pieces, one counts as that
+        long. To be asked where some answer is decoded.
         """
         rate = self._tokens_per_second
         seconds = PIECE_SECONDS if rate is None else piece_length / rate

@@ -169,11 +169,12 @@ def plan_answer_segments(
         joins_prompt: whether the text goes on from the prompt's, its leading space included.
 
     Returns:
-        A generator of segments, with a `Prefilled` in the place of one before the first, for each
-        piece of the prompt.
+        A generator of segments, with a `Prefilled` before the first wherever `decode` gives None,
+        as before each piece of the prompt.
 
     Raises:
         InputError: the prompt or the settings cannot be followed.
+        NoRoomError: of a `decode` that counts memory, there is none for the prompt.
     """
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else token_ids(prompt)
     context = token_ids(context)

@@ -118,7 +118,8 @@ def measure_costs_in_plain_calls(
         """Time some calls of a size; keep the least mean, and the seconds of plain calls.
 
         Returns:
-            False, with nothing kept, where the time was over before.
+            False, with nothing kept, where the time for the first round was over before the first
+            call had ended.
         """
         deadline = started + first_round_seconds if is_first_round else inf
         calls = _decode_calls(model, list(tokens), cache, drafter, size)

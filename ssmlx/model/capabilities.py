@@ -48,7 +48,10 @@ class Capabilities:
 
     @property
     def batches(self) -> Reason:
-        """Why texts of different lengths cannot share a call; None where they can."""
+        """Why texts of different lengths cannot share a call; None where they can.
+
+        The model may be run to find out, see `try_batches`; so in `has`, `reason` and `require`.
+        """
         return self.try_batches()
 
     def has(self, capability: Capability) -> bool:

@@ -35,8 +35,8 @@ def check_stages(stages: Stages) -> None:
 
     Both run 6 tokens, or more than the longest window holds, on a copy whose windows are made short
     where they can be. The copy shares the weights as they are stored; only what it computes is in
-    float32. Of the stages, half of the tokens are appended to the cache, and
-    the other half run as the rows of one step. The model stays as it is. Waits for the device.
+    float32. Of the stages, half of the tokens are appended to the cache, and the other half run as
+    the rows of one step. The model stays as it is. Waits for the device.
 
     Raises:
         InputError: some logits differ by more than rounding in float32 explains, see
@@ -63,8 +63,8 @@ def check_stages(stages: Stages) -> None:
 def hook_and_try_tree_masks(stages: Stages) -> bool:
     """Find out by a few tokens whether every layer's attention takes a `metal.TreeMask`.
 
-    The attention function of their modules is replaced for it, for good, where `metal.hook_layers`
-    can do so.
+    The attention function of their modules is replaced for it, for the whole process and for good,
+    where `metal.hook_layers` can do so.
 
     Returns:
         Whether the logits under a `TreeMask` are those under a bool mask, but for rounding. False
@@ -90,7 +90,8 @@ def hook_and_try_tree_masks(stages: Stages) -> bool:
 def try_batches(stages: Stages) -> Reason:
     """Find out by a few tokens why texts of different lengths cannot share a call.
 
-    Two texts run in shared calls, the shorter one padded in front, and each alone.
+    Two texts run in shared calls, the shorter one padded in front, and each alone, on a copy in
+    float32 whose windows are made short. The model stays as it is. Waits for the device.
 
     Returns:
         None where both give the same logits for the last token, but for rounding. Else the reason

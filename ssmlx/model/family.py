@@ -174,7 +174,8 @@ def no_stages_error(model: nn.Module, why: str) -> InputError:
 
 
 def settings_of(model: Any) -> Any:
-    """What a model was built from: its `args`, or `config` where its class calls them so."""
+    """What a model was built from: its `args`, or `config` where its class calls them so; None
+    where it has neither."""
     return getattr(model, "args", getattr(model, "config", None))
 
 

@@ -76,7 +76,7 @@ class LayerView:
     # keys and values of the rows, to those that attention reads
     update_and_fetch: UpdateAndFetch
 
-    def hide_keys(self, first: int, last: int) -> LayerView:
+    def without_keys(self, first: int, last: int) -> LayerView:
         """A view like this one, whose attention does not read some of the keys and their values.
 
         All rows are still written. The view itself is returned where `first` is `last`.
@@ -141,10 +141,10 @@ class AttentionState:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def grow(self, scratch: int, capacity: int) -> None:
-        """Make more room before the committed rows, `scratch`, and behind their first, `capacity`.
+        """Make room for `scratch` rows before the committed ones and for `capacity` of the latter.
 
-        Neither may become less. Buffers are copied, with zeros in the new room; without buffers
-        only the numbers are kept.
+        Neither may become less. Where one grows, buffers are copied, with zeros in the new room;
+        without buffers only the numbers are kept.
 
         Args:
             scratch: S, rows of a step and of paths that are not committed yet.
@@ -180,8 +180,8 @@ class AttentionState:
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            """Write the rows and the paths behind them; return all keys and values up to the text's
-            end.
+            """Write the rows and the paths behind them; return the keys and values from the first
+            row up to the text's end.
             """
             if map_values is not None:
                 values = map_values(values)

@@ -164,7 +164,7 @@ def linear_paths(
 
     Returns:
         Their paths in `model`, such as "model.layers.22.mlp.up_proj", layer by layer in the order
-        of `layers`. Linear modules outside of layers and experts are never among them.
+        of `layers`. Experts are never among them, nor linear modules outside of the layers.
 
     Raises:
         InputError: a name fits no linear module of some layer.

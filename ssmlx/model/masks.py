@@ -186,16 +186,16 @@ class WindowMasks:
 
         Returns:
             The whole mask, with no keys left out, where the window hides nothing; else what
-            `_make_mask` returns, made once for each window.
+            `_mask_and_left_out_keys` returns, made once for each window.
         """
         if window is None:
             return LayerMask(self._whole)
         if window not in self._made:
-            self._made[window] = self._make_mask(window)
+            self._made[window] = self._mask_and_left_out_keys(window)
         return self._made[window]
 
-    def _make_mask(self, window: int) -> LayerMask:
-        """Make the mask of a layer that sees `window` tokens.
+    def _mask_and_left_out_keys(self, window: int) -> LayerMask:
+        """Make the mask of a layer that sees `window` tokens, and find the keys that no row sees.
 
         Returns:
             A bool array [R, keys], also where the whole mask is a `TreeMask`; and from which to

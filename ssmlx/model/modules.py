@@ -83,7 +83,7 @@ def note_inputs(module: nn.Module, note: Callable[[mx.array], None]) -> None:
 
 @cache
 def _noting_class(kind: type[nn.Module], note: Callable[[mx.array], None]) -> type[nn.Module]:
-    """Make a subclass of `kind` for `note_inputs`; always the same one."""
+    """Make a subclass of `kind` that calls `note` first; the same one for the same arguments."""
     original: Any = kind.__call__
 
     def call(self: Any, x: mx.array, *others: Any, **named: Any) -> mx.array:

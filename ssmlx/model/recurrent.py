@@ -106,7 +106,7 @@ def recording() -> Iterator[Recording]:
         _here.recording = None
 
 
-def _current() -> Recording | None:
+def _recording_of_this_thread() -> Recording | None:
     return getattr(_here, "recording", None)
 
 
@@ -129,8 +129,8 @@ def hook_recurrences(model: nn.Module) -> None:
 
 
 def _note_convolution(entering: mx.array) -> None:
-    """Note the input of a convolution, while `recording`."""
-    noted = _current()
+    """Note the input of a convolution, where this thread records."""
+    noted = _recording_of_this_thread()
     if noted is not None:
         noted.convolutions.append(entering)
 
@@ -138,14 +138,15 @@ def _note_convolution(entering: mx.array) -> None:
 def _noting_recurrence(
     function: Callable[..., tuple[mx.array, mx.array]], signature: _Signature
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Make a function like `function` that notes each call and its state while `recording`."""
+    """Make a function like `function` that notes each call and its state, where its thread
+    records."""
     parameters = inspect.signature(function)
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> tuple[mx.array, mx.array]:
         """Run `function`; where this thread records, note its arguments and its state."""
         outputs, state = function(*given, **named)
-        noted = _current()
+        noted = _recording_of_this_thread()
         if noted is not None:
             bound = parameters.bind(*given, **named)
             noted.recurrences.append(Recurrence(state, function, bound.arguments, signature))

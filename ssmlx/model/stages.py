@@ -199,7 +199,7 @@ class Stages:
             if isinstance(mask, WindowMasks | CausalMasks):
                 seen = mask.for_window(self.windows[number])
                 layer_mask = seen.mask
-                view = view.hide_keys(seen.first_left_out, seen.end_left_out)
+                view = view.without_keys(seen.first_left_out, seen.end_left_out)
             if tapped is not None and number in tapped:
                 tapped[number] = hidden
             hidden = self.layers[number](hidden, mask=layer_mask, cache=view, **more)

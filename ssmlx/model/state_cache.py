@@ -223,7 +223,8 @@ class StateCache(TextCache):
         return any(type(cache) is not KVCache for cache in flatten_caches(self._caches))
 
     def mark(self) -> bool:
-        """Let `keep_first` come back to where the text ends now, until `forget_marks`.
+        """Let `keep_first` come back to where the text ends now, until it goes back further, or
+        `forget_marks` is called.
 
         Does nothing where a layer keeps a window: its rows are overwritten.
 

@@ -170,8 +170,8 @@ class StreamFusedModel:
         vocabulary.
 
         InputError where the model cannot run in stages, or not with these streams; ValueError for
-        weights of another shape. Without `config` or `streams` the model has no streams, and
-        nothing is checked.
+        weights of another shape. Where `config` or `streams` is None, nothing is checked; both are,
+        or neither.
         """
         self.backbone = backbone
         self.config = config
@@ -311,7 +311,7 @@ class StreamFusedModel:
             cache: holds the tokens before the root; gets the nodes' keys and values as scratch
                 rows.
             nodes: this tree's `node_rows`, where they are known.
-            tapped: by layer, set to the input [1, N, D] of that layer.
+            tapped: set to the inputs [1, N, D] of its keys' layers, see `Stages.run`.
 
         Returns:
             [1, N, D] the input of the insertion layer.
@@ -457,7 +457,7 @@ class StreamFusedModel:
             nodes: this tree's `node_rows`, where they are known; used only where G is 0.
             starts: [M] the first token behind the sinks that each node's streams see; what
                 `window_start` says of the root's position unless given. Nodes see the whole text.
-            tapped: by layer, set to the input [1, M * (1 + G), D] of that layer.
+            tapped: set to the inputs [1, M * (1 + G), D] of its keys' layers, see `Stages.run`.
 
         Returns:
             [1, M * (1 + G), D] last hidden states, before the final norm.
@@ -582,7 +582,7 @@ class StreamFusedModel:
             views: the cache objects of these layers.
             first_lora_row: number of the first row that LoRA of scope "streams" acts on; None for
                 no row. LoRA of scope "all" acts on every row anyway.
-            tapped: by layer, set to the input [1, R, D] of that layer.
+            tapped: set to the inputs [1, R, D] of its keys' layers, see `Stages.run`.
 
         Returns:
             [1, R, D] last hidden states, before the final norm.

@@ -165,7 +165,7 @@ def kernel_division_if_used(queries: mx.array, keys: mx.array) -> Division | Non
 
     With "auto" the kernel is used where a trial at such a shape found it right and clearly faster;
     a shape without a trial is noted for `time_pending_shape`. With "fused" the trial is made here,
-    and the kernel is used where its values are right, however fast it is.
+    unless there was one, and the kernel is used where its values are right, however fast it is.
 
     Args:
         queries: [1, H, R, Dh]; only its shape and dtype count.
