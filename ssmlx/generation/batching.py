@@ -199,8 +199,10 @@ class _Group:
             self._num_texts = len(rows)
             self._seconds = []
             return
+        if len(rows) < 2:
+            return
         self._seconds.append(seconds)
-        if len(self._seconds) < TIMED_CALLS or len(rows) < 2:
+        if len(self._seconds) < TIMED_CALLS:
             return
         context = self._mean_length(rows)
         plain = self._learned.costs.plain_seconds(context)
