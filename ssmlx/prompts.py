@@ -152,7 +152,7 @@ def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str,
             text; or None, beside tool calls.
     """
     require(
-        isinstance(messages, Sequence) and all(map(_is_turn, messages)),
+        isinstance(messages, Sequence) and all(map(_has_role_and_text_content, messages)),
         found,
         expected="a list of objects, each with a role, and content: a text, or parts of type text",
         do="correct them",
@@ -160,7 +160,7 @@ def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str,
     return [_normalise_turn(turn) for turn in messages]
 
 
-def _is_turn(turn: Any) -> bool:
+def _has_role_and_text_content(turn: Any) -> bool:
     """Whether `turn` is an object with a role and a content.
 
     The content is a text, a sequence of parts of type text, or None or missing beside tool calls.
@@ -186,7 +186,7 @@ def _content_parts(content: Any) -> Sequence[Any]:
 def _normalise_turn(turn: Message) -> dict[str, Any]:
     """A copy of a turn: its content as one text, and the arguments of its tool calls as objects.
 
-    `turn` is one, by `_is_turn`.
+    `turn` is one, by `_has_role_and_text_content`.
     """
     content = turn.get("content")
     text = "" if content is None else "".join(part["text"] for part in _content_parts(content))
@@ -508,8 +508,9 @@ def encode_user_text(
         more: `tools` and `template_args`, for the chat template.
 
     Raises:
-        InputError: the text is blank or not Unicode, the template is none of these, or `more` holds
-            anything for another template than the chat's.
+        InputError: the text is blank or not Unicode, the template is none of these, or "chat" where
+            the model has no chat template; `more` holds anything for another template than the
+            chat's; or the chat template refuses the question, see `chat_tokens`.
     """
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
     if template is None:

@@ -160,7 +160,7 @@ class ChatSession:
         def reset_on_mlx_thread() -> None:
             """Begin a new conversation, unless a reply is open or the session closed; on the MLX
             thread."""
-            self._check_idle()
+            self._require_open_and_idle()
             self.system = system
             self.messages: list[Message] = []
             if system:
@@ -213,7 +213,7 @@ class ChatSession:
             InputError: there is no such adapter, it does not fit the model or the chat's settings,
                 a reply is still open, or the session is closed; everything is as it was.
         """
-        run_on_mlx_thread(self._check_idle)
+        run_on_mlx_thread(self._require_open_and_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def take_over_on_mlx_thread() -> None:
@@ -221,7 +221,7 @@ class ChatSession:
 
             On the MLX thread.
             """
-            self._check_idle()
+            self._require_open_and_idle()
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
             self._drop_cache_and_earlier_answers()
@@ -279,7 +279,7 @@ class ChatSession:
         def open_reply() -> Answer[GenerationResponse]:
             """Check that no reply is open, then begin this one; on the MLX thread. Nothing is
             decoded yet."""
-            self._check_idle()
+            self._require_open_and_idle()
             answer = Answer(self._begin_reply(text, config), progress)
             self._reply = weakref.ref(answer)
             return answer
@@ -316,7 +316,7 @@ class ChatSession:
             do="make a new session",
         )
 
-    def _check_idle(self) -> None:
+    def _require_open_and_idle(self) -> None:
         """Raise InputError where the session is closed, or a reply is open.
 
         Two would write the same cache and history. On the MLX thread, behind what a cancelled reply
@@ -381,7 +381,7 @@ class ChatSession:
             self._pool.forget(self)  # it runs, until it is over
             decode = within_limit(self._pool, decode)
 
-        def keep_turn(given: GivenAnswer) -> None:
+        def keep_answer_or_drop_question(given: GivenAnswer) -> None:
             """Keep the answer, as far as it was given out, in the conversation, and count it in the
             totals.
 
@@ -411,7 +411,7 @@ class ChatSession:
             config,
             cache=self._cache,
             context=prompt[:reused],
-            done=keep_turn,
+            done=keep_answer_or_drop_question,
             decode=decode,
             loaded=self._loaded,
             earlier=self._earlier,

@@ -78,7 +78,7 @@ def own_cache(monkeypatch, tmp_path):
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """The same plan on every machine, of few answers."""
-    monkeypatch.setattr(adapt_plan, "measure_rates", lambda *_: RATES)
+    monkeypatch.setattr(adapt_plan, "measure_rates_and_choose_batch_sizes", lambda *_: RATES)
 
 
 def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
@@ -238,7 +238,11 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
 
 @pytest.mark.slow
 def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
-    monkeypatch.setattr(adapt_plan, "measure_rates", sizing.measure_rates)
+    monkeypatch.setattr(
+        adapt_plan,
+        "measure_rates_and_choose_batch_sizes",
+        sizing.measure_rates_and_choose_batch_sizes,
+    )
     _, said = adapted(packed, hours=0.002)
     plan = json.loads((adapters_home() / "mine" / "plan.json").read_text())
     (planned,) = plan["rounds"]
@@ -531,7 +535,9 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     responder = BatchResponder(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
     config = make_stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
-    rates = sizing.measure_rates(backbone, config, train, responder, 64, answer_tokens, 2**33)
+    rates = sizing.measure_rates_and_choose_batch_sizes(
+        backbone, config, train, responder, 64, answer_tokens, 2**33
+    )
     assert rates.batch_size == 16 and rates.answers_at_once == 32
     assert min(rates.answer_tokens_per_second, rates.train_seconds_per_token) > 0
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all

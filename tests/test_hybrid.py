@@ -16,7 +16,7 @@ from transformers import Qwen3_5ForCausalLM
 from perf.hybrid import learn, measure, train
 from perf.hybrid.figures import (
     accepted_share_by_level,
-    count_accepted_behind_each_root,
+    count_accepted_behind_roots_of_whole_chains,
     count_bytes_to_go_back,
     cut_held_out_prompts,
     load_torch_model_and_head,
@@ -212,7 +212,7 @@ def test_acceptance_is_counted_by_level():
 def test_replayed_calls_are_those_of_a_walk():
     text = [5, 6, 7, 8, 9, 10, 11]
     chains = torch.tensor([[7, 8], [8, 0], [0, 0], [10, 11], [0, 0], [0, 0]])
-    accepted = count_accepted_behind_each_root(text, chains, 1)
+    accepted = count_accepted_behind_roots_of_whole_chains(text, chains, 1)
     assert accepted == [2, 1, 0, 2]
     assert replayed_tokens_per_call([accepted], 2) == (3 + 3) / 2
     assert replayed_tokens_per_call([accepted], 1) == (2 + 1 + 2) / 3

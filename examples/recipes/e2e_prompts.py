@@ -130,7 +130,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _make_and_write_prompts(args: argparse.Namespace) -> None:
+def _write_training_prompts_and_recombined_ones(args: argparse.Namespace) -> None:
     """Write the training prompts that are not held out, then --count new ones, into the file --out.
 
     Reads train, valid and test.jsonl of the folder --data; prompts of the last two are held out.
@@ -155,7 +155,7 @@ def _make_and_write_prompts(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-main = make_main(PROG, parse_args, _make_and_write_prompts)
+main = make_main(PROG, parse_args, _write_training_prompts_and_recombined_ones)
 
 if __name__ == "__main__":
     raise SystemExit(main())

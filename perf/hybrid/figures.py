@@ -227,7 +227,9 @@ def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any
         with torch.no_grad():
             hidden = model.model(text, use_cache=False).last_hidden_state
             drafted = draft_chains(model, head, text, hidden, DRAFTED)
-        accepted.append(count_accepted_behind_each_root(text[0].tolist(), drafted, len(prompt)))
+        accepted.append(
+            count_accepted_behind_roots_of_whole_chains(text[0].tolist(), drafted, len(prompt))
+        )
     chains = [count for one in accepted for count in one]
     levels = range(1, DRAFTED + 1)
     return {
@@ -236,7 +238,7 @@ def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any
     }
 
 
-def count_accepted_behind_each_root(
+def count_accepted_behind_roots_of_whole_chains(
     text: Sequence[int], drafted: torch.Tensor, start: int
 ) -> list[int]:
     """Count, behind each root in an answer, the drafted tokens that the text goes on with.
@@ -261,7 +263,7 @@ def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) ->
     """Count tokens per call of answers, the prompts' calls left out.
 
     Args:
-        accepted: of each answer, what `count_accepted_behind_each_root` returns.
+        accepted: of each answer, what `count_accepted_behind_roots_of_whole_chains` returns.
         drafted: tokens of a call's chain.
     """
     tokens = calls = 0

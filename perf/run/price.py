@@ -146,7 +146,8 @@ class CallSeconds:
 
 
 def kinds_of_calls(system_kind: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
-    """Yield the kind of each call of an answer.
+    """Yield the kind of each call of an answer: its drafter, rows, bucket of contexts and place,
+    which the calls before and behind it decide.
 
     Args:
         system_kind: of the system that answered, which decides how calls are launched. A bare

@@ -81,13 +81,13 @@ def _describe_what_drafts_and_why(
     if adapter is None:
         return "the model's own streams"
     head = _describe_head_or_why_unused(model, plan)
-    source = _describe_adapter_and_why_this_one(model, adapter, found)
+    source = _describe_adapter_or_none_and_why(model, adapter, found)
     if head is None:
         return source
     return head if adapter == NO_ADAPTER else f"{source}; {head}"
 
 
-def _describe_adapter_and_why_this_one(
+def _describe_adapter_or_none_and_why(
     model: StreamFusedModel, adapter: str, found: FoundRuns
 ) -> str:
     """Return words that say which adapter is on the model and why, or that none is and why.

@@ -305,7 +305,8 @@ class _SpeculativeLoop:
         Args:
             prompt: one token or more.
             step_size: prompt tokens of a forward pass, see `StepSize`.
-            place: see `prefill_in_pieces`.
+            place: where a piece is made to end, and whose `keep` is called when the cache holds the
+                text up to there; None for nowhere.
 
         Yields:
             None: before each piece and behind the last, and before each call of a model that a

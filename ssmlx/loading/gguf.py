@@ -184,6 +184,9 @@ def _build_tokenizer(meta: _Metadata) -> Tokenizer:
 def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
     """Return the content of tokenizer_config.json from a GGUF file's metadata: special tokens,
     context length and chat template.
+
+    Raises:
+        KeyError: the metadata lack one of these.
     """
     tokens = meta["tokenizer.ggml.tokens"]
     names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))

@@ -58,7 +58,7 @@ class PromptHeader:
     tokens: Tokens
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
+    def parse_and_check_metadata(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
         """Parse and check the metadata of the file `path`.
 
         A field of the key that is missing is an empty text.
@@ -90,7 +90,7 @@ def read_header(path: Path) -> PromptHeader:
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
-            return PromptHeader.from_metadata(file.metadata() or {}, path)
+            return PromptHeader.parse_and_check_metadata(file.metadata() or {}, path)
     except (SafetensorError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
@@ -111,8 +111,10 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         # All of one file, should another process replace it now.
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
-        tokens = PromptHeader.from_metadata(metadata, path).tokens
-        _require_key_vocab_and_length(PromptHeader.from_metadata(metadata, path), path, model)
+        tokens = PromptHeader.parse_and_check_metadata(metadata, path).tokens
+        _require_key_vocab_and_length(
+            PromptHeader.parse_and_check_metadata(metadata, path), path, model
+        )
         like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"

@@ -99,7 +99,9 @@ class ResponsesWriter:
     async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
         """Yield the events of a response; each group of parts becomes an item of its output.
 
-        Every part is added to `reply`, which has status, usage and timings in the end.
+        Every part is added to `reply`, which has status, usage and timings in the end. The last
+        event is "completed" or, of an answer that was cut, "incomplete"; what `parts` raises passes
+        through.
 
         Args:
             parts: of the request's only choice, with its `ChoiceEnd`.
@@ -157,7 +159,11 @@ class ResponsesWriter:
         return _OpenItem("output_text", item, text_object, "text")
 
     def _set_usage_status_and_timings(self, end: ChoiceEnd) -> None:
-        """Set usage, status and timings of the whole response, by the end of its answer."""
+        """Set usage, status and timings of the whole response, by the end of its answer.
+
+        The status is "completed", or "incomplete", with details and without a time of completion,
+        where the length limit cut the answer.
+        """
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}

@@ -63,7 +63,7 @@ class GrammarRules:
         return self.add_rule(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
 
     def add_rule(self, body: str) -> str:
-        """Add a rule and return its name.
+        """Add a rule, also where there is one of the same body, and return its new name.
 
         Args:
             body: the rule's expression.

@@ -18,7 +18,7 @@ from .progress import format_duration
 from .sizing import (
     Round,
     choose_layers,
-    measure_rates,
+    measure_rates_and_choose_batch_sizes,
     plan_round,
     stream_train_config,
     time_candidate_layers_and_keep_costs,
@@ -71,7 +71,7 @@ def time_and_make_plan_without_rounds(
     config = make_stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):
-        rates = measure_rates(
+        rates = measure_rates_and_choose_batch_sizes(
             source.backbone,
             config,
             train,

@@ -282,7 +282,7 @@ def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int
     return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most_bytes else "stored"
 
 
-def measure_rates(
+def measure_rates_and_choose_batch_sizes(
     backbone: Backbone,
     config: StreamConfig,
     train: TrainConfig,
