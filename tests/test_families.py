@@ -123,7 +123,13 @@ HEADS = {
 }
 CASES = [(name, tied) for name in FAMILIES for tied in HEADS.get(name, (True,))]
 FIRST = [("qwen3", False), ("gemma3_text", True), ("gpt_oss", True)]
-SOME = [*FIRST, *slow(*(case for case in CASES if case not in FIRST))]
+ALIKE = {"internlm2", "bailing_moe", "spark2_5", "kimi_k25"}
+"""Families whose parts are those of others, under other names: they are in the tier `long`."""
+SOME = [
+    *FIRST,
+    *slow(*(case for case in CASES if case not in FIRST and case[0] not in ALIKE)),
+    *slow(*(case for case in CASES if case[0] in ALIKE), mark=pytest.mark.long),
+]
 PROMPT = [(7 * i * i + 3 * i) % 60 + 1 for i in range(2 * WINDOW + 5)]
 LENGTH = 4 * WINDOW
 DRAFTS = [

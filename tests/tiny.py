@@ -317,9 +317,8 @@ def let_calls_take(monkeypatch, seconds_of) -> None:
     monkeypatch.setattr(time_calls, "time", SimpleNamespace(perf_counter=lambda: now))
 
 
-def slow(*cases) -> list:
-    """Mark cases of a parametrised test as slow."""
+def slow(*cases, mark=pytest.mark.slow) -> list:
+    """Mark cases of a parametrised test as slow, or with another mark."""
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark) for case in cases
     ]
