@@ -18,7 +18,7 @@ def head_config(kind: str, backbone, vocab=None, **changes) -> HeadConfig:
         "vocab_size": backbone.vocab_size,
         "draft_vocab_size": 0 if vocab is None else len(vocab),
     }
-    size = backbone.hidden_size
+    size = backbone.hidden_size or 8  # of some models nothing says it
     if kind == "medusa":
         own = {"num_heads": LEVELS, "num_layers": 1, "hidden_size": size}
         return MedusaConfig(**{**own, **both, **changes})
@@ -52,7 +52,7 @@ def cycle_heads(kind: str, backbone, *, vocab=None, num_right: int = LEVELS):
     whole = {} if kind == "medusa" else {"inner_dim": 0}
     heads = random_heads(kind, backbone, vocab=vocab, **whole)
     count = backbone.vocab_size
-    size = backbone.hidden_size
+    size = backbone.hidden_size or 8  # of some models nothing says it
     tokens = np.arange(count) if vocab is None else np.array(vocab)
     tensors = {name: mx.zeros_like(array) for name, array in heads.tensors.items()}
     tensors |= {name: array for name, array in heads.tensors.items() if name == "draft_vocab"}
