@@ -252,6 +252,7 @@ def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
     assert f"plan: {planned['answers']:,} answers" in said
 
 
+@pytest.mark.slow
 def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatch):
     seconds = {"plain": 3.0, "prompt-lookup": 2.0, None: 1.0}
 

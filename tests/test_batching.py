@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier
 
 import mlx.core as mx
 import pytest
@@ -366,12 +367,19 @@ def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
     # Whatever a piece took, a call is next.
     monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.0)
     quick = [ask(text, max_tokens=100) for text in QUESTIONS[:2]]
-    next(quick[0]), next(quick[1])
-    del together[:]
+    are_read = Barrier(3)
+
+    def read(answer):
+        first = [next(answer), next(answer)]
+        are_read.wait(60)  # who is not read keeps no prompt waiting
+        return [*first, *answer]
+
     with ThreadPoolExecutor(4) as pool:
-        heard = [pool.submit(list, ask([1, 2 + n] * 40, max_tokens=2)) for n in range(2)]
-        heard += [pool.submit(list, one) for one in quick]
-        assert [len(tokens_of(one.result(60))) for one in heard] == [2, 2, 99, 99]
+        heard = [pool.submit(read, one) for one in quick]
+        are_read.wait(60)
+        del together[:]
+        heard += [pool.submit(list, ask([1, 2 + n] * 40, max_tokens=2)) for n in range(2)]
+        assert [len(tokens_of(one.result(60))) for one in heard] == [100, 100, 2, 2]
     pieces = [n for n, what in enumerate(together) if what == "piece"]
     assert len(pieces) == 20 and all(b - a > 1 for a, b in pairwise(pieces))
 

@@ -199,6 +199,7 @@ def test_a_context_is_not_begun_where_a_round_would_end_too_late(folders, monkey
     assert found["tokens"] == 8 and found["prompts"] == 1
 
 
+@pytest.mark.slow
 def test_where_the_attention_kernel_is_taken(folders, tmp_path, monkeypatch, capsys):
     trials = [Trial(True, 1.5, 3e-5), Trial(True, 0.5, 3e-5), Trial(agrees=False)]
     shapes = [AttentionShape(rows, 4, 2, 256, 64, mx.float16) for rows in (4, 8, 16)]

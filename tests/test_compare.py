@@ -277,6 +277,7 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     assert plan.left_out["streams"] == "the adapter has no streams"
 
 
+@pytest.mark.slow
 def test_a_models_own_mtp_head_is_measured(command, tmp_path):
     """Beside a folder of a head alone, which drafts the same; without either it is left out."""
     name = "qwen3_5_moe"

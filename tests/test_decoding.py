@@ -357,7 +357,7 @@ def test_scripted_acceptance_with_latent_attention(architecture, right, host_tok
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "top_p": 0.9, "seed": 3}])
-@pytest.mark.parametrize("architecture", LATENT_FAMILIES)
+@pytest.mark.parametrize("architecture", [LATENT_FAMILIES[0], *slow(*LATENT_FAMILIES[1:])])
 def test_prompt_lookup_with_latent_attention(architecture, sampling):
     """A text that comes to repeat itself."""
     model = bare_model(architecture)
@@ -1035,7 +1035,9 @@ def surest_base():
     return base
 
 
-@pytest.mark.parametrize("adapter", [{}, {"condition_rank": 3}], ids=["streams", "conditional"])
+@pytest.mark.parametrize(
+    "adapter", [{}, *slow({"condition_rank": 3})], ids=["streams", "conditional"]
+)
 @pytest.mark.parametrize("settings", [
     {}, {"stream_schedule": "fused"}, {"prune": PruneConfig(kind="budget", keep=4)},
     {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.3},

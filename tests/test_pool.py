@@ -365,6 +365,7 @@ def test_draft_models_and_indexes_count(bounded, text_bytes, base):
     assert pool.make_room(pool.limit) and draft.cache_bytes == 0
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_is_held(bounded, text_bytes, streams):
     """Eight threads ask at random, with drafts and without: MLX holds no more than the bound."""
     engine = bounded(text_bytes(16 * STEP))

@@ -592,7 +592,7 @@ ASKED = [" ".join([f"w{number}"] * 12) for number in (3, 4, 5, 6)]
 
 
 @pytest.mark.parametrize(
-    "kind", ["turns", "two chats", "windows", *slow("drafts", "sampled", "choices", "masks")]
+    "kind", ["turns", "windows", *slow("two chats", "drafts", "sampled", "choices", "masks")]
 )
 def test_an_engine_goes_on_where_a_template_opened_the_answer(folder, kind, tmp_path):
     """Of turns and of a text; one answer is given up in the middle, one in its prompt."""
