@@ -122,7 +122,7 @@ HEADS = {
     **dict.fromkeys(("minicpm", "kimi_vl", "kimi_k25"), (False,)),
 }
 CASES = [(name, tied) for name in FAMILIES for tied in HEADS.get(name, (True,))]
-FIRST = [("qwen3", False), ("gemma3_text", True)]
+FIRST = [("gemma3_text", True)]
 ALIKE = {"internlm2", "bailing_moe", "spark2_5", "kimi_k25"}
 """Families whose parts are those of others, under other names: they are in the tier `long`."""
 SOME = [

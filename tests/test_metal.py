@@ -15,7 +15,7 @@ from metal import shim
 from metal.cases import Case, error_of, error_on_metal, run_case
 from metal.lint import complaints
 from mlx_lm.models import base as mlx_lm_base
-from tiny import FakeClock, first_tokens, make_base, make_model
+from tiny import FakeClock, first_tokens, make_base, make_model, slow
 
 from ssmlx.decoding import call as target_call
 from ssmlx.decoding import stopwatch
@@ -379,7 +379,7 @@ def test_layers_of_mlx_lm_take_tree_masks(architecture):
     assert Backbone(make_base(architecture)).takes_tree_masks
 
 
-@pytest.mark.parametrize("schedule", ["fused", "second-pass"])
+@pytest.mark.parametrize("schedule", ["second-pass", *slow("fused")])
 @pytest.mark.parametrize("prune", [PruneConfig(), PruneConfig(kind="budget", keep=4)], ids=str)
 def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim):
     metal.choose_attention("fused")

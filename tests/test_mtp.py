@@ -463,7 +463,7 @@ def test_a_controller_drafts_by_the_head_and_the_text():
     assert [shape.nodes for shape in offer.shapes] == [2, 3, 4]
 
 
-@pytest.mark.parametrize(("cost", "drafts"), [(0.05, True), (1.2, False)])
+@pytest.mark.parametrize(("cost", "drafts"), [(0.05, True), *slow((1.2, False))])
 def test_a_controller_drafts_where_it_pays(cost, drafts):
     """By a head that is always right and one that is always wrong, at two costs of a row."""
     model, right = copying_model("qwen3_5_moe")
@@ -663,7 +663,7 @@ def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
         assert heard[1] == expected[1][: len(heard[1])]
 
 
-@pytest.mark.parametrize("system", [None, "w9 w8 w7 w9 w8 w7 w9 w8 w7 w9 w8"])
+@pytest.mark.parametrize("system", [*slow(None), "w9 w8 w7 w9 w8 w7 w9 w8 w7 w9 w8"])
 def test_two_chats_in_turn_find_their_pairs_again(tmp_path, system):
     """Also behind a system prompt that both begin with, whose pairs the second one copies."""
     tensors = published(head_tensors("qwen3_next"), raw=False)

@@ -90,6 +90,7 @@ def test_a_machine_that_throttles(summaries):
     assert min(one.share for one in found) >= 0.97
 
 
+@pytest.mark.slow
 def test_a_machine_of_which_nothing_is_known(summaries):
     for title in ("no head start", "no head start, M4 Pro"):
         found = {name: summaries(title, name, SEEDS) for name in TASKS}
