@@ -343,8 +343,9 @@ class ChatSession:
 
         The message joins `messages` when the first segment is asked for. When the answer is over,
         it joins `messages` and the totals; where none of it was given out, the message is taken out
-        again. Either way the cache is cut to what was given out, and counts as kept again, and the
-        prompt cache gets a copy. On the MLX thread.
+        again. Either way the cache is cut to what was given out, or to the last place before that
+        it can go back to, counts as kept again where the pool has room, and the prompt cache gets a
+        copy. On the MLX thread.
 
         Args:
             text: the user's message.
@@ -386,8 +387,9 @@ class ChatSession:
             totals.
 
             Where none was given out, the user's message is taken out of the conversation. Either
-            way, the session's cache is cut to what was computed of prompt and given answer, and
-            counts as kept in the memory pool; the prompt cache gets a copy, where there are such.
+            way, the session's cache is cut to what was computed of prompt and given answer, or to
+            the last place before that it can go back to. A memory pool counts it as kept, or has it
+            dropped where it has no room; a prompt cache gets a copy of what is left.
             """
             if given.last is not None:
                 self.messages.append({"role": "assistant", "content": given.text})

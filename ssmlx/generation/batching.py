@@ -329,11 +329,14 @@ class Batches:
     def _take_turn(self, row: _OpenAnswer) -> None:
         """Do what is next, for the reader of `row`, which has no step to read.
 
-        That is a piece of the prompt that is next where one is due, or else calls: for an answer
-        that decodes, the one that brings its token; for a prompt that waits, those that come before
-        it. Where there are no such calls to make, it is a piece all the same, but nothing where the
-        reader of an answer alone is expected back at once. Errors are not raised here, but kept for
-        the answers that they belong to.
+        Where a piece is due, it is the next piece, of whichever prompt. Else, where `row` decodes,
+        the call that is to bring its token; where its prompt waits, one call for each batch and for
+        each ALONE answer with nothing to read. If there are none of these, the next piece all the
+        same; or nothing, where the reader of an ALONE answer has just taken a step and may be back
+        at once.
+
+        Errors are kept for the answers that they belong to. Only that of a call of `row`'s own that
+        was under way as it joins a batch is raised.
         """
         if self._is_piece_due:
             self._process_next_piece()

@@ -82,9 +82,10 @@ def place_to_keep_for_next_turn(
 ) -> PromptPlace:
     """Make the place of a prompt that a later one can begin with, whatever follows it in this text.
 
-    Nothing is kept yet. When the prompt is processed up to there, `cache` marks the place, and
-    forgets other marks, so that copies of it can go back there too. Where a layer keeps a window,
-    which cannot come back, a copy then goes to `prompts`.
+    Nothing is kept yet. When the prompt is processed up to there, `cache` marks the place, if it
+    has to, and forgets other marks, so that copies of it can go back there too. Where a layer keeps
+    a window, the cache cannot come back, and a copy goes to `prompts` instead. Nothing is done
+    where `cache` holds more than `length` tokens from the beginning.
 
     Args:
         prompts: where copies go; None for nowhere.
