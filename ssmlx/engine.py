@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -269,9 +269,8 @@ class Engine:
                 expected=f"0 to {end}, as the last token is always processed",
                 do="count the tokens of this prompt, or leave it out",
             )
-            length = keep_at
-            if length is None:
-                length = self._length_before_answer_opens(model, question, chat_options, prompt)
+            found = partial(self._length_before_answer_opens, model, question, chat_options, prompt)
+            length = found if keep_at is None else keep_at
             segments = self._begin_answer(
                 model, prompt, length, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
@@ -285,7 +284,7 @@ class Engine:
         self,
         model: StreamFusedModel,
         prompt: list[int],
-        keep_at: int,
+        keep_at: int | Callable[[], int],
         config: GenerateConfig,
         loaded: Sequence[Loaded],
         prompt_cache: PromptCache,
@@ -307,7 +306,7 @@ class Engine:
         Args:
             model: with the adapter.
             prompt: tokens.
-            keep_at: see `stream`.
+            keep_at: see `stream`; or a function that finds it.
             config: settings, a seed included if it samples.
             loaded: what was loaded to draft with.
             prompt_cache: prompts that the answer may begin with.
@@ -321,12 +320,10 @@ class Engine:
         decode: Decode = decode_plan
         if mask is not None or not is_alone:
             decode = partial(self._batches.decode, mask=mask)
-        copies = shares_prompt and not is_alone
-        if copies or cache.has_fixed_places:
-            place = place_to_keep_for_next_turn(
-                prompt_cache, model, prompt, cache, keep_at, copies=copies
-            )
-            decode = partial(decode, place=place)
+        place = place_to_keep_for_next_turn(
+            prompt_cache, model, prompt, cache, keep_at, copies=shares_prompt and not is_alone
+        )
+        decode = partial(decode, place=place)
 
         def done(given: GivenAnswer) -> None:
             prompt_cache.put(model, [*prompt, *given.tokens], cache)
@@ -462,27 +459,20 @@ class Engine:
     ) -> int:
         """How many tokens of a prompt the next one of its conversation will begin with too.
 
-        All but the last of token ids; and of a model with stages, for which the template is not
-        asked, as its cache can go back to any place.
+        Of token ids, all but the last.
 
         Args:
             model, question, chat_options: as `_encode_question` takes them.
             prompt: what it returned.
         """
-        if not prompt or model.backbone.capabilities.has("stages"):
-            return len(prompt) - 1
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        if not isinstance(turns[0], Mapping):
+        if not prompt or not isinstance(turns[0], Mapping):
             return len(prompt) - 1
-        turns_alone = partial(
-            encode_turns_or_last,
-            cast("Sequence[Message]", turns),
-            self.tokenizer,
-            adapter_template(model),
-            **chat_options,
-            add_generation_prompt=False,
+        turns_alone = cast("Sequence[Message]", turns)
+        options = {**chat_options, "add_generation_prompt": False}
+        return length_before_answer_opens(
+            prompt, lambda: self._encode_question(model, turns_alone, options)
         )
-        return length_before_answer_opens(prompt, turns_alone)
 
     def chat(
         self,

@@ -368,16 +368,12 @@ class ChatSession:
                 reused = known
         self._cache.keep_first(reused)
         del self._cached_tokens[reused:]
-        decode: Decode = decode_plan
-        if self._cache.has_fixed_places:
-            turns_alone = partial(
-                self._encode_turns, [*self.messages, question], add_generation_prompt=False
-            )
-            length = length_before_answer_opens(prompt, turns_alone)
-            place = place_to_keep_for_next_turn(
-                self._prompts, self.model, prompt, self._cache, length
-            )
-            decode = partial(decode_plan, place=place)
+        turns_alone = partial(
+            self._encode_turns, [*self.messages, question], add_generation_prompt=False
+        )
+        length = partial(length_before_answer_opens, prompt, turns_alone)
+        place = place_to_keep_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
+        decode: Decode = partial(decode_plan, place=place)
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
             decode = within_limit(self._pool, decode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +76,10 @@ def place_to_keep_for_next_turn(
     model: StreamFusedModel,
     prompt: Sequence[int],
     cache: TextCache,
-    length: int,
+    length: int | Callable[[], int],
     *,
     copies: bool = False,
-) -> PromptPlace:
+) -> PromptPlace | None:
     """Make the place of a prompt that a later one can begin with, whatever follows it in this text.
 
     Nothing is kept yet. When the prompt is processed up to there, `cache` marks the place, if it
@@ -92,9 +92,17 @@ def place_to_keep_for_next_turn(
         model: which the cache is of.
         prompt: tokens of the whole prompt.
         cache: which the prompt is processed into.
-        length: tokens of the prompt before the place.
+        length: tokens of the prompt before the place; or a function that finds them, which is asked
+            only where `cache` cannot go back to any place: else they are all but the last.
         copies: whether a copy goes to `prompts` in any case, for others that run meanwhile.
+
+    Returns:
+        The place; None where `cache` can go back to any, and no copy is wanted.
     """
+    if not (copies or cache.has_fixed_places):
+        return None
+    if callable(length):
+        length = length() if cache.has_fixed_places else len(prompt) - 1
 
     def keep() -> None:
         if (not cache.mark_here_alone() or copies) and prompts is not None:
