@@ -48,6 +48,11 @@ class Row:
     position: int = 0  # of the token that the next call of a batch decides behind
     tail: mx.array | None = None  # [C] the last tokens before it
 
+    def compute_cache_without_last_token(self) -> None:
+        """Have its cache hold its text but the last token, computed; waits for the device."""
+        self.cache.keep_first(len(self.text) - 1)
+        mx.eval(self.cache.state)
+
     def sample_masked_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
         """Decide the token after `token`, by the row's own settings, mask and noise.
 
@@ -158,8 +163,7 @@ class Batch:
             found = [cache.extract(number) for cache in self._caches]
             own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
             row.cache.restore(own)
-        row.cache.keep_first(len(row.text) - 1)
-        mx.eval(row.cache.state)
+        row.compute_cache_without_last_token()
         self._rows.remove(row)
         if not self._rows:
             self._forget_rows_and_calls()

@@ -41,8 +41,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from statistics import median
 
-import mlx.core as mx
-
 from ..decoding.batch import Batch, Mask, Row
 from ..decoding.loop import PromptPlace
 from ..decoding.step import Steps, Take, take_all
@@ -114,11 +112,6 @@ class _OpenAnswer(Row):
         if self.steps is not None:
             self.steps.close()
             self.steps = None
-
-    def compute_cache_without_last_token(self) -> None:
-        """Have its cache hold its text but the last token, computed, as a batch takes it."""
-        self.cache.keep_first(len(self.text) - 1)
-        mx.eval(self.cache.state)
 
 
 class _Group:
@@ -402,9 +395,10 @@ class Batches:
             Exception: what a call that was under way has raised, as the cache is computed.
         """
         group = row.group
-        if row.status is Status.WAITING:
+        before = row.status
+        if before is Status.WAITING:
             self._waiting.remove(row)
-        elif row.status is Status.BATCHED:
+        elif before is Status.BATCHED:
             group.batch.remove_and_restore_cache(row)
         if status not in (Status.WAITING, Status.ALONE):
             row.end_own_loop()
@@ -412,7 +406,7 @@ class Batches:
         if status is Status.WAITING:
             self._waiting.append(row)
             return
-        if status in (Status.BATCHED, Status.PAUSED):
+        if before is Status.ALONE and status in (Status.BATCHED, Status.PAUSED):
             row.compute_cache_without_last_token()
         if status is Status.BATCHED:
             group.batch.queue_to_join(row)
