@@ -111,10 +111,9 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         # All of one file, should another process replace it now.
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
-        tokens = PromptHeader.parse_and_check_metadata(metadata, path).tokens
-        _require_key_vocab_and_length(
-            PromptHeader.parse_and_check_metadata(metadata, path), path, model
-        )
+        header = PromptHeader.parse_and_check_metadata(metadata, path)
+        tokens = header.tokens
+        _require_key_vocab_and_length(header, path, model)
         like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
