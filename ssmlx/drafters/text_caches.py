@@ -72,7 +72,11 @@ class TextCacheOwner(Generic[_Cache]):
             The cache, a new one where nothing is shared. Of the other idle ones, the drafter's
             former one among them, the `_MOST_IDLE` that were taken last are kept, the rest dropped.
         """
-        idle = [cache for cache, owner in self._caches if owner() is None or owner() is drafter]
+        self._caches = [  # a drafter that was started before lets go of what it had
+            (cache, _owned_by_nobody if owner() is drafter else owner)
+            for cache, owner in self._caches
+        ]
+        idle = [cache for cache, owner in self._caches if owner() is None]
         shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
         found = max(idle, key=lambda one: shared[id(one)], default=None)
         num_shared = 0 if found is None else shared[id(found)]
@@ -84,12 +88,7 @@ class TextCacheOwner(Generic[_Cache]):
             cache = found.copy_beginning(num_shared)
         spare = [one for one in idle if one is not cache]
         dropped = {id(one) for one in (cache, *spare[_MOST_IDLE:])}
-        free = {id(one) for one in spare}  # its own too, if it now takes another
-        others = [
-            (one, _owned_by_nobody if id(one) in free else owner)
-            for one, owner in self._caches
-            if id(one) not in dropped
-        ]
+        others = [pair for pair in self._caches if id(pair[0]) not in dropped]
         self._caches = [(cache, weakref.ref(drafter)), *others]
         return cache
 
