@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-has_fast_blas = load_openblas_before_mlx()
+load_openblas_before_mlx()
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless an app listens
 
 # Loaded on first use, so that `--help` does not wait for MLX.

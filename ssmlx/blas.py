@@ -1,7 +1,7 @@
 """A fast matrix library for MLX's CPU backend on Linux, and what computes on this machine.
 
-MLX's Linux wheel carries the reference BLAS, some thirty times slower than OpenBLAS. Where the
-system has OpenBLAS, loading it first and for all gives its symbols precedence: what
+MLX's Linux wheel carries the reference BLAS, with which several rows cost some fifteen times as
+much as with OpenBLAS. A library that is loaded first and for all has precedence over it: what
 `LD_PRELOAD` does, without the variable. Nothing of this happens on macOS.
 """
 
@@ -9,36 +9,87 @@ import ctypes
 import ctypes.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 HINT = (
-    "MLX runs on its reference BLAS here, some thirty times slower than OpenBLAS; "
-    "`apt install libopenblas0-pthread` (or your system's package) and start again"
+    "MLX computes with its reference BLAS here, in which several rows cost some fifteen times as "
+    "much as in OpenBLAS. Import ssmlx before mlx; if that is so already, `apt install "
+    "libopenblas0-pthread` (or your system's package) and start again"
 )
 
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-@lru_cache(maxsize=1)
-def load_openblas_before_mlx() -> bool:
-    """Load the system's OpenBLAS before MLX, so that MLX's CPU backend uses it. On Linux alone.
+def load_openblas_before_mlx() -> None:
+    """Load OpenBLAS for MLX's CPU backend on Linux: the installed wheel's, or else the system's.
 
-    Returns:
-        False on Linux where OpenBLAS is missing or cannot be loaded; True where it was loaded, on
-        other systems, and where MLX was imported before, when nobody can tell. The first call's
-        answer is kept for the process.
+    It does nothing if the process has loaded one already, or MLX, which then keeps its own.
     """
-    if sys.platform != "linux" or "mlx.core" in sys.modules:
-        return True
-    name = ctypes.util.find_library("openblas")
-    if name is None:
-        return False
+    if sys.platform != "linux" or "mlx.core" in sys.modules or _openblas_name() is not None:
+        return
+    with suppress(OSError):
+        _load_from_wheel()
+        return
+    if name := ctypes.util.find_library("openblas"):
+        with suppress(OSError):
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+
+
+def _load_from_wheel() -> None:
+    """Load the OpenBLAS of the wheel ngsolve-openblas; OSError if there is none that loads.
+
+    It needs GCC's Fortran library, which few machines have. MLX's wheel carries one under another
+    name, and OpenBLAS looks beside itself first: so it is loaded from a folder of links.
+    """
+    openblas = next(_files_in("ngsolve_openblas", ".", "libopenblas*.so*"), None)
+    if openblas is None:
+        raise OSError("ngsolve-openblas is not installed")
+    with TemporaryDirectory(prefix="ssmlx-openblas-") as name:
+        folder = Path(name)
+        for file in _files_in("mlx", "../mlx_cpu.libs", "lib*.so*"):
+            is_fortran = file.name.startswith("libgfortran")
+            (folder / ("libgfortran.so.5" if is_fortran else file.name)).symlink_to(file)
+        linked = folder / openblas.name
+        linked.symlink_to(openblas)
+        ctypes.CDLL(str(linked), mode=ctypes.RTLD_GLOBAL)
+
+
+def _files_in(package: str, folder: str, pattern: str) -> Iterator[Path]:
+    """Files of a folder beside or in an installed package, which is not imported."""
+    spec = find_spec(package)
+    for place in (spec and spec.submodule_search_locations) or ():
+        yield from (Path(place) / folder).resolve().glob(pattern)
+
+
+def _openblas_name() -> str | None:
+    """Which OpenBLAS the process has loaded for all, such as "OpenBLAS 0.3.33 (SkylakeX)"."""
+    everything = ctypes.CDLL(None)
     try:
-        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-    except OSError:
-        return False
-    return True
+        config, core = everything.openblas_get_config, everything.openblas_get_corename
+    except AttributeError:
+        return None
+    config.restype = core.restype = ctypes.c_char_p
+    return f"{' '.join(config().decode().split()[:2])} ({core().decode()})"
+
+
+@lru_cache(maxsize=1)
+def blas_name() -> str:
+    """Which library multiplies matrices on the CPU: "Accelerate", "OpenBLAS 0.3.33 (SkylakeX)",
+    whose kernels are those of the core in brackets, or "the reference BLAS"."""
+    if sys.platform == "darwin":
+        return "Accelerate"
+    return _openblas_name() or "the reference BLAS"
+
+
+def has_fast_blas() -> bool:
+    """Whether several rows cost little more than one on the CPU; `HINT` says what to do if not."""
+    return blas_name() != "the reference BLAS"
 
 
 class Machine(NamedTuple):
@@ -52,9 +103,9 @@ class Machine(NamedTuple):
 def this_machine() -> Machine:
     """Find the chip, and what of it MLX computes on.
 
-    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, fast BLAS"). By MLX's default device
-    when it is first called; found once a process. The cores are those that the process may run on,
-    or fewer where `OPENBLAS_NUM_THREADS` or `OMP_NUM_THREADS` says so.
+    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, OpenBLAS 0.3.33 (SkylakeX)"). By MLX's
+    default device when it is first called; found once a process. The cores are those that the
+    process may run on, or fewer if `OPENBLAS_NUM_THREADS` or `OMP_NUM_THREADS` says so.
     """
     import mlx.core as mx
 
@@ -67,5 +118,4 @@ def this_machine() -> Machine:
     limits = [os.environ.get(name, "") for name in _THREADS]
     cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
     counted = f"{cores} core{'s' if cores > 1 else ''}"
-    blas = "fast" if load_openblas_before_mlx() else "reference"
-    return Machine(f"{name}, {counted}", f"cpu, {blas} BLAS")
+    return Machine(f"{name}, {counted}", f"cpu, {blas_name()}")

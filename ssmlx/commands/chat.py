@@ -13,8 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import has_fast_blas
-from ..blas import HINT
+from ..blas import HINT, has_fast_blas
 from ..errors import InputError
 from ..loading.folders import Fetch
 from ..loading.names import bundled_adapters
@@ -390,7 +389,7 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
     config = generate_config(args)  # a bad option is refused before anything is loaded
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
-    if not has_fast_blas:
+    if not has_fast_blas():
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")

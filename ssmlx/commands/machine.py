@@ -8,8 +8,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import __version__, has_fast_blas
-from ..blas import HINT
+from .. import __version__
+from ..blas import blas_name
 
 UNKNOWN = "unknown"
 CHECKOUT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def describe_machine() -> dict[str, str]:
         "power": power_source_or_unknown(),
         "device": str(mx.default_device()),
         "python": platform.python_version(),
-        "blas": "OpenBLAS or Accelerate" if has_fast_blas else f"reference ({HINT})",
+        "blas": blas_name(),
         **{name: _package_version_or_unknown(name) for name in PACKAGES},
         "commit": _git_commit_or_unknown(),
     }

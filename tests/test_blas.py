@@ -1,0 +1,64 @@
+"""Which BLAS multiplies MLX's matrices on Linux: each case is a process of its own."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
+has_wheel = pytest.mark.skipif(not find_spec("ngsolve_openblas"), reason="no wheel of OpenBLAS")
+
+NAME = "from ssmlx.blas import blas_name; print(blas_name())"
+WITHOUT_WHEEL = "import sys; sys.modules['ngsolve_openblas'] = None"
+
+
+def run(*lines, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+@has_wheel
+def test_mlx_multiplies_with_the_wheels_and_nothing_is_left(tmp_path):
+    said = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
+    (name,) = run("import ssmlx, mlx.core", NAME, TMPDIR=str(tmp_path), **said)
+    assert name.startswith("OpenBLAS 0.3.")
+    (file,) = tmp_path.iterdir()  # its folder of links is gone
+    (line,) = [
+        one for one in file.read_text().splitlines() if "cblas_sgemm'" in one and "libmlx.so" in one
+    ]
+    assert "libopenblas" in line.partition(" to ")[2]
+
+
+def test_mlx_that_was_imported_first_keeps_its_own():
+    assert run("import mlx.core, ssmlx", NAME) == ["the reference BLAS"]
+
+
+@pytest.mark.parametrize("environment", [{"TMPDIR": "/nowhere"}, {"HOME": "/nowhere"}])
+def test_it_needs_no_place_of_its_own(environment):
+    (name,) = run("import ssmlx", NAME, **environment)
+    assert name == run("import ssmlx", NAME)[0]
+
+
+def test_without_the_wheel_it_is_the_systems_or_the_reference():
+    (name,) = run(WITHOUT_WHEEL, "import ssmlx", NAME)
+    assert name.startswith("OpenBLAS") or name == "the reference BLAS"
+
+
+def test_a_wheel_that_does_not_load_is_passed_over(tmp_path):
+    package = tmp_path / "ngsolve_openblas"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('nobody imports it')")
+    (package / "libopenblas.so").write_text("no library")
+    (name,) = run("import ssmlx", NAME, PYTHONPATH=f"{tmp_path}{os.pathsep}{Path.cwd()}")
+    assert name in run(WITHOUT_WHEEL, "import ssmlx", NAME)
