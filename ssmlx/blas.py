@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic
 from typing import NamedTuple
 
 HINT = (
@@ -92,6 +93,62 @@ def has_fast_blas() -> bool:
     return blas_name() != "the reference BLAS"
 
 
+class OpenBlasThreads:
+    """Lets OpenBLAS use no more threads than other processes leave cores idle.
+
+    Its threads wait for each other without giving way, so one that has no core holds up all: beside
+    one busy process on two cores, two threads take some twenty times as long as one.
+    """
+
+    _SECONDS = 0.5  # between two looks, as /proc/stat counts in hundredths
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._library = ctypes.CDLL(None) if _openblas_name() else None
+        self._most = self._library.openblas_get_num_threads() if self._library else 1
+        self._used = self._most
+        self._looked = monotonic()
+        self._others = self._own = 0.0
+        if self._most > 1:
+            try:
+                self._others, self._own = self._busy_seconds()
+            except (OSError, ValueError):  # no such file, or another system's
+                self._most = 1
+
+    def adjust(self) -> None:
+        """Look at what others used since the last time, if that was long enough ago.
+
+        Not to be called by two threads at once; products may run meanwhile.
+        """
+        passed = monotonic() - self._looked
+        if self._most == 1 or passed < self._SECONDS:  # with one thread there is nothing to choose
+            return
+        others, own = self._busy_seconds()
+        busy = max(0.0, others - self._others - (own - self._own)) / passed
+        self._looked, self._others, self._own = self._looked + passed, others, own
+        # a core of which others use a quarter still counts as idle
+        threads = max(1, min(self._most, int(len(_usable_cores()) - busy + 0.25)))
+        if threads != self._used and self._library is not None:
+            self._library.openblas_set_num_threads(threads)
+            self._used = threads
+
+    def _busy_seconds(self) -> tuple[float, float]:
+        """Seconds that the usable cores were busy, with anybody's work and with this process's."""
+        names = {f"cpu{number}" for number in _usable_cores()}
+        ticks = 0
+        for name, *counts in map(str.split, self._stat.read_text().splitlines()):
+            if name in names:
+                user, nice, system, _idle, _waiting, irq, soft, stolen, *_ = map(int, counts)
+                ticks += user + nice + system + irq + soft + stolen
+        own = os.times()
+        return ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system
+
+
+def _usable_cores() -> set[int]:
+    allowed = getattr(os, "sched_getaffinity", None)
+    return allowed(0) if allowed else set(range(os.cpu_count() or 1))
+
+
 class Machine(NamedTuple):
     """What computes here."""
 
@@ -113,8 +170,7 @@ def this_machine() -> Machine:
     if mx.default_device() == mx.gpu:
         return Machine(name, "gpu")
     # Those that MLX's CPU backend may use: all that there are, or as the environment says.
-    allowed = getattr(os, "sched_getaffinity", None)
-    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    cores = len(_usable_cores())
     limits = [os.environ.get(name, "") for name in _THREADS]
     cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
     counted = f"{cores} core{'s' if cores > 1 else ''}"

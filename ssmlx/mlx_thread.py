@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
+from .blas import OpenBlasThreads
 from .errors import InputError, require
 
 Result = TypeVar("Result")
@@ -138,8 +139,10 @@ class MlxThread:
     def _run_tasks_for_ever(self) -> None:
         """Do tasks for ever, each on the default device of whoever asked; cancelled ones are left
         out."""
+        threads = OpenBlasThreads()
         while True:
             task = self._tasks.get()
+            threads.adjust()
             if mx.default_device() != task.device:
                 mx.set_default_device(task.device)
             if task.future.set_running_or_notify_cancel():

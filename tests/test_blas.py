@@ -62,3 +62,37 @@ def test_a_wheel_that_does_not_load_is_passed_over(tmp_path):
     (package / "libopenblas.so").write_text("no library")
     (name,) = run("import ssmlx", NAME, PYTHONPATH=f"{tmp_path}{os.pathsep}{Path.cwd()}")
     assert name in run(WITHOUT_WHEEL, "import ssmlx", NAME)
+
+
+@has_wheel
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_threads_are_as_many_as_others_leave_cores_idle(tmp_path):
+    stat = tmp_path / "stat"
+    (said,) = run(
+        "import ssmlx, ctypes, time",
+        "from pathlib import Path",
+        "from ssmlx import blas",
+        f"stat = Path({str(stat)!r})",
+        "def write(ticks):",
+        "    lines = [f'cpu{n} {ticks} 0 0 50 0 0 0 0 0 0' for n in blas._usable_cores()]",
+        "    stat.write_text('cpu  0 0 0 0 0 0 0 0 0 0\\n' + '\\n'.join(lines) + '\\nctxt 7\\n')",
+        "most = ctypes.CDLL(None).openblas_get_num_threads()",
+        "write(0)",
+        "threads = blas.OpenBlasThreads(stat)",
+        "used = []",
+        "for ticks in (1000, 1000, 1000 + 3):",  # all busy, idle, hardly busy
+        "    write(ticks)",
+        "    time.sleep(0.6)",
+        "    threads.adjust()",
+        "    used.append(ctypes.CDLL(None).openblas_get_num_threads() / most)",
+        "print(most > 1, *used)",
+        OPENBLAS_NUM_THREADS="2",
+        OMP_NUM_THREADS="2",
+    )
+    assert said == "True 0.5 1.0 1.0"
+
+
+@has_wheel
+def test_a_machine_that_does_not_say_is_left_alone():
+    run("import ssmlx", "from pathlib import Path", "from ssmlx.blas import OpenBlasThreads",
+        "OpenBlasThreads(Path('/nowhere')).adjust()")  # fmt: skip
