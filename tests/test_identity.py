@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import ssmlx  # first: it prefers OpenBLAS
 
@@ -25,6 +26,7 @@ from tiny import make_base, slow
 
 from ssmlx.commands import generate
 from ssmlx.loading import folders, identity
+from ssmlx.loading.adapter import write_adapter_in_place
 from ssmlx.loading.attach import attach_adapter, lora_digest, swap_adapter
 from ssmlx.loading.identity import (
     CacheKey,
@@ -408,27 +410,48 @@ def test_in_one_process_a_model_in_memory_is_its_own():
 # --- LoRA ---
 
 
-def changed_lora(adapter):
-    """The same LoRA with one value changed, which no sample of 64 in a matrix need see."""
+def with_changed_lora(adapter):
+    """The same adapter with one value of its LoRA changed."""
     path, one = next(iter(adapter.lora.items()))
     values = np.array(one.b)
-    values.flat[values.size // 2 + 1] += 0.5
-    return {**adapter.lora, path: type(one)(**{**vars(one), "b": mx.array(values)})}
+    values.flat[values.size // 2 + 1] += 50
+    return replace(adapter, lora={**adapter.lora, path: replace(one, b=mx.array(values))})
 
 
 def test_no_change_of_a_lora_is_missed(base):
     adapter = make_adapter(base)
     digest = lora_digest(adapter.lora)
     assert digest == lora_digest(dict(reversed(adapter.lora.items()))) and len(digest) == 64
-    assert lora_digest(changed_lora(adapter)) != digest and lora_digest({}) is None
+    changed = with_changed_lora(adapter)
+    assert lora_digest(changed.lora) != digest and lora_digest({}) is None
     backbone, _ = load_base(base, "float32")
     keys = {
         key(attach_adapter(backbone, one, merge_lora=merge))
         for merge in (True, False)
-        for one in (adapter, type(adapter)(**{**vars(adapter), "lora": changed_lora(adapter)}))
+        for one in (adapter, changed)
         for key in (CacheKey.of, CacheKey.in_files)
     }
     assert len(keys) == 4  # merged or not is the same
+
+
+def test_answers_of_loras_that_differ_in_one_value_share_no_call_and_no_prompt(base, tmp_path):
+    adapter = make_adapter(base)
+    places = [tmp_path / "one", tmp_path / "other"]
+    for folder, one in zip(places, (adapter, with_changed_lora(adapter)), strict=True):
+        folder.mkdir()
+        write_adapter_in_place(folder, one)
+    how = {"max_tokens": LENGTH, "decoding": "plain"}
+    alone = []
+    for folder in places:
+        with ssmlx.Engine(str(base), adapter=folder, dtype="float32") as engine:
+            alone.append([token for one in engine.stream(PROMPT, **how) for token in one.tokens])
+    assert alone[0] != alone[1]
+    with ssmlx.Engine(str(base), places, dtype="float32") as engine:
+        for _ in range(2):  # the second time with what the first has left
+            answers = [engine.stream(PROMPT, adapter=folder, **how) for folder in places]
+            with ThreadPoolExecutor(2) as pool:
+                found = list(pool.map(list, answers))
+            assert [[token for one in each for token in one.tokens] for each in found] == alone
 
 
 # --- files of prompts ---

@@ -124,24 +124,17 @@ def stored_weights_digest(folder: Path) -> str:
         InputError: there are no weights, a file of them is broken, or they were changed meanwhile.
         OSError: a file cannot be read.
     """
-    stamps = [one for one in stamp_model_files(folder) if one.name not in _SETTINGS]
-    place = str(folder.resolve())
-    remembered = _read_remembered()
-    known = remembered.get(place)
+    stamps = _stamp_weights(folder)
+    known = _read_remembered().get(str(folder.resolve()))
     if isinstance(known, dict) and known.get("files") == [[*one] for one in stamps]:
-        return str(known.get("sha256"))
+        return str(known["sha256"])
     tensors = _stored_tensors(folder)
     named = [(f"{one.name} {one.kind}", one) for one in tensors]
     digest = f"{_shapes_digest(tensors)}-{_digest_each(named, _sha256_of_stored)}"
-    after = [one for one in stamp_model_files(folder) if one.name not in _SETTINGS]
     found = f"{folder} was changed while it was read"
-    require(after == stamps, found, expected="weights that nothing writes to", do="try again")
-    remembered.pop(place, None)
-    kept = [*remembered.items()][-_MOST_REMEMBERED + 1 :]
-    content = {**dict(kept), place: {"files": stamps, "sha256": digest}}
-    with suppress(OSError):  # then it is made again
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        write_whole(cache_dir() / _REMEMBERED_FILE, json.dumps(content).encode())
+    is_same = _stamp_weights(folder) == stamps
+    require(is_same, found, expected="weights that nothing writes to", do="try again")
+    _remember(folder, {"files": stamps, "sha256": digest})
     return digest
 
 
@@ -200,16 +193,29 @@ def digest_arrays(named: Iterable[tuple[str, mx.array]]) -> str:
     return _digest_each([(name, memoryview(one)) for name, one in rows], _sha256)
 
 
-def _read_remembered() -> dict[str, Any]:
-    """Read the digests that were made before: {"files", "sha256"} by folder, the newest last.
+def _stamp_weights(folder: Path) -> list[FileStamp]:
+    return [one for one in stamp_model_files(folder) if one.name not in _SETTINGS]
 
-    Empty where the file is missing or no JSON object.
+
+def _read_remembered() -> dict[str, Any]:
+    """Read the digests that were made before: {"files", "sha256"} by folder, the newest last;
+    nothing where the file is missing or broken.
     """
     path = cache_dir() / _REMEMBERED_FILE
     with suppress(InputError):
         if path.exists():
             return read_json(path, "digests of weights")
     return {}
+
+
+def _remember(folder: Path, digest: Mapping[str, Any]) -> None:
+    """Write a folder's digest as the newest; where that cannot be, it is made again."""
+    place = str(folder.resolve())
+    others = [pair for pair in _read_remembered().items() if pair[0] != place]
+    content = {**dict(others[-_MOST_REMEMBERED + 1 :]), place: digest}
+    with suppress(OSError):
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        write_whole(cache_dir() / _REMEMBERED_FILE, json.dumps(content).encode())
 
 
 def _stored_tensors(folder: Path) -> list[StoredTensor]:

@@ -319,7 +319,7 @@ class PromptCache:
         if folder is not None and backbone.group is None and backbone.capabilities.has("stages"):
             try:
                 return CacheKey.in_files(model), folder
-            except InputError as error:
+            except (InputError, OSError) as error:
                 _log.warning("prompts are kept in memory alone: %s", error)
         return CacheKey.of(model), None
 
