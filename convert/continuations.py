@@ -15,7 +15,7 @@ from ssmlx.commands.parser import add_int_options, add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder, write_whole
-from ssmlx.loading.weights_digest import weights_and_configs_digest
+from ssmlx.loading.identity import weights_and_configs_digest
 from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import frozen_at_new_year_2026

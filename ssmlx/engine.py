@@ -134,6 +134,7 @@ class Engine:
             self.model(one)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
+        self.prompt_cache.identify(self.model(NO_ADAPTER))
         self._count_cache_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import test_families
+from mlx.utils import tree_flatten
 from mlx_lm.utils import save_config, save_model
 from real import answer, one_line, refusal, words, write_packed, write_tokenizer
 from test_lora import write_lora
@@ -26,9 +27,13 @@ from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_adapters_of_base, find_default_adapter
 from ssmlx.loading.files import locked_folder_removed_if_empty
 from ssmlx.loading.folders import adapters_home
+from ssmlx.loading.identity import (
+    digest_arrays,
+    stored_weights_digest,
+    weights_and_configs_digest,
+)
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_made_here, resolve_adapter
-from ssmlx.loading.weights_digest import sampled_weights_digest, weights_and_configs_digest
 from ssmlx.training import (
     adapt_check,
     adapt_plan,
@@ -182,7 +187,7 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
     assert figures["figures"]["tokens_per_call"] == {str(n): one for n, one in curve.items()}
     assert figures["figures"]["untrained_tokens_per_call"] <= curve[6]
     assert figures["data"]["private"] is False
-    digest = sampled_weights_digest(packed)
+    digest = stored_weights_digest(packed)
     assert figures["base"] == {
         "model": str(packed), "revision": None, "bits": 4, "weights": digest
     }  # fmt: skip
@@ -227,13 +232,13 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     backbone, _ = load_base(packed, "float32")
     run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
     base = {**read_base_settings(packed), "num_hidden_layers": 4}
-    before = backbone.digest
+    before = digest_arrays(tree_flatten(backbone.model.parameters()))
     found = sizing.time_candidate_layers_and_keep_costs(
         backbone, base, run, range(3, 40), seconds=0
     )
     assert {*found} == {*sizing.candidate_layers(4)}
     assert all(costs[2] > 0 for costs in found.values())
-    assert backbone.digest == before
+    assert digest_arrays(tree_flatten(backbone.model.parameters())) == before
 
 
 @pytest.mark.slow

@@ -20,13 +20,13 @@ from ssmlx.blas import this_machine
 from ssmlx.commands import adapters, chat, check, drafting_lines, generate
 from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
-from ssmlx.loading import folders, names, weights_digest
+from ssmlx.loading import identity, names
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_default_adapter
 from ssmlx.loading.files import locked_folder_removed_if_empty, write_whole
 from ssmlx.loading.folders import adapters_home
+from ssmlx.loading.identity import stored_weights_digest, weights_and_configs_digest
 from ssmlx.loading.names import resolve_adapter
-from ssmlx.loading.weights_digest import sampled_weights_digest, weights_and_configs_digest
 from ssmlx.training import sizing
 
 LENGTH = 8
@@ -46,7 +46,7 @@ def make_run(model, name="mine", *, figures=None, rounds=1, **settings):
     folder = adapters_home() / name
     write_tiny_adapter(folder / "adapter", model, scope="streams")
     plan = {
-        "settings": {"weights": sampled_weights_digest(model), "seed": 0, **settings},
+        "settings": {"weights": stored_weights_digest(model), "seed": 0, **settings},
         "base": {"model": str(model), "folder": str(model.resolve())},
         "step_costs": {"2": 1.2, "4": 1.25},
         "rounds": [{"hours": 1.0 + n} for n in range(rounds)],
@@ -76,97 +76,6 @@ def lora_fused(base, target):
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight + a @ b
     save_model(target, model)
     return target
-
-
-# --- the digest ---
-
-
-def test_a_copy_has_the_same_digest_whatever_stands_beside_its_weights(base, tmp_path):
-    digest = sampled_weights_digest(base)
-    assert len(digest) == 32
-    copy = shutil.copytree(base, tmp_path / "copy")
-    change_config(copy, a_new_field=1, max_position_embeddings=64)
-    (copy / "tokenizer_config.json").unlink()
-    assert sampled_weights_digest(copy) == digest
-    # In two files, and in another order.
-    tensors = mx.load(str(copy / "model.safetensors"))
-    (copy / "model.safetensors").unlink()
-    for n in (2, 1):
-        part = {name: one for name, one in tensors.items() if len(name) % 2 == n - 1}
-        mx.save_safetensors(str(copy / f"model-0000{n}-of-00002.safetensors"), part)
-    assert sampled_weights_digest(copy) == digest
-    moved = copy.rename(tmp_path / "moved")
-    assert sampled_weights_digest(moved) == digest
-
-
-def test_other_weights_have_another(base, tmp_path):
-    digests = {
-        sampled_weights_digest(base),
-        sampled_weights_digest(lora_fused(base, tmp_path / "tuned")),
-    }
-    half = shutil.copytree(base, tmp_path / "half")
-    tensors = mx.load(str(half / "model.safetensors"))
-    halved = {name: one.astype(mx.float16) for name, one in tensors.items()}
-    mx.save_safetensors(str(half / "model.safetensors"), halved)
-    renamed = {name.replace("q_proj", "k_proj_"): one for name, one in tensors.items()}
-    digests.add(sampled_weights_digest(half))
-    mx.save_safetensors(str(half / "model.safetensors"), renamed)
-    digests.add(sampled_weights_digest(half))
-    assert len(digests) == 4
-
-
-def test_of_a_large_tensor_pieces_from_first_to_last_are_seen(tmp_path, monkeypatch):
-    path = tmp_path / "model.safetensors"
-    size = 100 * weights_digest.PIECE_BYTES
-
-    def digest_with(place):
-        values = mx.zeros(size, mx.uint8)
-        if place is not None:
-            values[place] = 1
-        mx.save_safetensors(str(path), {"a": values, "b": mx.zeros(3)})
-        return sampled_weights_digest(tmp_path)
-
-    between = (size - weights_digest.PIECE_BYTES) * 3 // (weights_digest.MOST_PIECES - 1)
-    found = [digest_with(place) for place in (None, 0, between, size - 1)]
-    assert len(set(found)) == 4
-    # What the docstring says that it does not see.
-    assert digest_with(weights_digest.PIECE_BYTES + 1) == found[0]
-    # Of very many tensors less is read, and the same everywhere.
-    monkeypatch.setattr(weights_digest, "MOST_READS", 1)
-    one = weights_digest._digest_sampled_tensors([path])
-    assert one == weights_digest._digest_sampled_tensors([path]) and one not in found
-
-
-def test_the_digest_is_remembered_and_a_change_is_noticed(base, tmp_path, monkeypatch):
-    copy = shutil.copytree(base, tmp_path / "copy")
-    before = sampled_weights_digest(copy)
-    read = []
-    real = weights_digest._digest_sampled_tensors
-    monkeypatch.setattr(
-        weights_digest, "_digest_sampled_tensors", lambda files: read.append(1) or real(files)
-    )
-    assert sampled_weights_digest(copy) == before and read == []
-    path = copy / "model.safetensors"
-    times = path.stat()
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as some copying tools do
-    assert sampled_weights_digest(copy) != before and read == [1]
-    for broken in ("{", "[]", json.dumps({str(copy.resolve()): 3})):
-        folders.cache_dir().joinpath("weights.json").write_text(broken)
-        assert sampled_weights_digest(copy) != before
-    # Without a place to remember it in, it is made each time.
-    monkeypatch.setenv("SSMLX_CACHE", str(path / "nowhere"))
-    assert sampled_weights_digest(copy) != before and len(read) == 5
-
-
-def test_what_are_no_weights_is_told_in_one_line(tmp_path):
-    assert "has no weights" in refusal(sampled_weights_digest, tmp_path)
-    for content in (b"", b"\x00" * 4, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]",
-                    b"\x08" + b"\x00" * 7 + b'{"a": 1}'):  # fmt: skip
-        (tmp_path / "model.safetensors").write_bytes(content)
-        assert "no header that can be read" in refusal(sampled_weights_digest, tmp_path)
 
 
 # --- what is found ---
@@ -206,6 +115,34 @@ def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, cap
         ssmlx.load(model, dtype="float32")
     assert not caplog.records
     assert ssmlx.load(model, adapter="mine", dtype="float32")[0].num_streams > 0
+
+
+def test_a_run_of_an_earlier_version_is_not_taken_by_itself(base, caplog, capsys):
+    path = make_run(base).parent / "plan.json"
+    plan = json.loads(path.read_text())
+    plan["settings"]["weights"] = "0f" * 16  # a digest of samples
+    path.write_text(json.dumps(plan))
+    with caplog.at_level("INFO", logger="ssmlx"):
+        model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
+    (line,) = [one.getMessage() for one in caplog.records if "mine" in one.getMessage()]
+    assert model.num_streams == 0
+    assert "made by an earlier version" in line and "--adapter mine" in line
+    assert exit_code(adapters.main) == 0
+    assert f"of {base} (made by an earlier version)" in capsys.readouterr().out
+    assert ssmlx.load(base, adapter="mine", dtype="float32")[0].num_streams > 0
+
+
+def test_weights_are_read_only_where_a_run_is_of_their_shapes(base, tmp_path, monkeypatch):
+    make_run(write_base(tmp_path / "other", layers=5))
+    read = []
+    real = identity._sha256_of_stored
+    monkeypatch.setattr(
+        identity, "_sha256_of_stored", lambda one: read.append(one.name) or real(one)
+    )
+    assert find_runs_by_weights(base, str(base)).fitting == () and read == []
+    make_run(write_base(tmp_path / "like", seed=1), "like")
+    read.clear()
+    assert find_runs_by_weights(base, str(base)).fitting == () and read
 
 
 def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
@@ -477,7 +414,7 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     assert f"of {base} (here): 2.00 tokens a call with 4 nodes, 1.50 times plain" in lines["done"]
     assert time.strftime("%Y-%m-%d") in lines["done"]
     assert f"(not in {gone} any more): unfinished" in lines["begun"]
-    assert ", with a LoRA (other weights are there now)" in lines["changed"]
+    assert ", with a LoRA (made from other weights than are there)" in lines["changed"]
     assert run("rename", "done", "better")[1] == "done is called better now\n"
     assert resolve_adapter("better").is_dir() and not (adapters_home() / "done").exists()
     assert run("remove", "better")[0] == 0 and run("remove", "begun")[0] == 0

@@ -33,6 +33,7 @@ from convert.reference.heads import new_reference
 from ssmlx.drafters.heads import CONFIG_FILE, WEIGHTS_FILE, load_heads, read_heads
 from ssmlx.drafters.mlp_speculator import full_tree_topology, num_candidate_nodes
 from ssmlx.errors import InputError
+from ssmlx.loading.identity import BaseIdentity
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, SpeculatorTreeConfig, TreeConfig
@@ -397,7 +398,7 @@ def test_the_command_writes_a_folder_that_loads(
     if kind != "medusa":  # published files state the defaults
         config = replace(config, n_candidates=5, top_k_tokens_per_head=(6, 3, 2))
     heads = read_heads(out)
-    assert heads.config == config and heads.base == backbone.identity
+    assert heads.config == config and heads.base == BaseIdentity.of(backbone)
     hidden, tokens = inputs()
     tree = TreeConfig() if kind == "medusa" else shape()
     tree = load_heads(out, backbone).propose_tree(mx.array(tokens[0]), mx.array(hidden), tree)

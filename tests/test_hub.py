@@ -15,8 +15,8 @@ import ssmlx
 from ssmlx.commands import chat, upload
 from ssmlx.loading import hub as hub_files
 from ssmlx.loading.folders import Fetch
+from ssmlx.loading.identity import stored_weights_digest
 from ssmlx.loading.names import resolve_adapter
-from ssmlx.loading.weights_digest import sampled_weights_digest
 
 FIRST = "a" * 40
 SECOND = "b" * 40
@@ -349,8 +349,10 @@ def test_a_base_that_is_here_must_have_the_adapter_s_weights(hub, send, base, mo
     hub.commits[FIRST] = {}
     monkeypatch.setattr(upload, "resolve_model", lambda *_: base)
     local = {**FIGURES["base"], "model": str(base)}
-    for digest, code in ((sampled_weights_digest(base), 0), ("0f" * 16, 2), (None, 0)):
+    found = stored_weights_digest(base)
+    for digest, code in ((found, 0), (found[:-1] + "x", 2), ("0f" * 16, 0), (None, 0)):
         figures = {**FIGURES, "base": {**local, "weights": digest}}
-        found, _, err = send("--base", "org/other", figures=figures)
-        assert found == code
+        status, _, err = send("--base", "org/other", figures=figures)
+        assert status == code
         assert ("made from other weights than org/other has" in err) == (code == 2)
+        assert ("weights were not compared" in err) == (digest == "0f" * 16)

@@ -36,9 +36,9 @@ from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.loading.attach import attach_adapter, swap_adapter
+from ssmlx.loading.identity import CacheKey
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.cache_key import CacheKey
 from ssmlx.model.state_cache import StateCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompt_cache import PromptCache
@@ -248,20 +248,17 @@ def test_prompts_belong_to_weights_and_to_lora_on_every_row():
     backbone = Backbone(make_base())
     base = StreamFusedModel(backbone)
     streams, lora = (make_adapter(backbone, scope, **RESIDUAL) for scope in ("streams", "all"))
-    key = CacheKey.of(base)
     other = make_adapter(backbone, "all", seed=9)
-    chat = attach_adapter(backbone, streams, merge_lora=True)
-    assert CacheKey.of(chat) == key
-    sql = swap_adapter(chat, lora, merge_lora=True)
-    merged = CacheKey.of(sql)
-    apart = swap_adapter(sql, lora, merge_lora=False)
-    assert CacheKey.of(apart) == merged and merged.lora != key.lora
-    assert merged.weights == key.weights
-    assert CacheKey.of(swap_adapter(apart, other)).lora not in (key.lora, merged.lora)
-    twin, changed = (StreamFusedModel(Backbone(make_base(**more))) for more in ({}, {"seed": 4}))
-    assert CacheKey.of(twin) == key != CacheKey.of(changed)
-    wider = StreamFusedModel(Backbone(make_base(rope_theta=999.0)))
-    assert CacheKey.of(wider).weights != key.weights
+    for key_of in (CacheKey.of, CacheKey.in_files):
+        key = key_of(base)
+        chat = attach_adapter(backbone, streams, merge_lora=True)
+        assert key_of(chat) == key
+        sql = swap_adapter(chat, lora, merge_lora=True)
+        merged = key_of(sql)
+        apart = swap_adapter(sql, lora, merge_lora=False)
+        assert key_of(apart) == merged and merged.lora != key.lora
+        assert merged.weights == key.weights
+        assert key_of(swap_adapter(apart, other)).lora not in (key.lora, merged.lora)
     half = make_base()
     half.set_dtype(mx.float16)
     assert CacheKey.of(StreamFusedModel(Backbone(half))).dtype == "float16"
@@ -274,7 +271,7 @@ def test_models_share_a_cache_and_each_finds_its_own():
         for known in (0, 29):
             answer, found = warm(prompts, model, tokens)
             assert (answer, found) == (cold(model, tokens), known)
-    base = StreamFusedModel(Backbone(make_base()))
+    base = swap_adapter(model_of("streams"), None)
     answer, known = warm(prompts, base, tokens)  # what `streams` left is the base's own
     assert known == 29 and answer == cold(base, tokens)
 
@@ -351,7 +348,6 @@ def test_a_model_that_is_called_as_a_whole_now_reads_no_file(tmp_path, monkeypat
 
     monkeypatch.setattr("ssmlx.model.backbone.check_stages", refuse)
     whole = StreamFusedModel(Backbone(make_base()))
-    assert CacheKey.of(whole) == CacheKey.of(model_of())
     cache, known = PromptCache(folder=tmp_path).take(whole, tokens)
     assert known == 0 and isinstance(cache, StateCache)
 
@@ -401,7 +397,7 @@ DAMAGES = {
     "another format": ({"format": "ssmlx-prompt/0"}, "the format 'ssmlx-prompt/0'"),
     "a model": ({"model": "qwen"}, "another model, qwen; expected llama, 3 layers of 32"),
     "a dtype": ({"dtype": "float16"}, "another dtype, float16; expected float32"),
-    "weights": ({"weights": "abc"}, "another model's weights, abc"),
+    "weights": ({"weights": "abc"}, "another model's weights or settings, abc"),
     "LoRA": ({"lora": "abc"}, "another adapter's LoRA, abc; expected none"),
     "no tokens": ({"tokens": ""}, "token ids that are none"),
     "tokens of words": ({"tokens": "1,x"}, "token ids that are none"),

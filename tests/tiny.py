@@ -22,6 +22,7 @@ from ssmlx.generation import time_calls
 from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
+from ssmlx.loading.identity import BaseIdentity
 from ssmlx.loading.load import OWN_FAMILIES
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
@@ -138,7 +139,7 @@ def make_adapter(
         mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
         make_condition(config.condition_rank, size, seed) if config.condition_rank else None,
     )
-    base = backbone.identity
+    base = BaseIdentity.of(backbone)
     return StreamAdapter(config=config, streams=streams, base=base).with_trained(lora)
 
 

@@ -7,6 +7,7 @@ from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.drafters.heads import Heads, attach_heads, overwrite_head_files
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
+from ssmlx.loading.identity import BaseIdentity
 
 HEAD_KINDS = ("medusa", "mlp-speculator")
 LEVELS = 3
@@ -36,7 +37,7 @@ def random_heads(kind: str, backbone, *, vocab=None, seed: int = 0, **changes) -
         tensors[name] = mx.array(rng.normal(mean, 0.4, shape), mx.float32)
     if vocab:
         tensors["draft_vocab"] = mx.array(vocab, mx.int32)
-    return Heads(config, tensors, backbone.identity, "tiny")
+    return Heads(config, tensors, BaseIdentity.of(backbone), "tiny")
 
 
 def make_heads(kind: str, backbone, **settings):

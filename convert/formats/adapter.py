@@ -17,6 +17,7 @@ from ssmlx.loading.adapter import (
     read_stream_weights,
     write_streams_and_settings,
 )
+from ssmlx.loading.identity import BaseIdentity
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
 from ssmlx.loading.tensors import check_tensors
@@ -102,7 +103,7 @@ def read_checkpoint(
     adapter = StreamAdapter(
         config=config,
         streams=streams,
-        base=backbone.identity,
+        base=BaseIdentity.of(backbone),
         lora=task,
         base_model=config.base_model,
     )

@@ -37,6 +37,7 @@ from ssmlx.json_files import build_settings_ignoring_unknown, read_json
 from ssmlx.loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
 from ssmlx.loading.files import write_whole
 from ssmlx.loading.head_tensors import MEDUSA_PREFIX
+from ssmlx.loading.identity import BaseIdentity
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.backbone import Backbone
 
@@ -128,7 +129,7 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
         tensors = cast_stream_tensors(tensors, getattr(mx, dtype))
-    return Heads(config, tensors, backbone.identity, base_model)
+    return Heads(config, tensors, BaseIdentity.of(backbone), base_model)
 
 
 def check_base_sizes(

@@ -16,9 +16,9 @@ from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_stream_weights, stream_tensors
 from ssmlx.loading.files import write_whole
 from ssmlx.loading.folders import CONFIG_FILE
+from ssmlx.loading.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.tensors import check_tensors, read_tensors
-from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
 from ssmlx.training.job import (

@@ -21,7 +21,7 @@ from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.generation.segments import check_prompt_length
-from ssmlx.loading.weights_digest import weights_and_configs_digest
+from ssmlx.loading.identity import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
 
 from .price import Prices, cheapest_system, price_answers, price_ratios_and_slow_answers

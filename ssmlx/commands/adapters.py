@@ -77,16 +77,16 @@ def _describe_whether_base_is_there(run: StoredRun) -> str:
     """Return whether the run's base model is still where it was, as words to print.
 
     Returns:
-        "here", "other weights are there now", or "not in FOLDER any more", also where it cannot be
+        "here", why the adapter is outdated, or "not in FOLDER any more", also where it cannot be
         read.
     """
-    from ..loading.weights_digest import sampled_weights_digest
+    from ..loading.identity import stored_weights_digest
 
     try:
-        is_same = sampled_weights_digest(run.model_folder) == run.settings["weights"]
+        is_same = stored_weights_digest(run.model_folder) == run.settings["weights"]
     except (InputError, OSError):
         return f"not in {run.model_folder} any more"
-    return "here" if is_same else "other weights are there now"
+    return "here" if is_same else run.why_outdated
 
 
 def _existing_run_folder(name: str) -> Path:

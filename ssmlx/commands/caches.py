@@ -62,21 +62,24 @@ class PromptFile:
     def read_if_there_require_same_model(self, model: StreamFusedModel) -> None:
         """Read the tokens and cache from the file if it exists; nothing happens without a path.
 
+        The model's weights are read too, unless they were before, see `stored_weights_digest`.
+
         Args:
             model: whose cache it is.
 
         Raises:
-            InputError: the model's caches cannot be kept, or the file is another model's or LoRA's.
+            InputError: the model's caches cannot be kept, its folder was changed after it was
+                loaded, or the file is another model's or LoRA's.
         """
+        from ..loading.identity import CacheKey
         from ..mlx_thread import run_on_mlx_thread
-        from ..model.cache_key import CacheKey
         from ..prompt_cache.prompt_files import read_prompt
 
         path = self.path
         if path is None:
             return
         model.backbone.capabilities.require("stages", "--prompt-cache")
-        self._key = run_on_mlx_thread(lambda: CacheKey.of(model))
+        self._key = CacheKey.in_files(model)
         if path.exists():
             self.tokens, self.cache = run_on_mlx_thread(lambda: read_prompt(path, model))
 
@@ -136,9 +139,9 @@ class PromptFile:
         Raises:
             InputError: it cannot be written.
         """
+        from ..loading.identity import CacheKey
         from ..mlx_thread import run_on_mlx_thread
         from ..model.cache import TreeCache
-        from ..model.cache_key import CacheKey
         from ..prompt_cache.prompt_files import write_prompt
         from ..prompt_cache.unfinished_files import delete_unfinished_files
 
@@ -146,7 +149,7 @@ class PromptFile:
         cache = self.cache
         if path is None or not isinstance(cache, TreeCache) or not self._is_new:
             return False
-        key = run_on_mlx_thread(lambda: CacheKey.of(model))
+        key = CacheKey.in_files(model)
         if key != self._key:
             return False
         try:

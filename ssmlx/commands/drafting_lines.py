@@ -99,12 +99,12 @@ def _describe_adapter_or_none_and_why(
     """
     if adapter != NO_ADAPTER:
         fitting = {run.name: run for run in (*found.fitting, *found.tuned)}
-        outdated = [run.name for run in found.outdated]
+        outdated = {run.name: run.why_outdated for run in found.outdated}
         why = "as asked for"
         if adapter in fitting:
             why = f"made here from these weights, {fitting[adapter].speed_up_text}"
         elif adapter in outdated:
-            why = "made from other weights than the model has now"
+            why = outdated[adapter]
         elif adapter in bundled_adapters():
             why = "which ships with ssmlx"
         streams = "" if model.num_streams else ", without streams"
@@ -234,8 +234,8 @@ def _faster_command_keeping_lora(
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
     from ..loading.folders import Fetch
+    from ..loading.identity import weights_and_configs_digest
     from ..loading.names import resolve_adapter
-    from ..loading.weights_digest import weights_and_configs_digest
 
     backbone = model.backbone
     if model.num_streams or adapter is None:

@@ -200,8 +200,9 @@ def is_local_name(base: str) -> bool:
 def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> None:
     """Raise InputError unless the adapter was made from the weights of the model `name`.
 
-    Weights are compared by digest. Where the model is not on this machine, or figures.json has no
-    digest, nothing is compared; the former is printed on standard error. Nothing is downloaded.
+    Weights are compared by digest, of all their bytes. Where the model is not on this machine, or
+    figures.json has no digest, or that of an earlier version, nothing is compared, which is printed
+    on standard error. Nothing is downloaded.
 
     Args:
         name: of a model on the Hub, or an alias.
@@ -210,16 +211,19 @@ def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> N
     Raises:
         InputError: it is no such name, or has other weights than the adapter's base.
     """
-    from ..loading.weights_digest import sampled_weights_digest
+    from ..loading.identity import stored_weights_digest
 
     require(
         not is_local_name(name), f"--base {name}", expected="org/name, or an alias", do="correct it"
     )
     wanted = figures.get("base", {}).get("weights")
     try:
-        found = sampled_weights_digest(resolve_model(name, Fetch(offline=True)))
+        found = stored_weights_digest(resolve_model(name, Fetch(offline=True)))
     except InputError:
         print(f"{name} is not on this machine: its weights were not compared", file=sys.stderr)
+        return
+    if wanted is not None and "-" not in wanted:
+        print("figures.json is of an earlier version: weights were not compared", file=sys.stderr)
         return
     what = f"the adapter was made from other weights than {name} has"
     require(wanted in (None, found), what, expected="the very same", do="correct --base")

@@ -16,9 +16,9 @@ import mlx.core as mx
 from ..errors import require
 from ..json_files import build_settings_ignoring_unknown, read_json
 from ..loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
+from ..loading.identity import BaseIdentity
 from ..loading.tensors import check_tensors, read_tensors, write_finite_tensors_in_place
 from ..model.backbone import Backbone
-from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
 from ..settings import SpeculatorTreeConfig, TreeConfig
 from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind
@@ -130,7 +130,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
         InputError: the heads belong to another model.
     """
     heads.base.require_same(
-        backbone.identity,
+        BaseIdentity.of(backbone),
         "the heads belong",
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",

@@ -44,7 +44,7 @@ from statistics import median
 from ..decoding.batch import Batch, Mask, Row
 from ..decoding.loop import PromptPlace
 from ..decoding.step import Steps, Take, take_all
-from ..model.cache_key import CacheKey
+from ..loading.identity import CacheKey
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
 from ..policy.costs import BATCH

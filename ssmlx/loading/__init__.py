@@ -17,7 +17,7 @@
 | `model_heads.py` | which of them are a loaded model's, and which are on this machine |
 | `head_tensors.py` | names of heads' tensors among a model's own, and a model without these |
 | `stored_tensors.py` | which files hold a folder's tensors, and where in them, by headers alone |
-| `weights_digest.py` | the digests of stored weights: a model's by samples, others whole |
+| `identity.py` | which models are the same: in stored bytes, as a base, in keys and values |
 | `tensors.py` | safetensors files read, checked and written strictly |
 | `files.py` | files and folders written whole or not at all, and locked |
 """

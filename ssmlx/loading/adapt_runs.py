@@ -11,7 +11,7 @@ from ..blas import this_machine
 from ..errors import InputError
 from ..json_files import read_json
 from .folders import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
-from .weights_digest import sampled_weights_digest
+from .identity import stored_shapes_digest, stored_weights_digest
 
 PAYS = 1.05
 """The speed over that without an adapter from which on it is used by itself."""
@@ -85,6 +85,16 @@ class StoredRun:
     def is_for_base(self) -> bool:
         """Whether the streams draft for the model itself, not for the model with a LoRA."""
         return "adapter" not in self.settings
+
+    @property
+    def why_outdated(self) -> str:
+        """What the adapter of a run is that is not for a model's very weights.
+
+        Earlier versions noted a digest of samples of the weights, which says too little of them.
+        """
+        is_digest_of_all = "-" in str(self.settings["weights"])
+        weights = "from other weights than are there"
+        return f"made {weights if is_digest_of_all else 'by an earlier version'}"
 
     @property
     def speed_up(self) -> float | None:
@@ -173,7 +183,8 @@ class FoundRuns:
 
     Attributes:
         fitting: made from its very weights, without a LoRA.
-        outdated: made from other weights in the same folder, or of the same name, without a LoRA.
+        outdated: made from other weights in the same folder, or of the same name, without a LoRA;
+            or by an earlier version.
         tuned: made from its very weights with a LoRA on them.
     """
 
@@ -192,6 +203,9 @@ class FoundRuns:
 def find_runs_by_weights(model_folder: Path | None, model_name: str) -> FoundRuns:
     """Find the runs that belong to the model in a folder, by the digest of its weights.
 
+    Where a run is of weights of the same names, types and shapes, all bytes of the weights are
+    read, see `stored_weights_digest`.
+
     Args:
         model_folder: None for a model that was made in memory, to which no run belongs.
         model_name: what the model is called.
@@ -203,11 +217,13 @@ def find_runs_by_weights(model_folder: Path | None, model_name: str) -> FoundRun
     if model_folder is None or not every:
         return FoundRuns()
     try:
-        digest = sampled_weights_digest(model_folder)
+        shapes = stored_shapes_digest(model_folder)
+        like = [run for run in every if str(run.settings["weights"]).startswith(shapes)]
+        digest = stored_weights_digest(model_folder) if like else None
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no adapter is looked for: %s", error)
         return FoundRuns()
-    same = [run for run in every if run.settings["weights"] == digest]
+    same = [run for run in like if run.settings["weights"] == digest]
     others = [run for run in every if run not in same and run.is_called(model_name, model_folder)]
     return FoundRuns(
         tuple(run for run in same if run.is_for_base),
@@ -229,7 +245,6 @@ def log_outdated_if_none_chosen(found: FoundRuns, model_name: str) -> None:
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:
         _log.info(
-            "the adapter %s was made from other weights than %s has now, and is not used; "
-            "--adapter %s takes it all the same",
-            outdated[0].name, model_name, outdated[0].name,
+            "the adapter %s was %s, and is not used for %s; --adapter %s takes it all the same",
+            outdated[0].name, outdated[0].why_outdated, model_name, outdated[0].name,
         )  # fmt: skip

@@ -33,11 +33,11 @@ import mlx.core as mx
 from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.condition import Condition
-from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
 from .folders import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
+from .identity import BaseIdentity
 from .lora_files import (
     SCALE,
     Loras,

@@ -9,7 +9,6 @@ import mlx.nn as nn
 
 from ..errors import InputError, require
 from ..model.backbone import Backbone
-from ..model.identity import digest_sampled_values
 from ..model.lora import (
     EXPERTS,
     LORA_KINDS,
@@ -23,6 +22,7 @@ from ..model.streams import StreamFusedModel
 from .adapt_runs import find_runs_by_weights, log_outdated_if_none_chosen
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
 from .folders import Fetch
+from .identity import BaseIdentity, digest_arrays
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
@@ -45,7 +45,7 @@ def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     base = adapter.base
     wanted = config.base_model or "the model it was converted for"
     base.require_same(
-        backbone.identity,
+        BaseIdentity.of(backbone),
         "the adapter belongs",
         expected=f"{wanted}, not {backbone.origin.name}",
         do="choose that model with --model, or another --adapter",
@@ -137,18 +137,17 @@ def check_lora(
 
 
 def lora_digest(lora: Loras) -> str | None:
-    """Return 32 hexadecimal digits that tell a LoRA from others; None where there is no LoRA.
+    """Return 64 hexadecimal digits that tell a LoRA from others; None where there is no LoRA.
 
-    They are a digest, see `digest_sampled_values`, of module paths, scales, shapes and some values
-    of the weights, and of whether that of an embedding acts on the LM head too. The order of
-    modules counts. It waits for the device to compute these values.
+    They are a digest of module paths, scales, shapes and all bytes of the weights, and of whether
+    that of an embedding acts on the LM head too. It waits for the device to compute the weights.
     """
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
         for path, one in lora.items()
         for array in one.arrays
     )
-    return digest_sampled_values(pairs) if lora else None
+    return digest_arrays(pairs) if lora else None
 
 
 def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
@@ -179,7 +178,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     lora = match_lora_to_model(adapter, base)
     stream_lora = {} if streams is None else streams.stream_lora
     check_lora(base.model, stream_lora, Path("the adapter"), LINEARS)
-    # 3. Layers are exchanged in a copy, which has the base's digest.
+    # 3. Layers are exchanged in a copy.
     copied = base.clone_sharing_weights()
     has_own_lora = streams is not None and streams.config.adapter_scope == "streams"
     own = stream_lora if has_own_lora else None
@@ -273,7 +272,7 @@ def find_adapters_of_base(model: StreamFusedModel) -> dict[str, Path]:
         Folders by name: those made here, the newest first, then bundled ones. Of two of one name
         the bundled one is returned.
     """
-    identity = model.backbone.identity
+    identity = BaseIdentity.of(model.backbone)
     found = {}
     for name, folder in {**adapters_made_here(), **bundled_adapters()}.items():
         with suppress(InputError):

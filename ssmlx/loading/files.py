@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -120,7 +121,7 @@ def write_whole(target: Path, content: bytes) -> None:
         OSError: it cannot be written; the error names a file.
     """
     target = target.resolve()
-    work = target.with_name(f".{target.name}.{os.getpid()}")
+    work = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with name_file_in_os_errors(target):
             work.write_bytes(content)

@@ -17,7 +17,7 @@ from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
 from ..mlx_thread import claim_process_for_mlx
 from ..model import opt
-from ..model.backbone import Backbone, Origin
+from ..model.backbone import Backbone, FileStamp, Origin
 from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
 from ..model.streams import StreamFusedModel
@@ -26,6 +26,7 @@ from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
+from .identity import require_unchanged, stamp_model_files
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
 
 OWN_FAMILIES = {"opt": opt}
@@ -268,7 +269,7 @@ def load_base(
         dtype: of the weights, one of `DTYPES`.
         draft_head: weights of the draft head, one of `DRAFT_HEADS`.
         group: processes that share the model; None, or one process, for no sharing.
-        origin: the model's name, and what is known of fetching; folder and `reload` are set here.
+        origin: the model's name, and what is known of fetching; the rest is set here.
 
     Returns:
         The backbone, its weights evaluated, and the folder's config.json. The backbone can read its
@@ -278,22 +279,35 @@ def load_base(
         InputError: the folder cannot be loaded, or a name is none of those listed.
     """
     draft_bits = resolve_draft_bits(draft_head)
+    dtype = resolve_dtype(dtype)
     group = group if group is not None and group.size() > 1 else None
     failure = f"{path} cannot be loaded as a model"
+    files = stamp_model_files(path)
     model, config = load_weights(path, dtype, failure, group=group)
-    reload = partial(reload_modules, path, dtype, group)
-    origin = replace(origin or Origin(), folder=path, reload=reload)
+    is_settled = stamp_model_files(path) == files
+    origin = replace(
+        origin or Origin(),
+        folder=path,
+        files=files if is_settled else None,
+        dtype=dtype,
+        reload=partial(reload_modules, path, files, dtype, group) if is_settled else None,
+    )
     return Backbone(model, origin, draft_bits, group), config
 
 
 def reload_modules(
-    path: Path, dtype: str, group: Group | None, module_paths: Collection[str]
+    path: Path,
+    files: tuple[FileStamp, ...],
+    dtype: str,
+    group: Group | None,
+    module_paths: Collection[str],
 ) -> dict[str, nn.Module]:
     """Load some modules of a model folder again, by their paths in the model, as `load_base` loads
     them.
 
     Args:
         path: the folder.
+        files: its stamps as it was loaded, see `stamp_model_files`.
         dtype: one of `DTYPES`.
         group: processes that share the model, of which this rank takes its part; None for none.
         module_paths: of the modules that are wanted.
@@ -302,9 +316,11 @@ def reload_modules(
         New modules, evaluated, by path.
 
     Raises:
-        InputError: the folder cannot be loaded.
+        InputError: the folder cannot be loaded, or has other files now.
     """
+    require_unchanged(path, files)
     model, _ = load_weights(path, dtype, f"{path} cannot be read again", module_paths, group)
+    require_unchanged(path, files)
     modules = dict(model.named_modules())
     return {name: modules[name] for name in module_paths}
 

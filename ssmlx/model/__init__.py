@@ -15,7 +15,6 @@
 | `recurrent.py` | recurrent layers: their states behind any row of a call |
 | `final_norm.py` | what enters the final norm of a model that is called as a whole |
 | `layer_state.py` | what one layer keeps of a text |
-| `cache_key.py` | which models have the same keys and values |
 | `rope.py` | rotary embeddings at a position for each row |
 | `latent.py` | latent attention, of several rows as of one |
 | `backbone.py` | `Backbone`: the base model, its stages or its own call alone |
@@ -26,7 +25,6 @@
 | `lm_head.py` | the LM head of all tokens, or of some |
 | `lora.py` | LoRA and DoRA on layers, merged or beside the weights |
 | `modules.py` | copies of modules that share their arrays; modules whose inputs are noted |
-| `identity.py` | what tells base models, and sets of weights, from each other |
 | `ranks.py` | a model over several machines |
 | `opt.py` | OPT, which mlx-lm lacks |
 """

@@ -8,17 +8,16 @@ a class is built otherwise than `family` takes it to be, the model decodes plain
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import InputError, first_line
@@ -34,12 +33,11 @@ from .capability_checks import (
 )
 from .family import find_available_parts, model_type, no_stages_error
 from .final_norm import hook_final_norm, noting_norm_inputs
-from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_sampled_values
 from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
-from .shapes import to_float, to_list
+from .shapes import to_float
 from .stages import CallOutput, Stages, make_ropes_take_positions
 from .state_cache import StateCache
 from .text_cache import TextCache
@@ -50,6 +48,16 @@ Reload = Callable[[Collection[str]], dict[str, nn.Module]]
 """Reads modules from the base model's files: their paths, to the modules by path."""
 
 
+class FileStamp(NamedTuple):
+    """What tells one state of a file from all others."""
+
+    name: str
+    inode: int
+    size: int  # bytes
+    written_ns: int  # when its content was last changed, which programs may set
+    changed_ns: int  # when its state was, which they may not
+
+
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """Where a base model came from, and what is fetched or read for it later.
@@ -57,6 +65,8 @@ class Origin:
     Attributes:
         name: what the model is called: a name or a folder, as it was given.
         folder: where its weights were read; None where they were read from no folder.
+        files: stamps of the files there, as they were read; None where they were changed meanwhile.
+        dtype: of the weights, as `load` takes it, but for "auto".
         reload: reads modules once more as the model was loaded. Where it is None, weights that an
             adapter is merged into are kept beside the merged ones.
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
@@ -65,6 +75,8 @@ class Origin:
 
     name: str = "this model"
     folder: Path | None = None
+    files: tuple[FileStamp, ...] | None = None
+    dtype: str = "stored"
     reload: Reload | None = None
     cache_dir: str | Path | None = None
     offline: bool = False
@@ -136,10 +148,8 @@ class Backbone(Stages):
     def clone_sharing_weights(self) -> Backbone:
         """A backbone with copies of the model's modules, on the very same arrays.
 
-        Modules of the copy may be exchanged, and those of this backbone stay as they are. The
-        copy keeps this backbone's `digest`, which is computed here.
+        Modules of the copy may be exchanged, and those of this backbone stay as they are.
         """
-        _ = self.digest  # kept in the instance, whose attributes are copied
         clone = copy.copy(self)
         clone.model = clone_sharing_arrays(self.model)
         clone.refresh_parts()
@@ -188,35 +198,6 @@ class Backbone(Stages):
         others.
         """
         return {path: module for path, module in self.replaced.items() if module is not None}
-
-    @property
-    def identity(self) -> BaseIdentity:
-        """What tells this base model from another, in any precision.
-
-        Its model type ("" where it has none), number of layers, D, V, and the first
-        `NORM_PROBE_LENGTH` weights of the final norm, rounded to 6 digits behind the point. Waits
-        for the device.
-        """
-        probe = self.final_norm_weight[:NORM_PROBE_LENGTH].astype(mx.float32)
-        return BaseIdentity(
-            str(getattr(self.model, "model_type", "")),
-            len(self.layers),
-            self.hidden_size,
-            self.vocab_size,
-            tuple(round(value, 6) for value in to_list(probe)),
-        )
-
-    @cached_property
-    def digest(self) -> str:
-        """32 hexadecimal digits of the model's settings and weights, see `digest_sampled_values`.
-
-        Keys and values are reused under it, computed once and kept. Copies keep that of the base
-        model, whatever is put on them, see `clone_sharing_weights`.
-        """
-        settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
-        return digest_sampled_values(
-            [(settings, mx.array(0)), *tree_flatten(self.model.parameters())]
-        )
 
     @property
     def context_length(self) -> int | None:

@@ -17,9 +17,9 @@ from ..decoding.loop import PromptPlace
 from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
+from ..loading.identity import CacheKey
 from ..mlx_thread import is_forked, run_on_mlx_thread
 from ..model.cache import TreeCache
-from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
 from ..prompts import common_prefix_length
@@ -115,6 +115,10 @@ class PromptCache:
     """Keys and values of prompts, for whoever's prompt begins with the same tokens.
 
     Any number of models share one, of any adapter: each finds what it would have computed itself.
+    That is told by all bytes of the weights where there is a `folder`: they are read once, which is
+    remembered (docs/decisions.md says how long that takes), and by the stamps of their files where
+    there is none. A model whose weights were changed in memory needs a new `Backbone`.
+
     An answer from it is that of a prompt processed anew, token for token, but for near ties in
     less than float32. Any thread may call it.
 
@@ -196,6 +200,17 @@ class PromptCache:
         """
         run_on_mlx_thread(lambda: self._put_on_mlx_thread(model, tuple(tokens), cache))
 
+    def identify(self, model: StreamFusedModel) -> None:
+        """Find out now by what prompts of a model are told from others', so that its first answer
+        need not wait for that.
+
+        Reads all its weights once, where there is a folder.
+
+        Args:
+            model: with any adapter, or without.
+        """
+        self._key_and_folder(model)
+
     def count_in(self, pool: MemoryPool) -> None:
         """Count what is kept in `pool`, until `count_out`.
 
@@ -261,7 +276,7 @@ class PromptCache:
         Args:
             model: whose answers they are.
         """
-        key = CacheKey.of(model)
+        key, _ = self._key_and_folder(model)
         with self._lock:
             return self._answers.setdefault(key, EarlierAnswers())
 
@@ -294,26 +309,37 @@ class PromptCache:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
+    def _key_and_folder(self, model: StreamFusedModel) -> tuple[CacheKey, PromptFolder | None]:
+        """The key of a model's prompts here, and the folder where they are kept; None for memory
+        alone, as of a model that is split over machines, is called as a whole, or was changed on
+        disk after it was loaded.
+        """
+        backbone = model.backbone
+        folder = self._folder
+        if folder is not None and backbone.group is None and backbone.capabilities.has("stages"):
+            try:
+                return CacheKey.in_files(model), folder
+            except (InputError, OSError) as error:
+                _log.warning("prompts are kept in memory alone: %s", error)
+        return CacheKey.of(model), None
+
     def _take_on_mlx_thread(
         self, model: StreamFusedModel, tokens: Tokens, scratch: int
     ) -> tuple[TextCache, int]:
         """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
 
         The cache is a computed copy. A file of the folder that shares more with `tokens` than what
-        is in memory is read into memory first; not for a model that is split over machines, or
-        that is called as a whole. Where nothing shares any, the cache is empty.
+        is in memory is read into memory first. Where nothing shares any, the cache is empty.
 
         Args:
             model: the cache is for it.
             tokens: the prompt without its last one.
             scratch: rows that an empty cache gets room for.
         """
-        key = CacheKey.of(model)
+        key, folder = self._key_and_folder(model)
         entry, count = self._use_longest_match(key, tokens)
-        backbone = model.backbone
-        reads_files = backbone.group is None and backbone.capabilities.has("stages")
-        if self._folder is not None and reads_files:
-            path, in_file = self._folder.find_longest_match(key, tokens)
+        if folder is not None:
+            path, in_file = folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
                 entry, count = self._read_file_or_delete(path, model, key, tokens) or (entry, count)
         if entry is None:
@@ -356,10 +382,9 @@ class PromptCache:
 
         Nothing is kept of an empty cache, or where an entry begins with all of it already, which is
         the latest used then. The earlier answers of the model's key are counted anew in the pool in
-        any case. Entries of a model that is split over machines, or is called as a whole, are never
-        written.
+        any case.
         """
-        key = CacheKey.of(model)
+        key, folder = self._key_and_folder(model)
         with self._lock:
             answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
@@ -369,8 +394,8 @@ class PromptCache:
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)
-            is_split = model.backbone.group is not None  # such an entry is never written
-            self._add_and_evict(_Entry(key, tokens, fork, weakref.ref(self), is_written=is_split))
+            entry = _Entry(key, tokens, fork, weakref.ref(self), is_written=folder is None)
+            self._add_and_evict(entry)
 
     def _use_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry in memory that shares most with the beginning of `tokens`, and how many these
@@ -435,9 +460,7 @@ class PromptCache:
     def _write_to_folder_once(self, entry: _Entry) -> None:
         """Write an entry to the folder, if there is one, unless that was done or tried before.
 
-        Files have the rows of tokens: nothing is written of a cache that has none, of a model that
-        is called as a whole. An entry counts as written even if this fails; errors of the file
-        system are logged.
+        An entry counts as written even if this fails; errors of the file system are logged.
         """
         cache = entry.cache
         if self._folder is None or entry.is_written or not isinstance(cache, TreeCache):

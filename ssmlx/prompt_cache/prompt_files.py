@@ -3,7 +3,7 @@
 layers.N          [2, Hkv, L, Dh] keys and values of the tokens; or, where their shapes differ:
 layers.N.keys     [1, H, L, Dh]
 layers.N.values   [1, H, L, Dh]
-metadata          format; model, dtype, weights and lora, what they were computed with; token ids
+metadata          format; what they were computed with, see `CacheKey.in_files`; token ids
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, first_line, require
+from ..loading.identity import CacheKey
 from ..loading.tensors import check_tensors
 from ..model.cache import TreeCache
-from ..model.cache_key import CacheKey
 from ..model.layer_state import Rows
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix_length
 from .unfinished_files import atomic_file, delete_unfinished_files
 
-FORMAT = "ssmlx-prompt/1"
+FORMAT = "ssmlx-prompt/2"
 _KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")
 _MOST_TEXT = 2**24  # characters of token ids
 _WHOLE = "a whole file that `--prompt-cache` wrote"
@@ -103,8 +103,8 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
 
     Raises:
         InputError: the file is missing or damaged, or another model's: of another key or
-            vocabulary, longer than the context, or of another dtype or shapes. The message has the
-            first of these.
+            vocabulary, longer than the context, or of another dtype or shapes; or the model's
+            folder was changed after it was loaded. The message has the first of these.
     """
     read_header(path)
     try:
@@ -139,7 +139,7 @@ def _require_key_vocab_and_length(
     Or where it has a token outside the model's vocabulary, or more tokens than its context. `path`
     stands in the message.
     """
-    _require_same_key(CacheKey.of(model), header.key, path)
+    _require_same_key(CacheKey.in_files(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
     size = model.backbone.vocab_size
@@ -157,7 +157,11 @@ def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
 
     The message names the first field that differs.
     """
-    names = {"weights": "model's weights", "lora": "adapter's LoRA"}
+    names = {
+        "weights": "model's weights or settings",
+        "lora": "adapter's LoRA",
+        "computed_by": "version",
+    }
     for name, expected in asdict(key).items():
         value = getattr(found, name)
         what = f"{path} was made with another {names.get(name, name)}, {value}"
@@ -216,15 +220,6 @@ def mark_used(path: Path) -> None:
         os.utime(path)
 
 
-def _read_header_or_warn(path: Path) -> PromptHeader | None:
-    """The header of a prompt file; where it is broken, the reason is logged and None returned."""
-    try:
-        return read_header(path)
-    except InputError as error:
-        _log.warning("%s", error)
-        return None
-
-
 class PromptFolder:
     """Prompt files in a folder of at most `max_bytes`, of which the longest unused go first."""
 
@@ -247,18 +242,26 @@ class PromptFolder:
         return sorted(found, key=lambda one: one[1].st_mtime_ns)
 
     def headers(self) -> list[tuple[Path, PromptHeader]]:
-        """The files and their headers, the smallest file first; damaged ones are logged and left
-        out.
+        """The files and their headers, the smallest file first; those that are damaged or of an
+        earlier version are left out, which is logged in a line.
 
         A header, or that there is none, is remembered as long as its file has the same name, size
         and inode.
         """
-        found = {}
-        known = self._headers
+        found: dict[tuple[str, int, int], PromptHeader | None] = {}
+        left_out = []
         for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
             name = (path.name, stat.st_size, stat.st_ino)
-            found[name] = known[name] if name in known else _read_header_or_warn(path)
+            try:
+                known = self._headers
+                found[name] = known[name] if name in known else read_header(path)
+            except InputError as error:
+                found[name] = None
+                left_out.append(error)
         self._headers = found
+        if left_out:
+            others = f" ({len(left_out) - 1} other files are left out too)"
+            _log.warning("%s%s", left_out[0], others if len(left_out) > 1 else "")
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
     def find_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:

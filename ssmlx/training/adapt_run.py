@@ -19,9 +19,9 @@ from ..loading.adapter import Adapter, StreamAdapter, load_adapter
 from ..loading.attach import attach_adapter, match_lora_to_model
 from ..loading.files import write_whole
 from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
+from ..loading.identity import stored_weights_digest, weights_and_configs_digest
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
-from ..loading.weights_digest import sampled_weights_digest, weights_and_configs_digest
 from ..model.backbone import Backbone
 from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_at_new_year_2026
@@ -224,7 +224,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
         "data": json_digest(prompts),
         "made by": __version__,
         "format": _PLAN_FORMAT,
-        "weights": sampled_weights_digest(options.path),
+        "weights": stored_weights_digest(options.path),
     }
     if options.adapter is not None:
         settings["adapter"] = [weights_and_configs_digest(options.adapter)]

@@ -30,6 +30,7 @@ from ..loading.adapter import (
 )
 from ..loading.attach import require_same_base
 from ..loading.files import atomic_folder
+from ..loading.identity import BaseIdentity
 from ..loading.lora_files import Loras, lora_tensors
 from ..model.backbone import Backbone
 from ..model.condition import Condition
@@ -560,7 +561,7 @@ def new_adapter(
     adapter = StreamAdapter(
         config=config,
         streams=streams,
-        base=backbone.identity,
+        base=BaseIdentity.of(backbone),
         lora=task_lora or {},
         base_model=config.base_model,
     )
