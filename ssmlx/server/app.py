@@ -28,6 +28,7 @@ from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
+from ..turns import TurnError
 from . import completions, messages, responses
 from .fields import check_fields_and_list_ignored
 from .handler import RequestHandler
@@ -338,6 +339,8 @@ def _as_http_error(failure: Exception) -> HTTPException:
             return DetailedHTTPException(
                 400, str(failure), param=failure.param, details=failure.details
             )
+        case TurnError():
+            return DetailedHTTPException(400, str(failure), param=failure.place)
         case InputError():
             return HTTPException(400, str(failure))
         case TimeoutError():

@@ -52,7 +52,7 @@ MOST_ANSWERS = 256
 
 
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/chat/completions; "developer" turns become "system".
+    """Read a request to /v1/chat/completions.
 
     Turns are not checked any further. `top_logprobs` counts only where `logprobs` is true.
 
@@ -66,7 +66,6 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
     choice = read_tool_choice(body)
     turns = requests.text_or_list_as_parts(body.get("messages"), "messages")
     requests.check_field(bool(turns), "messages is empty", "a turn at least")
-    turns = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in turns]
     wants = requests.read_typed_or_default(body, "logprobs", bool, False)
     return AnswerRequest(
         question=turns,

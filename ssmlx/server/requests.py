@@ -9,8 +9,9 @@ from starlette.exceptions import HTTPException
 from ..drafters.lookup import EXPECTED
 from ..errors import InputError, quoted
 from ..generation.segments import GenerationResponse
-from ..prompts import Message, Tools
+from ..prompts import Tools
 from ..settings import Allowed, GenerateConfig
+from ..turns import Message
 
 Body = Mapping[str, Any]
 """A request's JSON object."""
