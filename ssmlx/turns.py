@@ -14,11 +14,14 @@ may be parts, [{"type": "text", "text": ...}, ...]; None is an empty text in a t
 assistant's or a tool's. Other fields go to the template as they are, those that are None do not."""
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
-_KINDS = {
-    "image": "an image", "screenshot": "an image", "audio": "an audio clip", "video": "a video",
-    "file": "a file", "document": "a document",
-}  # fmt: skip
-"""What a part is called whose type has this word in it."""
+_MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "an image"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "an audio clip"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "a video"),
+    **dict.fromkeys(("file", "file_url", "input_file", "container_upload"), "a file"),
+    "document": "a document",
+}
+"""What a part that is no text is called, by its type."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _BETWEEN = "\n\n"  # texts of turns that become one
 
@@ -33,7 +36,7 @@ class TurnError(InputError):
     """
 
     def __init__(self, place: str, fault: str, expected: str) -> None:
-        super().__init__(f"{place} {fault}", expected=expected, do="correct or drop it")
+        super().__init__(f"{place} {fault}", expected=expected, do="correct the turns")
         self.place = place
 
 
@@ -83,23 +86,31 @@ def _normalise_turn(turn: Any, place: str) -> dict[str, Any]:
         made.append(_normalise_call(call, f"{place}.function_call"))
     if made:
         own["tool_calls"] = made
-    own["content"], thought = _content(own, f"{place}.content")
+    own["content"], thought = read_content(own, f"{place}.content")
     if thought and not any(own.get(name) for name in _REASONING):
         own["reasoning_content"] = thought
     return own
 
 
-def _content(turn: Message, place: str) -> tuple[str, str]:
-    """The text of a turn's content, and of its parts that are reasoning."""
+def read_content(turn: Message, place: str) -> tuple[str, str]:
+    """The text of a turn's content, and that of its parts that are reasoning.
+
+    Args:
+        turn: its role and its content are read.
+        place: of the content, for messages of errors.
+
+    Raises:
+        TurnError: it is no content of text.
+    """
     content = turn.get("content")
     is_assistants = turn["role"] == "assistant"
     if content is None and (is_assistants or turn["role"] == "tool"):
         return "", ""
-    _require(content is not None, place, "is null or missing", "a text, or parts of type text")
     if isinstance(content, str):
         return content, ""
-    is_list = isinstance(content, list | tuple)
-    _require(is_list, place, f"is {quoted(content)}", "a text, or parts of type text")
+    fault = "is null or missing" if content is None else f"is {quoted(content)}"
+    if not isinstance(content, list | tuple):
+        raise TurnError(place, fault, "a text, or parts of type text")
     texts = []
     thoughts = []
     for number, part in enumerate(content):
@@ -112,6 +123,11 @@ def _content(turn: Message, place: str) -> tuple[str, str]:
         else:
             texts.append(part_text(part, f"{place}[{number}]"))
     return "".join(texts), "".join(thoughts)
+
+
+def is_content_part(kind: Any) -> bool:
+    """Whether something of this type is a part of a content: a text, or media."""
+    return isinstance(kind, str) and (kind in _TEXT_TYPES or kind in _MEDIA)
 
 
 def part_text(part: Any, place: str) -> str:
@@ -136,10 +152,16 @@ def part_text(part: Any, place: str) -> str:
     return str(text)
 
 
+def is_text_part(part: Any) -> bool:
+    """Whether a part of a content has a text."""
+    is_text = isinstance(part, Mapping) and part.get("type", "text") in _TEXT_TYPES
+    return is_text and isinstance(part.get("text"), str)
+
+
 def kind_in_words(kind: Any) -> str:
     """What a part is, by its type, such as "an image"."""
-    words = (said for word, said in _KINDS.items() if word in str(kind))
-    return next(words, f"of type {quoted(kind)}")
+    is_known = isinstance(kind, str) and kind in _MEDIA
+    return _MEDIA[kind] if is_known else f"of type {quoted(kind)}"
 
 
 def _normalise_call(call: Any, place: str) -> dict[str, Any]:
@@ -240,7 +262,7 @@ def _join_in_a_row(
         if joins and (not same_role or last["role"] == turn["role"]):
             both = {**last, **turn, "role": last["role"]}
             for name in ("content", *_REASONING):
-                if texts := [one[name] for one in (last, turn) if one.get(name)]:
+                if texts := [str(one[name]) for one in (last, turn) if one.get(name)]:
                     both[name] = _BETWEEN.join(texts)
             joined[-1] = both
         else:
