@@ -40,7 +40,6 @@ from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
 from .prompt_cache import PromptCache, place_to_keep_for_next_turn
 from .prompts import (
-    Message,
     Tools,
     adapter_template,
     encode_turns_or_last,
@@ -49,6 +48,7 @@ from .prompts import (
 )
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
+from .turns import Message
 
 Question = str | Sequence[int] | Sequence[Message]
 """A user's text, the turns of a chat, or the tokens of a prompt."""

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -14,15 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError, require
 from .json_files import parse_json, read_text
+from .rendering import render_turns
 from .settings import StreamConfig
-from .templates import bounded_rendering
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-Message = Mapping[str, Any]
-"""One turn of a chat: {"role": one of `ROLES` or the template's own, "content": text}. The content
-may be parts, [{"type": "text", "text": ...}, ...], or None beside "tool_calls"; other fields go to
-the template as they are."""
+from .turns import ROLES, Message, TurnError, normalise_turns
 
 _APPLY = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _NO_TEMPLATE_ARGS = {*_APPLY, "messages"} - {"tools", "documents"}
@@ -118,7 +111,11 @@ def _parse_prompt_line(line: str, where: str) -> dict[str, Any]:
         do=do,
     )
     found = f'{where} has a bad "{kinds[0]}"'
-    messages = normalise_turns(as_messages(record), found)
+    try:
+        messages = normalise_turns(as_messages(record))
+    except TurnError as error:
+        inside = f": {error.found}" if "messages" in record else ""
+        raise InputError(f"{found}{inside}", expected=error.expected, do=do) from error
     if messages and messages[-1]["role"] == "assistant":
         del messages[-1]
     require(
@@ -135,78 +132,6 @@ def _parse_prompt_line(line: str, where: str) -> dict[str, Any]:
     if "messages" in record:
         record["messages"] = messages
     return record
-
-
-def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str, Any]]:
-    """Copies of chat turns as templates read them.
-
-    Contents that are parts become one text, None becomes "", and the arguments of tool calls become
-    objects where they are JSON. Other fields stay, roles too, whatever they are.
-
-    Args:
-        messages: what should be turns; no turns give none.
-        found: how the message of an InputError begins.
-
-    Raises:
-        InputError: it is no sequence of objects with a role, and a content of text or parts of
-            text; or None, beside tool calls.
-    """
-    require(
-        isinstance(messages, Sequence) and all(map(_has_role_and_text_content, messages)),
-        found,
-        expected="a list of objects, each with a role, and content: a text, or parts of type text",
-        do="correct them",
-    )
-    return [_normalise_turn(turn) for turn in messages]
-
-
-def _has_role_and_text_content(turn: Any) -> bool:
-    """Whether `turn` is an object with a role and a content.
-
-    The content is a text, a sequence of parts of type text, or None or missing beside tool calls.
-    """
-    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-        return False
-    content = turn.get("content")
-    if content is None:
-        return bool(turn.get("tool_calls"))
-    return all(
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-        for part in _content_parts(content)
-    )
-
-
-def _content_parts(content: Any) -> Sequence[Any]:
-    """The parts of a turn's content; of a text, one part."""
-    return content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
-
-
-def _normalise_turn(turn: Message) -> dict[str, Any]:
-    """A copy of a turn: its content as one text, and the arguments of its tool calls as objects.
-
-    `turn` is one, by `_has_role_and_text_content`.
-    """
-    content = turn.get("content")
-    text = "" if content is None else "".join(part["text"] for part in _content_parts(content))
-    plain = {**turn, "content": text}
-    if isinstance(calls := turn.get("tool_calls"), list):
-        plain["tool_calls"] = [_normalise_tool_call(call) for call in calls]
-    return plain
-
-
-def _normalise_tool_call(call: Any) -> Any:
-    """A tool call whose arguments are an object, where OpenAI's form has them as its JSON.
-
-    What is no call of that form, or whose arguments are no JSON, is returned as it is.
-    """
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    with suppress(ValueError):
-        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
-    return call
 
 
 def as_messages(prompt: Prompt) -> Any:
@@ -398,16 +323,15 @@ def chat_tokens(
         expected="a list of JSON schemas",
         do="correct or drop them",
     )
-    turns = normalise_turns(messages)
-    for turn in turns:
+    for turn in normalise_turns(messages):
         check_text(turn["content"])
     more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
     _check_template_args(tokenizer, more)
     more["add_generation_prompt"] = add_generation_prompt
     if continues:
         more["continue_final_message"] = True
-    with bounded_rendering("these turns"):
-        return list(tokenizer.apply_chat_template(turns, **more))
+    text = render_turns(tokenizer, messages, **more)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 @dataclass(frozen=True)
@@ -435,8 +359,7 @@ def find_tokens_between_turns(tokenizer: TokenizerWrapper) -> TokensBetweenTurns
         for role, text in (("user", first), ("assistant", answer), ("user", second))
     ]
     try:
-        with bounded_rendering("three turns"):
-            text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        text = render_turns(tokenizer, turns)
     except InputError:
         return TokensBetweenTurns()
 

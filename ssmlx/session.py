@@ -34,7 +34,6 @@ from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
 from .prompt_cache import PromptCache, place_to_keep_for_next_turn
 from .prompts import (
-    Message,
     Tools,
     adapter_template,
     check_text,
@@ -44,6 +43,7 @@ from .prompts import (
     shows_last_turn_alone,
 )
 from .settings import GenerateConfig
+from .turns import Message
 
 _TURNS = "ABBAABBA"
 """A: drafting, B: plain. A machine that becomes slower or faster meanwhile favours neither."""

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
-from .errors import InputError, require
+from .errors import InputError
 
 MAX_SECONDS = 5.0
 MAX_CHARS = 10_000_000
@@ -30,17 +30,21 @@ _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
+class TemplateBoundsError(InputError):
+    """A chat template takes too long, or makes too much."""
+
+
 def _require_within_bounds(ok: bool, template_does: str) -> None:
     """Raise an InputError unless `ok`.
 
     It says what the template does, such as "makes too much text", and what the bounds are.
     """
-    require(
-        ok,
-        f"the model's chat template {template_does}",
-        expected=f"at most {MAX_SECONDS:.0f} s and {MAX_CHARS:,} characters for a prompt",
-        do="use another model, or a shorter conversation",
-    )
+    if not ok:
+        raise TemplateBoundsError(
+            f"the model's chat template {template_does}",
+            expected=f"at most {MAX_SECONDS:.0f} s and {MAX_CHARS:,} characters for a prompt",
+            do="use another model, or a shorter conversation",
+        )
 
 
 def _check_deadline() -> None:

@@ -542,15 +542,13 @@ def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
     assert alone.endswith(full) and chatting.endswith(f"{full}; /reset starts anew")
 
 
-def test_a_template_without_a_system_role_is_told(talk, loaded, monkeypatch):
+def test_a_template_without_a_system_role_has_the_user_say_it(talk, loaded, monkeypatch):
     refusal = "{{ raise_exception('System role not supported') }}"
     template = f"{{% if messages[0].role == 'system' %}}{refusal}{{% endif %}}{real.CHAT_TEMPLATE}"
     for _, tokenizer in loaded.values():
         monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
-    code, out, err = talk("w1\n/system\nw1\n", "--system", "w9")
-    assert (code, out.count("\n")) == (0, 1)
-    told = "the model's chat template refuses these turns (System role not supported); expected"
-    assert real.said_later(err)[0].startswith(told) and "Traceback" not in err
+    code, out, _ = talk("w1\n/system\nw1\n", "--system", "w9")
+    assert (code, out) == (0, replies(loaded, "w9\n\nw1") + replies(loaded, "w1"))
 
 
 HELP = """

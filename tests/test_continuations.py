@@ -360,9 +360,10 @@ def test_bad_prompts_are_one_line(folder, tmp_path, capsys, text, message):
 def test_a_prompt_that_the_template_refuses_is_named():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}<s> w1"
+        "{% if messages[0].content == 'w4' %}{{ raise_exception('w4') }}{% endif %}<s> "
+        "{{ messages[0].content }}"
     )
-    with pytest.raises(InputError, match=r"prompt 3: .* refuses these turns \(one turn\)"):
+    with pytest.raises(InputError, match=r"prompt 2: .* refuses these turns \(w4\)"):
         encode_prompts_refusing_long(PROMPTS, TokenizerWrapper(tokenizer), 64)
 
 

@@ -33,7 +33,8 @@ ROOMS = [
     "loading",
     "model",
     "prompts",
-    "settings templates",
+    "rendering",
+    "settings templates turns",
     "errors json_files blas answers mlx_thread bars report detokenizer __init__",
 ]
 EXCEPTIONS = {

@@ -117,7 +117,7 @@ FAIR = """
 {%- macro shown(m) %}{% set text %}{{ m.content|trim }}{% endset %}{{ text ~ ' | ' }}{% endmacro %}
 {%- set ns = namespace(found=false, all=[]) %}
 {%- for m in messages recursive %}
-{%- if loop.first and m.role == 'system' %}{% continue %}{% endif %}
+{%- if loop.first and m.role == 'system' %}{{ m.content }}{% continue %}{% endif %}
 {%- set ns.all = ns.all + [m.role] %}
 {{- '%s of %d: ' % (loop.index, loop.length) + m['role'].upper() }}
 {%- if m.role == 'assistant' %}{% generation %}{{ shown(m) }}{% endgeneration %}

@@ -328,8 +328,6 @@ def test_turns_of_responses():
 
 
 @pytest.mark.parametrize(("route", "body"), [
-    ("messages", {**MESSAGE, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
-    ("responses", {"input": "a", "tools": [{"type": "web_search"}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
     ("messages", {**MESSAGE, "tools": [{"input_schema": {}}]}),
@@ -341,15 +339,224 @@ def test_turns_of_responses():
     ("responses", {"input": [{"type": "function_call_output", "call_id": [], "output": "x"}]}),
     ("responses", {"input": "a", "text": {"format": {"type": "grammar"}}}),
     ("responses", {"input": "a", "tools": [{"parameters": {}, "name": 3}]}),
-    ("responses", {"input": "a", "tools": [{"type": "custom", "name": "apply_patch"}]}),
     ("chat/completions", {**MESSAGE, "tool_choice": "required"}),
-    ("chat/completions", {**MESSAGE, "tools": [{"type": "web_search"}]}),
+    ("chat/completions", {**MESSAGE, "tools": [{"type": "web_search"}], "tool_choice": "required"}),
+    ("chat/completions", {**MESSAGE, "tools": [3]}),
+    ("responses", {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": 3}]}),
+    ("responses", {"input": [{"type": "web_search_call", "id": "x"}]}),
 ])  # fmt: skip
 def test_what_cannot_be_followed_is_refused_in_a_line(route, body):
     reply = posted(Scripted(), route, body)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error"
     assert "; expected " in error["message"]
+
+
+OBJECT = {"type": "object"}
+ADD = {"type": "function", "name": "add", "parameters": OBJECT}
+SCHEMA = {"name": "add", "input_schema": OBJECT}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+PATCH = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}
+OTHERS = ("web_search", "local_shell", "file_search", "code_interpreter", "image_generation", "mcp",
+          "computer_use_preview", "tool_search", "some_later_one")  # fmt: skip
+
+
+def offered_and_left_out(route, body):
+    """Names of the tools that are offered, and the header's words; the reply is no error."""
+    scripted = Scripted()
+    found = posted(scripted, route, body)
+    assert found.status_code == 200, found.text
+    tools = scripted.ask.tools or []
+    names = [one.get("function", one)["name"] for one in tools]
+    told = found.headers.get("x-ignored-fields", "")
+    return names, told.split(", ") if told else [], scripted.ask.question
+
+
+def test_tools_that_the_client_does_not_run_are_left_out_and_told():
+    others = [{"type": kind} for kind in OTHERS]
+    wanted = [f"tools[{n}] ({kind})" for n, kind in enumerate(OTHERS, 1)]
+    names, told, _ = offered_and_left_out(
+        "responses", {"input": "a", "tools": [ADD, *others, PATCH]}
+    )
+    assert (names, told) == (["add"], [*wanted, f"tools[{1 + len(OTHERS)}] (custom)"])
+    body = {**MESSAGE, "tools": [SEARCH, SCHEMA, {"type": "bash_20250124", "name": "bash"}]}
+    wanted = ["tools[0] (web_search_20250305)", "tools[2] (bash_20250124)"]
+    assert offered_and_left_out("messages", body)[:2] == (["add"], wanted)
+    chat = {"type": "function", "function": TOOL}
+    custom = {"type": "custom", "custom": {"name": "patch"}}
+    body = {**MESSAGE, "tools": [custom, chat]}
+    found = offered_and_left_out("chat/completions", body)
+    assert found[:2] == (["add"], ["tools[0] (custom)"])
+    for route, tools in (
+        ("responses", others), ("messages", [SEARCH]), ("chat/completions", [custom]),
+    ):  # fmt: skip
+        body = {**MESSAGE, "input": "a", "tools": tools}
+        body.pop("messages" if route == "responses" else "input")
+        assert offered_and_left_out(route, body)[0] == [], "without any, none are offered"
+
+
+@pytest.mark.parametrize(("route", "tool", "choice"), [
+    ("responses", {"type": "web_search"}, {"type": "web_search"}),
+    ("responses", PATCH, {"type": "custom", "name": "apply_patch"}),
+    ("responses", PATCH, {"type": "function", "name": "apply_patch"}),
+    ("messages", SEARCH, {"type": "tool", "name": "web_search"}),
+    ("chat/completions", {"type": "custom", "custom": {"name": "patch"}},
+     {"type": "custom", "custom": {"name": "patch"}}),
+])  # fmt: skip
+def test_a_choice_of_a_tool_that_is_left_out_is_refused(route, tool, choice):
+    own = {"chat/completions": {"type": "function", "function": TOOL}, "messages": SCHEMA}
+    body = {"messages": USER, "tools": [own.get(route, ADD), tool], "tool_choice": choice}
+    if route == "responses":
+        body["input"] = body.pop("messages")
+    error = posted(Scripted(), route, body).json()["error"]
+    assert error["param"] == "tool_choice" and error["message"].startswith("tool_choice is ")
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_functions_of_a_namespace_are_called_by_their_names(size):
+    """As Codex sends its MCP servers, and reads calls of them."""
+    inner = [ADD, {"type": "custom", "name": "exec"}]
+    tools = [
+        {**ADD, "name": "shell"},
+        {"type": "namespace", "name": "mcp__sums", "description": "Sums.", "tools": inner},
+        {"type": "namespace", "name": "functions", "tools": [{**ADD, "name": "wait"}]},
+    ]
+    scripted = Scripted(CALL.replace('"add"', '"mcp__sums__add"'), size)
+    body = {"input": "a", "tools": tools}
+    found = posted(scripted, "responses", body)
+    assert found.headers["x-ignored-fields"] == "tools[1].tools[1] (custom)"
+    names = [one["function"]["name"] for one in scripted.ask.tools]
+    assert names == ["shell", "mcp__sums__add", "wait"]
+    (call,) = Response.model_validate(found.json()).output
+    assert (call.name, call.namespace, json.loads(call.arguments)) == (
+        "add",
+        "mcp__sums",
+        ARGUMENTS,
+    )
+    last = events(scripted, "responses", body, ResponseStreamEvent)[-1].response
+    assert last.output[0].namespace == "mcp__sums"
+    call = {"type": "function_call", "call_id": "c", "name": "add", "namespace": "mcp__sums"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    again = {**body, "input": [*USER, {**call, "arguments": ""}, result]}
+    again["tool_choice"] = {"type": "function", "name": "add", "namespace": "mcp__sums"}
+    asked = posted(scripted, "responses", again)
+    assert asked.status_code == 200, asked.text
+    made = scripted.ask.question[1]["tool_calls"][0]["function"]
+    assert made == {"name": "mcp__sums__add", "arguments": {}}
+    assert scripted.ask.forced_tools == ("mcp__sums__add",)
+
+
+def test_tools_that_items_bring_are_offered():
+    loaded = {"type": "namespace", "name": "sums", "tools": [ADD]}
+    items = [
+        {"type": "additional_tools", "tools": [{**ADD, "name": "exec"}, PATCH]}, *USER,
+        {"type": "tool_search_call", "call_id": "s", "arguments": {"query": "sums"}},
+        {"type": "tool_search_output", "call_id": "s", "tools": [loaded]},
+    ]  # fmt: skip
+    names, told, question = offered_and_left_out("responses", {"input": items})
+    assert names == ["exec", "sums__add"] and question == USER
+    assert told == ["input[2] (tool_search_call)", "input[0].tools[1] (custom)"]
+
+
+def test_items_of_other_tools_become_calls_or_are_left_out_and_told():
+    items = [
+        *USER,
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}], "content": None},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** x"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},
+        {"type": "local_shell_call", "call_id": "c2", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c2", "output": '{"output": "a"}'},
+        {"type": "shell_call", "call_id": "c3", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "c3", "output": [{"stdout": "a"}]},
+        {"type": "mcp_call", "id": "m", "name": "roll", "arguments": "{}", "output": "4"},
+        {"type": "function_call", "call_id": "c4", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c4", "output": [
+            {"type": "input_text", "text": "It: "}, {"type": "input_image", "image_url": "data:,"},
+        ]},
+        *({"type": kind, "id": "x"} for kind in (
+            "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
+            "computer_call", "mcp_list_tools", "mcp_approval_request", "compaction",
+            "item_reference", "some_later_one",
+        )),
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+    ]  # fmt: skip
+    _, told, question = offered_and_left_out("responses", {"input": items})
+    left = [f"input[{n}] ({one['type']})" for n, one in enumerate(items) if n > 10]
+    assert told == ["input[10].output[1] (input_image)", *left]
+    calls = [one["tool_calls"][0]["function"] for one in question if "tool_calls" in one]
+    assert calls == [
+        {"name": "apply_patch", "arguments": {"input": "*** x"}},
+        {"name": "local_shell", "arguments": {"command": ["ls"]}},
+        {"name": "shell", "arguments": {"commands": ["ls"]}},
+        {"name": "roll", "arguments": {}},
+        {"name": "see", "arguments": {}},
+    ]
+    results = [one["content"] for one in question if one["role"] == "tool"]
+    image = "It: (an image, which was left out)"
+    assert results == ["Done", '{"output": "a"}', '{"stdout": "a"}', "4", image]
+    assert question[1]["reasoning_content"] == "Hm"
+
+
+def test_blocks_of_anthropics_own_tools_are_used_or_left_out_and_told():
+    text = {"type": "text", "text": "Well."}
+    used = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    called = {"type": "mcp_tool_use", "id": "m", "name": "roll", "server_name": "d", "input": None}
+    rolled = {"type": "mcp_tool_result", "tool_use_id": "m", "content": [text]}
+    plain = {"type": "text", "media_type": "text/plain", "data": "A tale."}
+    document = {"type": "document", "title": "Tale", "source": plain}
+    result = {"type": "search_result", "title": "T", "source": "u", "content": [text]}
+    messages = [
+        {"role": "user", "content": [document, result, USER[0] | {"type": "text", "text": "So?"}]},
+        {"role": "assistant", "content": [used, found, called, rolled, text]},
+        *USER,
+    ]
+    _, told, question = offered_and_left_out("messages", {**MESSAGE, "messages": messages})
+    assert told == [
+        "messages[1].content[0] (server_tool_use)",
+        "messages[1].content[1] (web_search_tool_result)",
+    ]
+    assert question[0]["content"] == "Tale\nA tale.\n\nT\nu\nWell.\n\nSo?"
+    assert [turn["role"] for turn in question] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+@pytest.mark.parametrize(("route", "body", "place", "fault"), [
+    ("messages", {"messages": [*USER, {"role": "user", "content": [
+        {"type": "text", "text": "See"}, {"type": "image", "source": {}}]}]},
+     "messages[1].content[1]", "is an image"),
+    ("messages", {"messages": [{"role": "user", "content": [
+        {"type": "document", "source": {"type": "base64"}}]}]},
+     "messages[0].content[0]", "is a document"),
+    ("messages", {"messages": [{"role": "user", "content": None}]},
+     "messages[0].content", "is None"),
+    ("messages", {**MESSAGE, "system": [{"type": "image"}]}, "system[0]", "is an image"),
+    ("responses", {"input": [*USER, {"role": "user", "content": [
+        {"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": "data:,"}]}]},
+     "input[1].content[1]", "is an image"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+     "input[0].content[0]", "is an audio clip"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+     "input[0].content[0]", "is a file"),
+    ("responses", {"input": [{"role": "usr", "content": "a"}]}, "input[0].role", "is 'usr'"),
+    ("responses", {"input": [{"role": "user", "content": None}]}, "input[0].content", "is null"),
+    ("responses", {"input": [{"type": "function_call", "call_id": "c", "name": "add",
+                              "arguments": "[1]"}]}, "input[0].arguments", "is '[1]'"),
+    ("messages", {"messages": [{"role": "assistant", "content": [
+        {"type": "tool_use", "id": "c", "name": "add", "input": [1]}]}]},
+     "messages[0].content[0].input", "is [1]"),
+    ("responses", {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+     "input[0]", "is a result of the call 'c'"),
+])  # fmt: skip
+def test_what_cannot_be_read_is_told_with_its_place(route, body, place, fault):
+    error = posted(Scripted(), route, body).json()["error"]
+    assert (error["param"], error["type"]) == (place, "invalid_request_error")
+    assert error["message"].startswith(f"{place} {fault}")
+
+
+def test_what_an_assistant_declined_is_its_text():
+    part = {"type": "refusal", "refusal": "No."}
+    items = [*USER, {"role": "assistant", "content": [part]}, *USER]
+    assert offered_and_left_out("responses", {"input": items})[2][1]["content"] == "No."
 
 
 def test_an_answer_that_fails_on_its_way_is_the_clients_own_error():

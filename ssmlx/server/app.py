@@ -28,6 +28,7 @@ from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
+from ..turns import TurnError
 from . import completions, messages, responses
 from .fields import check_fields_and_list_ignored
 from .handler import RequestHandler
@@ -209,7 +210,8 @@ class Routes:
 
         Returns:
             (ask, headers): the request, with the name of a model that is served, and headers of its
-            response: `X-Ignored-Fields`, which names the fields that are ignored, if there are any.
+            response: `X-Ignored-Fields`, which names the fields that are ignored, and tools and
+            blocks that are left out, if there are any.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), or the
@@ -222,7 +224,8 @@ class Routes:
         body = await self._read_json_object_in_time(request)
         ignored = check_fields_and_list_ignored(request.url.path, body)
         ask = self.handler.with_served_model_or_404(read(body, self.config))
-        return ask, {IGNORED: _header_text(ignored)} if ignored else {}
+        names = [*ignored, *ask.left_out]
+        return ask, {IGNORED: _header_text(names)} if names else {}
 
     def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
         """Return the prompt cache of the request's API key; the first one where no key is needed:
@@ -310,11 +313,11 @@ class Routes:
 
 
 def _header_text(names: Sequence[str]) -> str:
-    """Return names of fields for a header: at most 20, of 40 characters each.
+    """Return names of fields for a header: at most 20, of 80 characters each.
 
-    Characters other than ASCII letters, digits, `_`, `.` and `-` become `?`.
+    Characters other than ASCII letters, digits, `_`, `.`, `-`, brackets and spaces become `?`.
     """
-    plain = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:40] for name in names]
+    plain = [re.sub(r"[^\w.() \[\]-]", "?", name, flags=re.ASCII)[:80] for name in names]
     return ", ".join(plain[:20])
 
 
@@ -338,6 +341,8 @@ def _as_http_error(failure: Exception) -> HTTPException:
             return DetailedHTTPException(
                 400, str(failure), param=failure.param, details=failure.details
             )
+        case TurnError():
+            return DetailedHTTPException(400, str(failure), param=failure.place)
         case InputError():
             return HTTPException(400, str(failure))
         case TimeoutError():

@@ -52,7 +52,7 @@ MOST_ANSWERS = 256
 
 
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/chat/completions; "developer" turns become "system".
+    """Read a request to /v1/chat/completions.
 
     Turns are not checked any further. `top_logprobs` counts only where `logprobs` is true.
 
@@ -65,14 +65,14 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
     """
     choice = read_tool_choice(body)
     turns = requests.text_or_list_as_parts(body.get("messages"), "messages")
-    requests.check_field(bool(turns), "messages is empty", "a turn at least")
-    turns = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in turns]
+    requests.check_field(bool(turns), "messages is empty", "a turn at least", "messages")
     wants = requests.read_typed_or_default(body, "logprobs", bool, False)
     return AnswerRequest(
         question=turns,
         tools=choice.tools,
         forced_tools=choice.forced,
         parallel_calls=choice.is_parallel,
+        left_out=choice.left_out,
         template_args=_read_template_args_and_effort(body),
         **_read_whether_last_turn_continues(body, turns),
         **_read_shared_fields(
@@ -155,7 +155,8 @@ def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None
         "grammar": read_grammar(body),
         "ignores_end": requests.read_typed_or_default(body, "ignore_eos", bool, False),
         "prediction": requests.content_text(
-            requests.read_typed_or_default(body, "prediction", dict, {}).get("content") or ""
+            requests.read_typed_or_default(body, "prediction", dict, {}).get("content") or "",
+            "prediction.content",
         ),
         "stream": requests.read_typed_or_default(body, "stream", bool, False),
         "body": body,

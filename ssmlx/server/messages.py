@@ -21,9 +21,10 @@ from .requests import (
 )
 from .typed_blocks import (
     Turns,
+    listed_tools,
     mark_groups_of_parts,
     read_as_chat_completion,
-    read_tools_in_chat_form,
+    read_offered_tools,
     typed_event,
     value_under_any_name,
 )
@@ -53,18 +54,19 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         raise RequestError("thread", found, expected, "send it without thread", details)
     turns = Turns()
     if system := body.get("system"):
-        turns.add_text("system", system)
-    for message in requests.text_or_list_as_parts(body.get("messages"), "messages"):
-        for block in requests.text_or_list_as_parts(message.get("content")):
-            turns.add_block_by_type(message.get("role"), block)
+        turns.add_text("system", system, "system")
+    listed = requests.text_or_list_as_parts(body.get("messages"), "messages")
+    for number, message in enumerate(listed):
+        place = f"messages[{number}].content"
+        for n, block in enumerate(requests.text_or_list_as_parts(message.get("content"), place)):
+            turns.add_block_by_type(message.get("role"), block, f"{place}[{n}]")
+    offered = read_offered_tools([*listed_tools(body), *turns.tools], "input_schema")
     thinking = requests.read_typed_or_default(body, "thinking", dict, {}).get("type")
     template_args = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
     if thinking:
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
     form = requests.read_typed_or_default(body, "output_config", dict, {}).get("format")
     translated = {
-        "messages": [*turns],
-        "tools": read_tools_in_chat_form(body, "input_schema"),
         "stop": body.get("stop_sequences"),
         "response_format": value_under_any_name(
             {"output_config.format": form, "output_format": body.get("output_format")}
@@ -72,7 +74,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         "chat_template_kwargs": template_args,
     }
     names = {"stop": "stop_sequences", "response_format": "output_config"}
-    return read_as_chat_completion(body, translated, config, names)
+    return read_as_chat_completion(body, translated, turns, offered, config, names)
 
 
 _DELTA_USAGE = (

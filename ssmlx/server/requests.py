@@ -2,20 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from starlette.exceptions import HTTPException
 
 from ..drafters.lookup import EXPECTED
 from ..errors import InputError, quoted
 from ..generation.segments import GenerationResponse
-from ..prompts import Message, Tools
+from ..prompts import Tools
 from ..settings import Allowed, GenerateConfig
+from ..turns import Message, part_text
 
 Body = Mapping[str, Any]
 """A request's JSON object."""
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 """What JSON calls the types that `read_typed_or_default` checks."""
+
+
+class NamespacedName(NamedTuple):
+    """What a client calls a function: its name, among those of a namespace of tools."""
+
+    namespace: str
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +52,10 @@ class AnswerRequest:
     others: Sequence[str | list[int]] = ()  # further prompts, each answered as the first one
     echoes: bool = False  # whether an answer begins with its prompt
     writes: bool = True  # whether anything is generated
+    # tools and blocks that are left out, by their places: "tools[1] (web_search)"
+    left_out: Sequence[str] = ()
+    # of tools that are offered under another name, by that: what the client calls them
+    namespaced: Mapping[str, NamespacedName] = field(default_factory=dict)
 
     @property
     def num_answers(self) -> int:
@@ -275,16 +287,17 @@ def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any
     return parts
 
 
-def content_text(content: Any) -> str:
+def content_text(content: Any, place: str = "content") -> str:
     """Return the text of a `content` field: the text itself, or those of its parts, joined without
     anything between.
 
+    Args:
+        content: of a request.
+        place: of the field, for messages of errors.
+
     Raises:
-        RequestError: `content` is neither a text nor a list, or a part is no text.
+        RequestError: `content` is neither a text nor a list of objects.
+        TurnError: a part is no text; it is named.
     """
-    parts = text_or_list_as_parts(content)
-    kinds = ["text", "input_text", "output_text", "reasoning_text"]
-    for part in parts:
-        ok = part.get("type") in kinds and isinstance(part.get("text"), str)
-        check_field(ok, f"content has {quoted(part)}", "text", "content")
-    return "".join(part["text"] for part in parts)
+    parts = text_or_list_as_parts(content, place)
+    return "".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(parts))

@@ -22,9 +22,11 @@ from .requests import (
 )
 from .typed_blocks import (
     Turns,
+    listed_tools,
     mark_groups_of_parts,
+    offered_name,
     read_as_chat_completion,
-    read_tools_in_chat_form,
+    read_offered_tools,
     typed_event,
     value_under_any_name,
 )
@@ -48,21 +50,34 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
         )
     turns = Turns()
     if instructions := body.get("instructions"):
-        turns.add_text("system", instructions)
-    for item in requests.text_or_list_as_parts(body.get("input"), "input"):
-        turns.add_block_by_type("user", item)
+        turns.add_text("system", instructions, "instructions")
+    for number, item in enumerate(requests.text_or_list_as_parts(body.get("input"), "input")):
+        turns.add_block_by_type("user", item, f"input[{number}]")
+    offered = read_offered_tools([*listed_tools(body), *turns.tools], "parameters")
     effort = requests.read_typed_or_default(body, "reasoning", dict, {}).get("effort")
     translated = {
-        "messages": [*turns],
-        "tools": read_tools_in_chat_form(body, "parameters"),
+        "tool_choice": _with_offered_names(body.get("tool_choice")),
         "max_tokens": body.get("max_output_tokens"),
         "response_format": requests.read_typed_or_default(body, "text", dict, {}).get("format"),
         "reasoning_effort": value_under_any_name(
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),
     }
-    names = {"max_tokens": "max_output_tokens", "response_format": "text"}
-    return read_as_chat_completion(body, translated, config, names)
+    names = {"max_tokens": "max_output_tokens", "response_format": "text", "messages": "input"}
+    return read_as_chat_completion(body, translated, turns, offered, config, names)
+
+
+def _with_offered_names(choice: Any) -> Any:
+    """Return a choice of tools with the names under which those of namespaces are offered."""
+    if isinstance(choice, list):
+        return [_with_offered_names(one) for one in choice]
+    if not isinstance(choice, Mapping):
+        return choice
+    own = {**choice, "tools": _with_offered_names(choice["tools"])} if "tools" in choice else choice
+    name = choice.get("name")
+    if not isinstance(name, str) or "namespace" not in choice:
+        return own
+    return {**own, "name": offered_name(choice["namespace"], name)}
 
 
 class _OpenItem(NamedTuple):
@@ -91,6 +106,7 @@ class ResponsesWriter:
         """Begin an empty response for a request, with the fields that repeat it."""
         self._items = list[dict[str, Any]]()
         self._sequence = count()
+        self._namespaced = ask.namespaced
         self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
         self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
         self.reply |= {"output": self._items, "error": None, "incomplete_details": None}
@@ -148,6 +164,8 @@ class ResponsesWriter:
         self._items.append(item)
         if isinstance(part, ToolCallPart):
             item |= {"type": "function_call", "call_id": part.id, "name": part.name}
+            if (own := self._namespaced.get(part.name)) is not None:
+                item |= own._asdict()
             item["arguments"] = ""
             return _OpenItem("function_call_arguments", item, item, "arguments")
         if isinstance(part, ReasoningPart):

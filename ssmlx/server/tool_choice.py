@@ -16,6 +16,7 @@ class ToolChoice(NamedTuple):
     tools: list[Any] | None  # those that are offered
     forced: tuple[str, ...]  # names of which the answer has to call one; () where it need not
     is_parallel: bool  # whether it may have several calls
+    left_out: tuple[str, ...]  # tools that are no functions, such as "tools[1] (custom)"
 
 
 _EXPECTED = "auto, none, required or any, or the name of one of the tools"
@@ -29,22 +30,19 @@ def read_tool_choice(body: Body) -> ToolChoice:
     list, and forces one of them where its mode is "required". Without a choice nothing is forced.
     `disable_parallel_tool_use` of the choice counts too.
 
+    Tools that are no functions are left out: another server would run them, or their calls have no
+    JSON.
+
     Raises:
-        RequestError: a tool is no function of the client's, the choice is none of the tools, or a
-            forced tool has no name.
+        RequestError: a tool is no object, the choice is none of the functions, or a forced one has
+            no name.
     """
     choice = body.get("tool_choice")
     inner: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {"type": choice}
     kind = inner.get("type")
-    tools = requests.read_typed_or_default(body, "tools", list) or None
     is_parallel = requests.read_typed_or_default(body, "parallel_tool_calls", bool, True)
     is_parallel = is_parallel and inner.get("disable_parallel_tool_use") is not True
-    for tool in tools or ():
-        what = tool.get("type") if isinstance(tool, Mapping) else None
-        expected = "functions, which the client runs: this server runs no tools"
-        requests.check_field(
-            what in (None, "function"), f"tools has {quoted(what)}", expected, "tools"
-        )
+    tools, left_out = _split_functions(requests.read_typed_or_default(body, "tools", list, []))
     known = [_tool_name(one) for one in tools or ()]
     if kind == "allowed_tools":
         allowed = inner.get("allowed_tools", inner)
@@ -54,16 +52,37 @@ def read_tool_choice(body: Body) -> ToolChoice:
         names = [_tool_name(one) for one in listed or ()] if ok else []
         _check_choice(ok and bool(names) and all(one in known for one in names), choice)
         tools = [one for one in tools or () if _tool_name(one) in names]
-        return ToolChoice(tools, _checked_names(names) if mode == "required" else (), is_parallel)
+        forced = _checked_names(names) if mode == "required" else ()
+        return ToolChoice(tools, forced, is_parallel, left_out)
     if kind in ("function", "tool"):
         name = _tool_name(inner)
         _check_choice(isinstance(name, str) and name in known, choice)
-        return ToolChoice(tools, _checked_names([name]), False)
+        return ToolChoice(tools, _checked_names([name]), False, left_out)
     _check_choice(kind in (None, "auto", "none", "required", "any"), choice)
     is_forced = kind in ("required", "any")
     _check_choice(bool(known) or not is_forced, choice)
     forced = _checked_names(known) if is_forced else ()
-    return ToolChoice(None if kind == "none" else tools, forced, is_parallel)
+    return ToolChoice(None if kind == "none" else tools, forced, is_parallel, left_out)
+
+
+def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str, ...]]:
+    """Return the functions among tools, None for none, and the places of the others.
+
+    Raises:
+        RequestError: a tool is no object.
+    """
+    functions = []
+    others = []
+    for number, tool in enumerate(tools):
+        place = f"tools[{number}]"
+        is_object = isinstance(tool, Mapping)
+        requests.check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        kind = tool.get("type", "function")
+        if kind == "function":
+            functions.append(tool)
+        else:
+            others.append(f"{place} ({kind})")
+    return functions or None, tuple(others)
 
 
 def _check_choice(ok: bool, choice: Any) -> None:

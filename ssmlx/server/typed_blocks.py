@@ -4,12 +4,22 @@ Both are read by their translation into a chat completion. The server keeps no r
 brings its whole conversation.
 """
 
-from collections.abc import AsyncIterator, Mapping
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..errors import quoted
 from ..settings import GenerateConfig
+from ..turns import (
+    ROLES,
+    is_content_part,
+    is_text_part,
+    kind_in_words,
+    parse_arguments,
+    part_text,
+    read_content,
+)
 from . import requests
 from .completions import read_chat
 from .fields import OF_CHATS
@@ -18,6 +28,7 @@ from .requests import (
     Body,
     ChoiceEnd,
     Event,
+    NamespacedName,
     Part,
     RequestError,
     StreamItem,
@@ -29,106 +40,162 @@ GroupMark = Literal["answer begins", "group begins", "part", "group ends", "answ
 """What a stream of parts is cut into groups by: parts of the same type in a row."""
 
 
+_CALLS = {
+    # Anthropic's
+    "tool_use": ("id", "input", ""),
+    "mcp_tool_use": ("id", "input", ""),
+    # OpenAI's
+    "function_call": ("call_id", "arguments", ""),
+    "custom_tool_call": ("call_id", "input", ""),
+    "local_shell_call": ("call_id", "action", "local_shell"),
+    "shell_call": ("call_id", "action", "shell"),
+    "apply_patch_call": ("call_id", "operation", "apply_patch"),
+    "mcp_call": ("id", "arguments", ""),
+}
+"""Blocks that are calls: the fields of the id and of the arguments; the tool, if it has no name."""
+_RESULTS = {
+    "tool_result": ("tool_use_id", "content"),
+    "mcp_tool_result": ("tool_use_id", "content"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "local_shell_call_output": ("call_id", "output"),
+    "shell_call_output": ("call_id", "output"),
+    "apply_patch_call_output": ("call_id", "output"),
+    "mcp_call": ("id", "output"),
+}
+"""Blocks that are results: the fields of the call's id and of what came of it."""
+
+
 class Turns(list[dict[str, Any]]):
     """The turns of a chat, a list of messages, built from typed blocks.
 
     Blocks of one role in a row become one turn; a tool's result is a turn of its own.
+
+    Attributes:
+        left_out: places and types of blocks that no turn has anything of.
+        tools: (place, tool) of tools that blocks offer.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.left_out: list[str] = []
+        self.tools: list[tuple[str, Any]] = []
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
-    def add_block_by_type(self, role: Any, block: Body) -> None:
+    def add_block_by_type(self, role: Any, block: Body, place: str) -> None:
         """Add a block or item by its type, to the last turn or to a new one.
 
-        Thinking becomes the turn's reasoning, but encrypted one is left out; a use of a tool
-        becomes a call, and its result a turn. A message, and any unknown type, is read as text.
+        Thinking becomes the turn's reasoning; a use of a tool becomes a call, and its result a
+        turn. What the model cannot use is left out: encrypted blocks, references, what another
+        server's tools did, and unknown types.
 
         Args:
             role: whose text it is, for types that do not say so.
             block: the block.
+            place: of the block in the request.
 
         Raises:
-            RequestError: it is broken, or its type is unknown and it has no text.
+            RequestError, TurnError: it is broken, or an image or another part that is no text.
         """
-        match block.get("type", "message"):
-            case "message":
-                self.add_text(block.get("role"), block.get("content"))
-            case "thinking":
-                self.add_reasoning(block.get("thinking"))
-            case "reasoning":
-                self.add_reasoning(block.get("content"))
-            case "redacted_thinking":
-                pass
-            case "tool_use":
-                self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
-            case "function_call":
-                self.add_tool_call(block.get("call_id"), block.get("name"), block.get("arguments"))
-            case "tool_result":
-                self.add_tool_result(block.get("tool_use_id"), block.get("content"))
-            case "function_call_output":
-                self.add_tool_result(block.get("call_id"), block.get("output"))
-            case _:
-                self.add_text(role, [block])
+        kind = block.get("type", "message")
+        if kind == "message":
+            self.add_text(block.get("role"), block.get("content"), f"{place}.content")
+        elif thought := _reasoning_text(block):
+            self._turn_of("assistant")["reasoning_content"] = thought
+        elif kind in _CALLS or kind in _RESULTS:
+            if kind in _CALLS:
+                self._add_tool_call(block, place)
+            if kind in _RESULTS:
+                self._add_tool_result(block, place)
+        elif kind in ("additional_tools", "tool_search_output"):
+            listed = requests.text_or_list_as_parts(block.get("tools") or [], f"{place}.tools")
+            self.tools += [(f"{place}.tools[{n}]", tool) for n, tool in enumerate(listed)]
+        elif text := _document_text(block):
+            self.add_text(role, text, place)
+        elif is_content_part(kind):
+            self.add_text(role, part_text(block, place), place)
+        elif kind != "reasoning" or block.get("encrypted_content"):
+            self.left_out.append(f"{place} ({kind})")
 
-    def add_text(self, role: Any, content: Any) -> None:
+    def add_text(self, role: Any, content: Any, place: str) -> None:
         """Add text to the last turn if that is `role`'s, behind a blank line, else to a new one.
 
         Args:
             role: "developer" counts as "system".
             content: a text, or a list of parts with text.
+            place: of the content in the request.
 
         Raises:
-            RequestError: a part is no text.
+            RequestError: the role is unknown.
+            TurnError: a part is no text.
         """
+        where = f"{place.removesuffix('.content')}.role"
+        ok = isinstance(role, str) and role in ROLES
+        requests.check_field(ok, f"{where} is {quoted(role)}", f"one of {', '.join(ROLES)}", where)
+        text, thought = read_content({"role": role, "content": content}, place)
         turn = self._turn_of("system" if role == "developer" else role)
-        text = requests.content_text(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], text) if one)
+        if thought:
+            turn["reasoning_content"] = thought
 
-    def add_reasoning(self, content: Any) -> None:
-        """Set what the assistant's turn thought, in the place of what was there; nothing for empty
-        text.
-
-        Raises:
-            RequestError: a part of it is no text.
-        """
-        if thought := requests.content_text(content or ""):
-            self._turn_of("assistant")["reasoning_content"] = thought
-
-    def add_tool_call(self, id: Any, name: Any, arguments: Any) -> None:
+    def _add_tool_call(self, block: Body, place: str) -> None:
         """Add a call to the assistant's turn, the last one if it is the assistant's.
 
-        Args:
-            id: of the call, by which a result names it.
-            name: of the tool.
-            arguments: an object, or its JSON text.
-
         Raises:
-            RequestError: one of them is missing or of another type.
+            RequestError, TurnError: it has no id or no name, or its arguments are none.
         """
-        ok = isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str | dict)
-        requests.check_field(ok, f"a call of {quoted(name)}", "an id, a name and arguments")
-        self._names[id] = name
-        function = {"name": name, "arguments": arguments}
+        id_field, arguments_field, tool = _CALLS[block["type"]]
+        id = block.get(id_field) or block.get("id")
+        name = tool or block.get("name")
+        ok = isinstance(id, str) and isinstance(name, str)
+        expected = f"{id_field} and name, both texts"
+        requests.check_field(ok, f"{place} is a call of {quoted(name)}", expected, place)
+        given = block.get(arguments_field)
+        if block["type"] == "custom_tool_call":
+            arguments = {"input": given}
+        else:
+            arguments = parse_arguments(given, f"{place}.{arguments_field}")
+        self._names[id] = offered_name(block.get("namespace"), str(name))
+        function = {"name": self._names[id], "arguments": arguments}
         calls = self._turn_of("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": function})
 
-    def add_tool_result(self, id: Any, content: Any) -> None:
+    def _add_tool_result(self, block: Body, place: str) -> None:
         """Add a turn with a tool's result, and the tool's name.
 
-        Args:
-            id: of the call.
-            content: a text, a list of parts with text, or None.
-
         Raises:
-            RequestError: no call before it has this id, or a part is no text.
+            RequestError: no call before it has its id.
         """
-        is_known = isinstance(id, str) and id in self._names
-        requests.check_field(is_known, f"a result of the call {quoted(id)}", "that call before it")
-        text = requests.content_text(content or "")
+        id_field, result_field = _RESULTS[block["type"]]
+        id = block.get(id_field) or block.get("id")
+        ok = isinstance(id, str) and id in self._names
+        found = f"{place} is a result of the call {quoted(id)}"
+        requests.check_field(ok, found, "that call before it", place)
+        text = self._result_text(block.get(result_field), f"{place}.{result_field}")
         turn = {"role": "tool", "content": text, "tool_call_id": id, "name": self._names[id]}
         self.append(turn)
+
+    def _result_text(self, result: Any, place: str) -> str:
+        """Return what a tool's result says: its text, those of its parts, or its JSON.
+
+        A part that is no text is left out, and a note says so to the model.
+        """
+        if result is None or isinstance(result, str):
+            return result or ""
+        if not isinstance(result, list):
+            return json.dumps(result, ensure_ascii=False)
+        texts = []
+        for number, part in enumerate(result):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            text = _document_text(part) if isinstance(part, Mapping) else None
+            if isinstance(part, str) or is_text_part(part):
+                texts.append(part_text(part, f"{place}[{number}]"))
+            elif text or not isinstance(kind, str):
+                texts.append(text or json.dumps(part, ensure_ascii=False))
+            else:
+                self.left_out.append(f"{place}[{number}] ({kind})")
+                texts.append(f"({kind_in_words(kind)}, which was left out)")
+        return "".join(texts)
 
     def _turn_of(self, role: str) -> dict[str, Any]:
         """Return the last turn if it is `role`'s, else a new, empty one, which is added."""
@@ -137,35 +204,109 @@ class Turns(list[dict[str, Any]]):
         return self[-1]
 
 
-def read_tools_in_chat_form(body: Body, schema_field: str) -> list[dict[str, Any]]:
-    """Return the `tools` of a request in the form that chat templates take, OpenAI's chat form.
+def _reasoning_text(block: Body) -> str:
+    """Return what a block of thinking says, or else its summary; "" for any other block."""
+    if block.get("type") == "thinking":
+        return str(block.get("thinking") or "")
+    if block.get("type") != "reasoning":
+        return ""
+    parts = block.get("content") or block.get("summary") or ()
+    texts = [one.get("text") for one in parts if isinstance(one, Mapping)]
+    return "".join(one for one in texts if isinstance(one, str))
+
+
+def _document_text(block: Body) -> str:
+    """Return the text of Anthropic's documents and results of a search; "" where it has none."""
+    if block.get("type") not in ("document", "search_result"):
+        return ""
+    source = block.get("source")
+    title = [block.get("title")]
+    if block["type"] == "search_result":
+        title.append(source)
+        found = block.get("content")
+    else:
+        inner: Body = source if isinstance(source, Mapping) else {}
+        found = inner.get("data") if inner.get("type") == "text" else inner.get("content")
+    if isinstance(found, list):
+        found = "".join(part["text"] for part in found if is_text_part(part))
+    if not isinstance(found, str) or not found:
+        return ""
+    return "\n".join([*(one for one in title if isinstance(one, str)), found])
+
+
+def offered_name(namespace: Any, name: str) -> str:
+    """Return the name under which a function of a namespace of tools is offered to a model.
+
+    That of "functions", as of no namespace, is the name itself.
+    """
+    if not isinstance(namespace, str) or namespace in ("", "functions"):
+        return name
+    return f"{namespace.removesuffix('__')}__{name}"
+
+
+class OfferedTools(NamedTuple):
+    """The functions that a request offers, in the form that chat templates take, OpenAI's chat
+    form."""
+
+    tools: list[dict[str, Any]]
+    namespaced: dict[str, NamespacedName]  # what the client calls those of a namespace
+    left_out: list[str]  # places and types of tools that are no functions
+
+
+def read_offered_tools(listed: Iterable[tuple[str, Any]], schema_field: str) -> OfferedTools:
+    """Read the functions among tools; those of namespaces are offered under longer names.
+
+    Tools that another server would run, or whose calls have no JSON, are left out.
 
     Args:
-        body: the request; without tools the list is empty.
+        listed: tools with their places in the request. Of two of one name, the later one counts.
         schema_field: the field of a tool that has the JSON schema of its arguments; an empty one
             becomes that of any object.
 
     Raises:
-        RequestError: a tool has no such field and is not of type "function", as the API's own
-            server would run it; or one has no name.
+        RequestError: a tool is no object, or a function has no name.
     """
-    tools = requests.text_or_list_as_parts(body.get("tools") or [], "tools")
-    for tool in tools:
-        what = f"tools has {quoted(tool.get('type') or tool.get('name'))}"
-        expected = (
-            f"tools that the client runs, each with its {schema_field}: this server runs none"
-        )
-        requests.check_field(
-            schema_field in tool or tool.get("type") == "function", what, expected, "tools"
-        )
-    ok = all(isinstance(one.get("name"), str) for one in tools)
-    requests.check_field(ok, "tools", "a name for each", "tools")
-    found = []
-    for tool in tools:
-        function = {"name": tool["name"], "description": tool.get("description") or ""}
+    tools: dict[str, dict[str, Any]] = {}
+    namespaced = {}
+    left_out = []
+    for place, namespace, tool in _without_namespaces(listed):
+        is_object = isinstance(tool, Mapping)
+        requests.check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        kind = tool.get("type", "function")
+        if kind != "function" and schema_field not in tool:
+            left_out.append(f"{place} ({kind})")
+            continue
+        own = tool.get("name")
+        ok = isinstance(own, str) and bool(own)
+        requests.check_field(ok, f"{place}.name is {quoted(own)}", "a name", f"{place}.name")
+        name = offered_name(namespace, own)
+        if name != own:
+            namespaced[name] = NamespacedName(namespace, own)
+        function = {"name": name, "description": tool.get("description") or ""}
         function["parameters"] = tool.get(schema_field) or {"type": "object", "properties": {}}
-        found.append({"type": "function", "function": function})
-    return found
+        tools[name] = {"type": "function", "function": function}
+    return OfferedTools([*tools.values()], namespaced, left_out)
+
+
+def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (place, name of its namespace or None, tool) of tools, those in namespaces too."""
+    for place, tool in listed:
+        if isinstance(tool, Mapping) and tool.get("type") == "namespace":
+            inner = requests.text_or_list_as_parts(tool.get("tools"), f"{place}.tools")
+            for number, one in enumerate(inner):
+                yield f"{place}.tools[{number}]", tool.get("name"), one
+        else:
+            yield place, None, tool
+
+
+def listed_tools(body: Body) -> list[tuple[str, Any]]:
+    """Return the `tools` of a request, each with its place.
+
+    Raises:
+        RequestError: they are no list.
+    """
+    listed = requests.read_typed_or_default(body, "tools", list, [])
+    return [(f"tools[{number}]", tool) for number, tool in enumerate(listed)]
 
 
 def value_under_any_name(value_by_name: Mapping[str, Any]) -> Any:
@@ -186,7 +327,12 @@ def value_under_any_name(value_by_name: Mapping[str, Any]) -> Any:
 
 
 def read_as_chat_completion(
-    body: Body, translated: Body, config: GenerateConfig, own_name_by_chats: Mapping[str, str]
+    body: Body,
+    translated: Body,
+    turns: Turns,
+    offered: OfferedTools,
+    config: GenerateConfig,
+    own_name_by_chats: Mapping[str, str],
 ) -> AnswerRequest:
     """Read a request by its translation into a chat completion.
 
@@ -194,18 +340,21 @@ def read_as_chat_completion(
         body: the request, which the result keeps; its fields of `OF_CHATS` are those of the chat
             completion.
         translated: further fields of the chat completion, or others in place of the request's.
+        turns, offered: the chat's turns and its tools.
         config: the server's settings.
         own_name_by_chats: this API's names of fields, by the chat's, for error messages.
 
     Raises:
         RequestError: a field cannot be followed; it is called by `own_name_by_chats`.
     """
-    shared = {name: body.get(name) for name in OF_CHATS if name not in translated}
+    chat = {name: body.get(name) for name in OF_CHATS if name not in translated}
+    chat |= {"messages": [*turns], "tools": offered.tools, **translated}
     try:
-        ask = read_chat({**shared, **translated}, config)
+        ask = read_chat(chat, config)
     except RequestError as error:
         raise error.copy_with_renamed_field(own_name_by_chats) from error
-    return replace(ask, body=body)
+    left_out = (*turns.left_out, *offered.left_out)
+    return replace(ask, body=body, left_out=left_out, namespaced=offered.namespaced)
 
 
 async def mark_groups_of_parts(

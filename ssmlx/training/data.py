@@ -37,11 +37,11 @@ from ..prompts import (
     TokensBetweenTurns,
     encode,
     encode_turns_or_last,
-    normalise_turns,
     read_lines,
     shows_last_turn_alone,
 )
 from ..templates import frozen_at_new_year_2026
+from ..turns import normalise_turns
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
 _POOL = 32  # batches' worth of shuffled examples that are sorted by length among themselves

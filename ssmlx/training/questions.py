@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..errors import require
-from ..templates import bounded_rendering, frozen_at_new_year_2026
+from ..rendering import render_turns
+from ..templates import frozen_at_new_year_2026
 
 LISTS = Path(__file__).with_name("questions.txt")
 Split = Literal["train", "valid", "test"]
@@ -186,8 +187,7 @@ def user_turn_prefix(tokenizer: Any) -> list[int]:
         InputError: the template refuses a user's turn.
         ValueError: the template does not show the turn's text as it is.
     """
-    with bounded_rendering("a user's turn"):
-        text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
+    text = render_turns(tokenizer, [{"role": "user", "content": _MARKER}])
     return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
 
 
