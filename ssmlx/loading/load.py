@@ -27,6 +27,7 @@ from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
+from .tokenizer_files import tokenizer_arguments
 
 OWN_FAMILIES = {"opt": opt}
 """Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
@@ -355,7 +356,7 @@ def load_weights(
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """Load the tokenizer of a folder.
+    """Load the tokenizer of a folder, by its own files, see `tokenizer_files`.
 
     Args:
         path: the folder.
@@ -371,13 +372,14 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         expected="tokenizer.json or tokenizer.model beside the weights",
         do="copy the tokenizer's files into the folder",
         config=config,
-    ):
+    ) as settings:
         ends = config.get("eos_token_id")
         every = ends if isinstance(ends, list) else [ends]
         what = f"{path} has {quoted(ends)} for eos_token_id"
         is_fine = ends is None or all(isinstance(end, int) for end in every)
         require(is_fine, what, expected="a token id, or a list of them", do=_AGAIN)
-        return utils.load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=ends)
+        arguments = tokenizer_arguments(path, settings)
+        return utils.load_tokenizer(path, arguments, eos_token_ids=ends)
 
 
 def load(
