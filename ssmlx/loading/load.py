@@ -115,13 +115,18 @@ def nested_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
         outside of `rope_parameters`; empty where that is missing or has no `rope_theta`.
-        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind.
+        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind. Of a
+        model that also sees, the whole `text_config` with these added.
     """
+    settings: dict[str, Any] = {}
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and (of_text := nested_rope_settings(inner)):
+        settings["text_config"] = {**inner, **of_text}
     nested = config.get("rope_parameters")
     if not isinstance(nested, dict) or "rope_theta" not in nested:
-        return {}
+        return settings
     names = ("rope_theta", "partial_rotary_factor")
-    settings = {name: nested[name] for name in names if name in nested and name not in config}
+    settings |= {name: nested[name] for name in names if name in nested and name not in config}
     kind = nested.get("rope_type", nested.get("type", "default"))
     if not config.get("rope_scaling"):
         scaling = {k: v for k, v in nested.items() if k != "rope_theta"}
