@@ -18,6 +18,7 @@
 | `model_heads.py` | which of them are a loaded model's, and which are on this machine |
 | `head_tensors.py` | names of heads' tensors among a model's own, and a model without these |
 | `stored_tensors.py` | which files hold a folder's tensors, and where in them, by headers alone |
+| `stored_types.py` | refuses weights in types that mlx-lm does not read as the numbers they are |
 | `weights_digest.py` | the digests of stored weights: a model's by samples, others whole |
 | `tensors.py` | safetensors files read, checked and written strictly |
 | `files.py` | files and folders written whole or not at all, and locked |

@@ -27,6 +27,7 @@ from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
+from .stored_types import refuse_other_types, require_known_packing
 from .tokenizer_files import tokenizer_arguments
 
 OWN_FAMILIES = {"opt": opt}
@@ -139,20 +140,21 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
 
     For architectures that mlx-lm lacks and this package has, the classes are this package's. Else
     they are mlx-lm's; where the weights have drafting heads among them, its model leaves these out.
+    Either refuses weights in types that it does not compute with.
 
     Args:
         folder: the model's.
         config: the content of its config.json.
     """
-    if file := OWN_FAMILIES.get(config.get("model_type", "")):
-        return lambda config: (file.Model, file.ModelArgs)
-    return _classes_without_heads if may_have_drafting_heads(folder) else utils._get_classes
+    file = OWN_FAMILIES.get(config.get("model_type", ""))
+    has_heads = file is None and may_have_drafting_heads(folder)
 
+    def find_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        model, args = (file.Model, file.ModelArgs) if file else utils._get_classes(config)
+        model = without_drafting_heads(model) if has_heads else model
+        return refuse_other_types(model, folder), args
 
-def _classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes for a config.json, the model's as one `without_drafting_heads`."""
-    model, args = utils._get_classes(config)
-    return without_drafting_heads(model), args
+    return find_classes
 
 
 @contextmanager
@@ -344,6 +346,7 @@ def load_weights(
     with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
         if not settings:  # there is no file, which this says, or an empty one
             read_json(path / "config.json", "a model's settings")
+        require_known_packing(path, settings)
         model, config = utils.load_model(
             path,
             lazy=True,
