@@ -27,6 +27,7 @@ from ssmlx.json_files import read_json
 from ssmlx.loading.files import atomic_folder
 from ssmlx.loading.load import refuse_unsafe_and_explain_errors
 from ssmlx.loading.tensors import read_tensors
+from ssmlx.loading.tokenizer_files import NAMED_JINJA_FILES
 
 from . import check_torch
 
@@ -230,17 +231,20 @@ def copy_settings_and_tokenizer(source: Path, target: Path) -> None:
     """Copy the settings and the tokenizer of a model folder into another, over files of the same
     name.
 
-    These are all *.json, *.txt, *.jinja and tokenizer.model at its top, but no index of weights
-    (*.index.json).
+    These are all *.json, *.txt, *.jinja, *.tiktoken and tokenizer.model at its top and the chat
+    templates of other names, but no index of weights (*.index.json).
 
     Args:
         source: the model folder.
         target: a folder that exists.
     """
-    for pattern in ("*.json", "*.txt", "*.jinja", "tokenizer.model"):
+    tokenizers = ("tokenizer.model", "*.tiktoken", "tiktoken.model")
+    for pattern in ("*.json", "*.txt", "*.jinja", NAMED_JINJA_FILES, *tokenizers):
         for file in source.glob(pattern):
+            copy = target / file.relative_to(source)
             if not file.name.endswith(".index.json"):
-                shutil.copyfile(file, target / file.name)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:

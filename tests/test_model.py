@@ -17,6 +17,7 @@ from real import refusal
 from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.stream_drafter import DraftVocab
 from ssmlx.errors import InputError
+from ssmlx.loading.load import nested_rope_settings
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, copy_with_merged_lora
@@ -103,6 +104,57 @@ def test_positions_equal_offsets(kind, traditional, monkeypatch):
         monkeypatch.setattr("ssmlx.model.rope.is_one_kernel", lambda one=is_one_kernel: one)
         assert mx.array_equal(wrapped(x, offset=Positions(mx.array(positions))), found)
         tiny.assert_close(wrapped(x, offset=Positions(mx.array([7]))), whole)
+
+
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+EXTENDED = {  # by what rotary embeddings scale: class, its settings, and the context; 512 is stated
+    "yarn": ("qwen3", YARN, 2048),
+    "by its older name": ("qwen2", {**YARN, "type": "yarn", "rope_type": None}, 2048),
+    "DeepSeek's": ("deepseek_v3", {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, 2048),
+    "of less than is stated": ("qwen3", {**YARN, "original_max_position_embeddings": 64}, 512),
+    "of a fractional factor": ("qwen3", {**YARN, "factor": 1.5}, 768),
+    "without an original length": ("qwen3", {"rope_type": "yarn", "factor": 4.0}, 512),
+    "yarn that mlx-lm ignores": ("qwen3_moe", YARN, 512),
+    "linear": ("llama", {**YARN, "rope_type": "linear"}, 2048),
+    "linear, stated": ("llama", {"rope_type": "linear", "factor": 4.0}, 512),
+    "linear that mlx-lm ignores": ("qwen3_moe", {**YARN, "rope_type": "linear"}, 512),
+    "llama3": ("llama", {**YARN, **LLAMA3_ROPE, "rope_type": "llama3"}, 512),
+    "longrope": ("llama", {**YARN, **FACTORS, "rope_type": "longrope"}, 512),
+    "su": ("phi3", {**YARN, **FACTORS, "type": "su"}, 512),
+    "dynamic": ("llama", {**YARN, "rope_type": "dynamic"}, 512),
+    "none": ("qwen3", None, 512),
+}
+
+
+@pytest.mark.parametrize("kind", EXTENDED)
+def test_the_context_is_what_rotary_embeddings_reach(kind):
+    name, scaling, expected = EXTENDED[kind]
+    more = {"qwen3_moe": EXPERTS, "deepseek_v3": tiny.LATENT}.get(name, {})
+    base = tiny.make_base(name, rope_scaling=scaling, **more)
+    assert Backbone(base).context_length == expected
+
+
+def test_the_context_of_a_model_that_also_sees():
+    inner = {**tiny.make_base("qwen3").args.__dict__, "model_type": "qwen3"}
+    wrapper = {"text_config": {**inner, "rope_scaling": YARN}}
+    assert Backbone(tiny.make_base("qwen3_vl", **wrapper)).context_length == 2048
+
+
+def test_rotary_settings_that_a_model_that_also_sees_nests():
+    inner = {**tiny.make_base().args.__dict__, "model_type": "llama"}
+    del inner["rope_theta"], inner["rope_scaling"]
+    config = {"text_config": {**inner, "rope_parameters": {**YARN, "rope_theta": 7000.0}}}
+    settings = nested_rope_settings(config)
+    made = tiny.make_base("mistral3", **{**config, **settings})
+    assert made.language_model.args.rope_theta == 7000.0
+    assert Backbone(made).context_length == 2048
+    assert "rope_theta" not in config["text_config"]
 
 
 def random_lora(seed=0):

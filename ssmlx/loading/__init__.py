@@ -3,6 +3,7 @@
 | file | what it has |
 |---|---|
 | `load.py` | `load`: a model's name to model and tokenizer, adapter included |
+| `tokenizer_files.py` | a tokenizer read by its own files alone, and its chat template's file |
 | `names.py` | what a user may call a model or an adapter, to its folder |
 | `folders.py` | names of the files in these folders, what one lacks, where they are kept |
 | `hub.py` | models and adapters of the Hub, found in its cache or downloaded |
@@ -17,6 +18,7 @@
 | `model_heads.py` | which of them are a loaded model's, and which are on this machine |
 | `head_tensors.py` | names of heads' tensors among a model's own, and a model without these |
 | `stored_tensors.py` | which files hold a folder's tensors, and where in them, by headers alone |
+| `stored_types.py` | refuses weights in types that mlx-lm does not read as the numbers they are |
 | `identity.py` | which models are the same: in stored bytes, as a base, in keys and values |
 | `tensors.py` | safetensors files read, checked and written strictly |
 | `files.py` | files and folders written whole or not at all, and locked |

@@ -28,6 +28,8 @@ from .folders import CONFIG_FILE, Fetch
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .identity import require_unchanged, stamp_model_files
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
+from .stored_types import refuse_other_types, require_known_packing
+from .tokenizer_files import tokenizer_arguments
 
 OWN_FAMILIES = {"opt": opt}
 """Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
@@ -115,13 +117,18 @@ def nested_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
         outside of `rope_parameters`; empty where that is missing or has no `rope_theta`.
-        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind.
+        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind. Of a
+        model that also sees, the whole `text_config` with these added.
     """
+    settings: dict[str, Any] = {}
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and (of_text := nested_rope_settings(inner)):
+        settings["text_config"] = {**inner, **of_text}
     nested = config.get("rope_parameters")
     if not isinstance(nested, dict) or "rope_theta" not in nested:
-        return {}
+        return settings
     names = ("rope_theta", "partial_rotary_factor")
-    settings = {name: nested[name] for name in names if name in nested and name not in config}
+    settings |= {name: nested[name] for name in names if name in nested and name not in config}
     kind = nested.get("rope_type", nested.get("type", "default"))
     if not config.get("rope_scaling"):
         scaling = {k: v for k, v in nested.items() if k != "rope_theta"}
@@ -134,20 +141,21 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
 
     For architectures that mlx-lm lacks and this package has, the classes are this package's. Else
     they are mlx-lm's; where the weights have drafting heads among them, its model leaves these out.
+    Either refuses weights in types that it does not compute with.
 
     Args:
         folder: the model's.
         config: the content of its config.json.
     """
-    if file := OWN_FAMILIES.get(config.get("model_type", "")):
-        return lambda config: (file.Model, file.ModelArgs)
-    return _classes_without_heads if may_have_drafting_heads(folder) else utils._get_classes
+    file = OWN_FAMILIES.get(config.get("model_type", ""))
+    has_heads = file is None and may_have_drafting_heads(folder)
 
+    def find_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        model, args = (file.Model, file.ModelArgs) if file else utils._get_classes(config)
+        model = without_drafting_heads(model) if has_heads else model
+        return refuse_other_types(model, folder), args
 
-def _classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes for a config.json, the model's as one `without_drafting_heads`."""
-    model, args = utils._get_classes(config)
-    return without_drafting_heads(model), args
+    return find_classes
 
 
 @contextmanager
@@ -354,6 +362,7 @@ def load_weights(
     with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
         if not settings:  # there is no file, which this says, or an empty one
             read_json(path / "config.json", "a model's settings")
+        require_known_packing(path, settings)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -371,7 +380,7 @@ def load_weights(
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """Load the tokenizer of a folder.
+    """Load the tokenizer of a folder, by its own files, see `tokenizer_files`.
 
     Args:
         path: the folder.
@@ -387,13 +396,14 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         expected="tokenizer.json or tokenizer.model beside the weights",
         do="copy the tokenizer's files into the folder",
         config=config,
-    ):
+    ) as settings:
         ends = config.get("eos_token_id")
         every = ends if isinstance(ends, list) else [ends]
         what = f"{path} has {quoted(ends)} for eos_token_id"
         is_fine = ends is None or all(isinstance(end, int) for end in every)
         require(is_fine, what, expected="a token id, or a list of them", do=_AGAIN)
-        return utils.load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=ends)
+        arguments = tokenizer_arguments(path, settings)
+        return utils.load_tokenizer(path, arguments, eos_token_ids=ends)
 
 
 def load(

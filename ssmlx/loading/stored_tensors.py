@@ -24,6 +24,11 @@ class StoredTensor:
     begin: int
     end: int
 
+    @property
+    def dtype(self) -> str:
+        """The name of its type, such as "BF16"."""
+        return self.kind.partition(" ")[0]
+
 
 def read_header(path: Path) -> Iterator[StoredTensor]:
     """Yield where each tensor of a safetensors file lies, from the file's header, in its order.

@@ -37,6 +37,7 @@ from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_w
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
+from .rope import context_length
 from .shapes import to_float
 from .stages import CallOutput, Stages, make_ropes_take_positions
 from .state_cache import StateCache
@@ -201,8 +202,9 @@ class Backbone(Stages):
 
     @property
     def context_length(self) -> int | None:
-        """Most positions that the model was made for, where its settings say; else None."""
-        return getattr(self.args, "max_position_embeddings", None)
+        """Most positions that the model was made for, see `rope.context_length`; None where its
+        settings do not say."""
+        return context_length(self.model, self.args)
 
     @property
     def final_norm_weight(self) -> mx.array:

@@ -1,10 +1,60 @@
-"""Rotary embeddings of rows that stand at positions of their own."""
+"""Rotary embeddings of rows that stand at positions of their own, and how far they reach."""
 
+import math
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
+
+_INTERPOLATING = ("linear", "yarn", "deepseek_yarn", "telechat3-yarn")
+
+
+def context_length(model: nn.Module, args: Any) -> int | None:
+    """Return the most positions that a model was made for; None where its settings do not say.
+
+    That is `max_position_embeddings`. Scaling that was added to a model's settings later may leave
+    this as it was, and say by `original_max_position_embeddings` and `factor` what it is now: where
+    their product is more, that is the context, if mlx-lm's class of the model scales by it.
+
+    | kind of scaling | what mlx-lm computes | context |
+    |---|---|---|
+    | yarn, linear | angles, or those of low frequencies, over the factor | original times factor |
+    | yarn, linear without an original length | the same, yarn's from 4,096 | as the settings say |
+    | yarn, linear of a class that ignores scaling (Qwen 3 MoE) | plain angles | the same |
+    | llama3, longrope, su | angles over factors that were trained | the same: it is the long one |
+    | dynamic | other angles past the context's end, which kept keys do not follow | the same |
+    | default, mrope, proportional | plain angles | the same |
+
+    Args:
+        model: as mlx-lm builds it.
+        args: its settings, those of the language model where that is wrapped.
+    """
+    stated: int | None = getattr(args, "max_position_embeddings", None)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = getattr(args, name, None)
+        if stated is None or not isinstance(scaling, dict):
+            continue
+        kind = scaling.get("type") or scaling.get("rope_type")
+        factor = scaling.get("factor")
+        original = scaling.get("original_max_position_embeddings")
+        numbers = [one for one in (factor, original) if type(one) in (int, float)]
+        if len(numbers) < 2 or kind not in _INTERPOLATING:
+            continue
+        longer = math.prod(numbers)
+        if stated < longer < math.inf and _scales_angles(model, kind, numbers[0]):
+            stated = int(longer)
+    return stated
+
+
+def _scales_angles(model: nn.Module, kind: str, factor: float) -> bool:
+    """Whether a rotary embedding of the model is of that kind; of "linear", with that factor."""
+    modules = model.modules()
+    if kind == "linear":
+        ropes = [one for one in modules if type(one) is nn.RoPE]
+        return any(math.isclose(one.scale * factor, 1) for one in ropes)
+    # mlx-lm has two classes of it, one for DeepSeek V2 alone.
+    return any("Yarn" in type(one).__name__ for one in modules)
 
 
 class Positions:

@@ -1,0 +1,183 @@
+"""Whether the weights of a model's folder are stored as numbers that mlx-lm's class reads right.
+
+MLX reads FP8 as the bytes that it is, so that weights which nobody decodes would be numbers from 0
+to 255, and no error would say so. What mlx-lm decodes: packings of its own, those of the methods in
+`_METHODS`, and FP8 with scales where the model's class does it.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import MODEL_REMAPPING
+
+from ..errors import InputError, join_first, quoted, require
+from ..json_files import read_json
+from .head_tensors import MEDUSA_PREFIX, is_mtp_name
+from .stored_tensors import StoredTensor, read_header
+
+_METHODS = (
+    "awq", "bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"
+)  # fmt: skip
+"""What mlx-lm's loader takes as `quant_method`, of these some forms; it refuses other forms."""
+_DECODE_FP8 = frozenset((
+    "deepseek_v3", "deepseek_v32", "deepseek_v41", "glm_moe_dsa", "kimi_k25", "mimo_v2_flash",
+    "minimax", "minimax_m3_vl", "mistral4",
+))  # fmt: skip
+"""Modules of mlx-lm whose classes decode FP8 by the scales beside it, or keep it packed."""
+_FLOATS = ("F16", "BF16", "F32")
+_PACKED = ("F8_E4M3", "F8_E8M0", "BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+"""Types that MLX reads, and that may be packed weights, scales, or tables of ids."""
+_SCALES = re.compile(r"(.+?)[._](?:weight_)?(?:global_)?scale")
+_EXPECTED = "weights of float16, bfloat16 or float32, or quantised by mlx-lm"
+_DO = "take the model in bfloat16, or one that mlx-lm converted"
+
+
+def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise InputError where config.json names a way of quantisation that mlx-lm lacks, or a file
+    of weights has tensors in a type that MLX lacks, or packed ones that nobody will decode.
+
+    Settings and headers are read, no weights. A header that cannot be read is passed over: mlx-lm's
+    loader tells that.
+
+    Args:
+        folder: of the model.
+        config: the content of its config.json.
+    """
+    is_mlx_own = config.get("quantization") is not None
+    method = None if is_mlx_own else _require_known_method(folder, config)
+    stored: dict[str, StoredTensor] = {}
+    with suppress(InputError, OSError):
+        for path in sorted(folder.glob("model*.safetensors")):
+            stored |= {one.name: one for one in read_header(path) if not _is_of_head(one.name)}
+    odd = [one for one in stored.values() if one.dtype not in _FLOATS]
+    unread = [one for one in odd if one.dtype not in _PACKED]
+    _refuse_if_any(folder, unread, "which MLX does not read")
+    scaled = {_scaled_by(name) for name in stored}
+    packed = [one for one in odd if _is_weight(one) and "scale" not in one.name]
+    bare = [one for one in packed if one.name.removesuffix(".weight") not in scaled]
+    # Both are looked up in whole: the scales of some tensors say nothing of others.
+    _refuse_if_any(folder, bare, "without scales, by which they would be numbers")
+    if is_mlx_own or (method is not None and method != "fp8"):
+        return
+    fp8 = [one for one in packed if one.dtype == "F8_E4M3"]
+    classes = _module_names(config)
+    if not classes & _DECODE_FP8:
+        _refuse_if_any(folder, fp8, f"which mlx-lm's class of {join_first(sorted(classes))} keeps")
+    others = [one for one in packed if one not in fp8]
+    if method is None and not classes & _DECODE_FP8:
+        _refuse_if_any(folder, others, "and config.json does not say how they were quantised")
+
+
+def refuse_other_types(model_class: Any, folder: Path) -> Any:
+    """Return a subclass of a model class of mlx-lm's that refuses weights in another type than its
+    own, as its function that takes them has left them: numbers where it packs, or integers where it
+    computes with floats.
+
+    Args:
+        model_class: mlx-lm's.
+        folder: of the model, for the message.
+    """
+
+    class OfItsOwnTypes(model_class):  # type: ignore[misc]  # known at run time
+        """mlx-lm's model, which looks at the types of weights before it takes them."""
+
+        __module__ = model_class.__module__  # by which users are told what the model is
+
+        def load_weights(self, file_or_weights: Any, strict: bool = True) -> Any:
+            """As `nn.Module.load_weights`; InputError where a weight has another type."""
+            own: dict[str, mx.array] = dict(tree_flatten(self.parameters()))
+            wrong = [
+                f"{name} of {str(given.dtype).removeprefix('mlx.core.')}"
+                for name, given in file_or_weights
+                if name in own and _is_packed(given) != _is_packed(own[name])
+            ]
+            require(
+                not wrong,
+                f"{folder} has weights in types that {model_class.__module__} does not compute "
+                f"with ({join_first(wrong)})",
+                expected=_EXPECTED,
+                do=_DO,
+            )
+            return super().load_weights(file_or_weights, strict)
+
+    return OfItsOwnTypes
+
+
+def _is_packed(array: mx.array) -> bool:
+    """Whether an array is of another type than floats."""
+    return not mx.issubdtype(array.dtype, mx.floating)
+
+
+def _require_known_method(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the `quant_method` by which a folder's weights were quantised; None for none.
+
+    It stands where mlx-lm's loader looks for it: in config.json, the settings of its language
+    model, or hf_quant_config.json.
+
+    Raises:
+        InputError: mlx-lm does not know it, or how they were quantised is said in another way.
+    """
+    inner = config.get("text_config")
+    beside = folder / "hf_quant_config.json"
+    found: Any = None
+    if "quantization_config" in config:
+        found = config["quantization_config"]
+    elif isinstance(inner, dict) and "quantization_config" in inner:
+        found = inner["quantization_config"]
+    elif beside.is_file():
+        found = read_json(beside, "how a model was quantised")
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    told = f"is quantised by {quoted(method)}"
+    if method is None:
+        told = f"says {quoted(found)} of how it is quantised, and no quant_method"
+    require(
+        isinstance(method, str) and method in _METHODS,
+        f"{folder} {told}",
+        expected=f"{_EXPECTED}, or by one of {', '.join(_METHODS)}",
+        do=f"{_DO}; if its weights are floats, take quantization_config out of config.json",
+    )
+    return str(method)
+
+
+def _is_of_head(name: str) -> bool:
+    """Whether a tensor is that of a drafting head among the weights, which the model leaves out."""
+    return name.startswith(MEDUSA_PREFIX) or is_mtp_name(name)
+
+
+def _is_weight(one: StoredTensor) -> bool:
+    """Whether a tensor is a layer's weight by its name or, as FP8 always, by its type.
+
+    Others that are no floats may be tables of positions or masks, which classes drop.
+    """
+    return one.name.endswith(".weight") or one.dtype.startswith("F8_E4M3")
+
+
+def _scaled_by(name: str) -> str:
+    """The name of the layer that a tensor has scales for; "" for a tensor of another kind."""
+    found = _SCALES.match(name)
+    return "" if found is None else found[1]
+
+
+def _module_names(config: Mapping[str, Any]) -> Collection[str]:
+    """The names of mlx-lm's modules that a model's weights go through: its own and, of a model that
+    also sees, that of its language model."""
+    inner = config.get("text_config")
+    types = [config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
+    return frozenset(MODEL_REMAPPING.get(one, one) for one in types if isinstance(one, str))
+
+
+def _refuse_if_any(folder: Path, tensors: Iterable[StoredTensor], why: str) -> None:
+    """Raise InputError that names types and tensors, unless there are none."""
+    found = list(tensors)
+    types = ", ".join(sorted({one.dtype for one in found}))
+    names = join_first([one.name for one in found])
+    require(
+        not found, f"{folder} has weights in {types} {why} ({names})", expected=_EXPECTED, do=_DO
+    )
