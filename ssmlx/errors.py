@@ -29,10 +29,7 @@ class InputError(ValueError):
         """Make the one line of the three parts; characters that cannot be printed are written as
         escapes.
         """
-        line = f"{found}; expected {expected}; {do}"
-        # What a file says may hold line ends, and codes that a terminal obeys.
-        plain = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
-        super().__init__(plain)
+        super().__init__(one_line(f"{found}; expected {expected}; {do}"))
         self.found = found
         self.expected = expected
         self.do = do
@@ -93,6 +90,13 @@ class NoRoomError(InputError):
 def _gib(num_bytes: int) -> str:
     """Bytes as GiB, with three digits."""
     return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def one_line(text: str) -> str:
+    """A text as one line that a terminal only shows: what cannot be printed, such as line ends and
+    the codes that a terminal obeys, is written as escapes.
+    """
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from ..bars import shown
-from ..errors import InputError
+from ..errors import InputError, one_line, require
 
 
 def launched_rank() -> int:
@@ -139,6 +139,27 @@ def _discard_output() -> None:
     """
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def confirmed(act: str, args: argparse.Namespace) -> bool:
+    """Whether the user wants something deleted: --yes says so, else they are asked on the terminal.
+
+    Args:
+        act: what would be done, such as "delete FOLDER", for the question.
+        args: with `yes`.
+
+    Raises:
+        InputError: there is no --yes, and no terminal to ask on.
+    """
+    if args.yes:
+        return True
+    can_ask = sys.stdin.isatty() and sys.stderr.isatty()
+    require(can_ask, act, expected="--yes, as nobody can be asked here", do="add --yes")
+    print(f"{one_line(act)}? [y/N] ", end="", file=sys.stderr, flush=True)
+    is_wanted = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not is_wanted:
+        print("nothing was deleted", file=sys.stderr)
+    return is_wanted
 
 
 def make_main(
