@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from .errors import InputError, require
+from .errors import InputError, quoted, require
 from .json_files import parse_json, read_text
 from .settings import StreamConfig
 from .templates import bounded_rendering
@@ -491,6 +491,7 @@ def prompt_tokens(
     Raises:
         InputError: the text is empty or not Unicode, or the template cannot be used.
     """
+    check_text(text)
     prompt = {"prompt": text, "tools": tools}
     return encode_prompt(prompt, model, tokenizer, template, template_args)
 
@@ -549,11 +550,13 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Raise InputError where `text` has half of a surrogate pair, such as for a byte that is no
-    UTF-8.
+    """Raise InputError where `text` is no text, or has half of a surrogate pair, such as for a byte
+    that is no UTF-8.
 
     Tokenizers refuse it. The message says where the first one stands.
     """
+    found = f"the text is {quoted(text)}"
+    require(isinstance(text, str), found, expected="a str", do="decode bytes to a text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
