@@ -43,9 +43,10 @@ def stream_generate(
         model, tokenizer: as `load` returns them.
         prompt: text (a template, if any, already applied) or token ids.
         config: settings; `GenerateConfig()` unless given.
-        drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`; what was loaded to draft with, by
-            `ssmlx.load_draft_model`, `ssmlx.load_heads` or `ssmlx.load_mtp`; or a sequence of
-            these, of which the first that was loaded drafts unless one is named here or in
+        drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`, and settings behind it as
+            `--drafter` takes them, such as "prompt-lookup tokens=3"; what was loaded to draft
+            with, by `ssmlx.load_draft_model`, `ssmlx.load_heads` or `ssmlx.load_mtp`; or a sequence
+            of these, of which the first that was loaded drafts unless one is named here or in
             `config`. Unless given, the model's streams, or the head that it brings along or that is
             in the Hub's cache, and the text.
         draft_model, heads: older names of it.
