@@ -1,5 +1,6 @@
 """Text in, text out: what `import ssmlx` gives beside `load`."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,6 +12,7 @@ from .answers import Answer
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
+from .errors import without_controls
 from .generation.segments import GenerationResponse, plan_answer_segments, with_seed_if_sampling
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
@@ -96,7 +98,8 @@ def generate(
 
     Args:
         model, tokenizer, prompt, config, more: as `stream_generate` takes them.
-        verbose: print the text as it comes, then a line of statistics and one of memory.
+        verbose: print the text as it comes, on a terminal without control characters; then a line
+            of statistics and one of memory.
 
     Raises:
         InputError, TypeError: see `stream_generate`.
@@ -106,7 +109,8 @@ def generate(
     for last in stream_generate(model, tokenizer, prompt, config, **more):
         text += last.text
         if verbose:
-            print(last.text, end="", flush=True)
+            is_terminal = sys.stdout.isatty()
+            print(without_controls(last.text) if is_terminal else last.text, end="", flush=True)
     if verbose and last is not None:
         print(f"\n{summary_line(last)}")
         if last.memory is not None:

@@ -4,21 +4,18 @@ import errno
 import io
 import json
 import os
-import pty
 import shutil
-import subprocess
 import sys
 import time
-from contextlib import suppress
 
 import mlx.core as mx
 import pytest
 from huggingface_hub.utils import enable_progress_bars
 from mlx_lm.utils import load_model, save_model
 from real import (
-    ROOT,
     answer,
     exit_code,
+    on_a_terminal,
     one_line,
     refusal,
     snapshot,
@@ -513,6 +510,19 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     assert run("remove", "changed", "--yes")[0] == 0 and not any(adapters_home().iterdir())
 
 
+def test_adapters_of_others_are_listed_in_lines_of_their_own(base, capsys):
+    name = "x\x1b]0;mine\x07\nok\u202e"
+    run = make_run(base, name).parent
+    plan = json.loads((run / "plan.json").read_text())
+    plan["base"]["model"] = "\x1b[2J\rmodel\nin /: 9 adapters"
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert exit_code(adapters.main) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 2 and all(line.isprintable() for line in out.splitlines())
+    assert exit_code(adapters.main, "rename", name, "mine") == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
 NO_NAMES = (
     "", ".", "..", "/", "./mine", "mine/", "mine/adapter", "../adapters/mine", "a\0b", "mine\n",
     "\u2215", "\u2024\u2024", "*", "~", "{home}", "{home}/mine", "link/../mine",
@@ -555,33 +565,16 @@ def test_of_a_link_the_link_alone_is_removed(base, tmp_path, capsys):
     assert snapshot(elsewhere) == before and not any(adapters_home().iterdir())
 
 
-def removed_on_a_terminal(module, *argv, typed):
-    """Run a command on a terminal of its own; its exit code and what the terminal showed."""
-    here, there = pty.openpty()
-    command = [sys.executable, "-m", module, *map(str, argv)]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=there, stdout=there, stderr=there)
-    os.close(there)
-    shown = b""
-    while b"[y/N]" not in shown:
-        shown += os.read(here, 1000)
-    os.write(here, typed)
-    code = process.wait(60)
-    with suppress(OSError):  # Linux says so at the end of a terminal
-        while more := os.read(here, 1000):
-            shown += more
-    os.close(here)
-    return code, shown.decode()
-
-
 def test_removing_asks_on_a_terminal_and_needs_yes_elsewhere(base, capsys):
     folder = make_run(base, "mine").parent
+    remove = ("ssmlx.adapters", "remove", "mine")
     for typed in (b"\n", b"n\n", b"\x04"):
-        code, shown = removed_on_a_terminal("ssmlx.adapters", "remove", "mine", typed=typed)
+        code, shown = on_a_terminal(*remove, typed=typed, prompt=b"[y/N]")
         assert code == 1 and f"delete {folder}" in shown and "nothing was deleted" in shown
     assert exit_code(adapters.main, "remove", "mine") == 2
     assert "--yes" in one_line(capsys.readouterr().err, adapters.PROG)
     assert folder.is_dir()
-    assert removed_on_a_terminal("ssmlx.adapters", "remove", "mine", typed=b"y\n")[0] == 0
+    assert on_a_terminal(*remove, typed=b"y\n", prompt=b"[y/N]")[0] == 0
     assert not folder.exists()
 
 

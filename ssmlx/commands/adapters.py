@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, quoted, require, unwritable_error
+from ..errors import InputError, one_line, quoted, require, unwritable_error
 from ..loading.folders import adapters_home
 from ..loading.names import bundled_adapters
 from .adapt import require_allowed_adapter_name
@@ -149,7 +149,7 @@ def _list_remove_or_rename(args: argparse.Namespace) -> int:
     if args.act == "list":
         found = read_adapt_runs()
         for run in found:
-            print(describe_run(run))
+            print(one_line(describe_run(run)))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")
         return 0
     folder = _existing_run_folder(args.names[0])
@@ -157,12 +157,12 @@ def _list_remove_or_rename(args: argparse.Namespace) -> int:
         with locked_folder_removed_if_empty(folder):  # refused while a run writes there
             if args.act == "rename":
                 _rename(folder, args.names[1])
-                print(f"{folder.name} is called {args.names[1]} now")
+                print(one_line(f"{folder.name} is called {args.names[1]} now"))
             elif not confirmed(f"delete {folder} and all that is in it", args):
                 return 1
             else:
                 _remove(folder)
-                print(f"removed {folder}")
+                print(one_line(f"removed {folder}"))
     except OSError as error:
         raise unwritable_error(folder, error) from error
     return 0

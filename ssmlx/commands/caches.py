@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, require, unwritable_error
+from ..errors import InputError, one_line, require, unwritable_error
 from .parser import add_yes_option, make_parser
 from .running import confirmed, make_main
 
@@ -217,7 +217,8 @@ def _list_or_purge(args: argparse.Namespace) -> int:
         except InputError:
             about = "damaged"
         used = datetime.fromtimestamp(stat.st_mtime).isoformat(" ", "minutes")
-        print(f"{file.relative_to(path)}  {stat.st_size / _MIB:8.1f} MiB  {used}  {about}")
+        size = f"{stat.st_size / _MIB:8.1f} MiB"
+        print(one_line(f"{file.relative_to(path)}  {size}  {used}  {about}"))
     print(f"in {path}: {total}")
     return 0
 

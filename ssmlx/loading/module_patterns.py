@@ -130,7 +130,8 @@ class _Matching:
         if kind is op.SUBPATTERN and not (value[1] or value[2]):  # flags of its own
             return self.ends(value[3], starts)
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):  # which differ in what is tried first
-            return self._repeat_ends(*value, starts)
+            least, most, parts = value
+            return self._repeat_ends(least, most, parts, starts)
         if kind is op.AT:
             return starts & self._anchors(value)
         if kind is op.LITERAL:

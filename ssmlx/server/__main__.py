@@ -262,7 +262,12 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
             await asyncio.to_thread(handler.close)
             await super().shutdown(sockets)
 
-    own: Any = {"ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
+    own: Any = {
+        "ws": "none",
+        "lifespan": "off",
+        "timeout_graceful_shutdown": 3,
+        "use_colors": False,
+    }
     settings = uvicorn.Config(app, http="h11", log_level="warning", **own)
     Server(settings).run(sockets=[sock])
 
