@@ -122,18 +122,22 @@ def _is_adapter(folder: Path) -> bool:
 def _check_out_is_replaceable(out: Path) -> None:
     """Raise InputError where --out exists and may not be replaced.
 
-    It may where it is an empty folder, an adapter of this package, or heads as this package writes
-    them.
+    It may where it is an empty folder, or has an adapter of this package or heads as this package
+    writes them, and nothing but such files.
     """
     from ssmlx.drafters import heads
+    from ssmlx.loading.files import require_nothing_else_in
+    from ssmlx.loading.folders import MODEL_FILES
 
+    do = "choose another --out"
     is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     require(
         is_new or _is_adapter(out) or _has_format(out / heads.CONFIG_FILE, heads.FORMAT),
         f"{out} exists and is not an adapter",
         expected="a new folder, or an adapter to replace",
-        do="choose another --out",
+        do=do,
     )
+    require_nothing_else_in(out, MODEL_FILES, do)
 
 
 def _check_sources_exist(args: argparse.Namespace) -> None:

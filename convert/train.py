@@ -106,7 +106,8 @@ def train_streams(args: argparse.Namespace) -> None:
     import torch
 
     from ssmlx.loading.adapter import load_stream_adapter
-    from ssmlx.loading.folders import TRAINED_FOLDER
+    from ssmlx.loading.files import require_nothing_else_in
+    from ssmlx.loading.folders import ADAPTER_FILES, TRAINED_FOLDER
     from ssmlx.training.job import read_and_check_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation
@@ -131,6 +132,9 @@ def train_streams(args: argparse.Namespace) -> None:
         use_stream_attention,
     )
 
+    trained = options.out / TRAINED_FOLDER
+    if train.train_only:
+        require_nothing_else_in(trained, ADAPTER_FILES, "choose another --out")
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
     start = (
@@ -166,9 +170,8 @@ def train_streams(args: argparse.Namespace) -> None:
         of it; return the folder. `validation` is not asked for a checkpoint.
         """
         if start is not None:
-            folder = options.out / TRAINED_FOLDER
             return measure_and_write_adapter(
-                folder, replace_trained_weights(start, model), validation
+                trained, replace_trained_weights(start, model), validation
             )
         save_reference(model, options.out)
         if args.task_lora is not None:

@@ -263,7 +263,7 @@ def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
         InputError: --init holds heads of another kind, a line of train.jsonl has no tokens of an
             answer in stage 2, or options or files are broken or do not fit.
     """
-    from ssmlx.prompts import read_lines
+    from ssmlx.json_files import read_json_rows
     from ssmlx.training.job import read_and_check_job, read_base_settings
 
     from .formats.heads import load_published_heads
@@ -281,10 +281,10 @@ def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
     vocab = None if init is None or init.draft_vocab is None else init.draft_vocab.numpy()
     if settings.stage == 2:
         path = options.data / "train.jsonl"
-        for number, line in read_lines(path, "--data"):
+        for where, row in read_json_rows(path, "--data", "an object with completion_tokens"):
             require(
-                '"completion_tokens"' in line,
-                f"{path}, line {number} has no completion_tokens",
+                "completion_tokens" in row,
+                f"{where} has no completion_tokens",
                 expected="in stage 2, the model's own answers",
                 do="make them with `python -m ssmlx.convert.continuations`",
             )

@@ -1,5 +1,6 @@
 """Text in, text out: what `import ssmlx` gives beside `load`."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,6 +12,7 @@ from .answers import Answer
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
+from .errors import without_controls
 from .generation.segments import GenerationResponse, plan_answer_segments, with_seed_if_sampling
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
@@ -43,9 +45,10 @@ def stream_generate(
         model, tokenizer: as `load` returns them.
         prompt: text (a template, if any, already applied) or token ids.
         config: settings; `GenerateConfig()` unless given.
-        drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`; what was loaded to draft with, by
-            `ssmlx.load_draft_model`, `ssmlx.load_heads` or `ssmlx.load_mtp`; or a sequence of
-            these, of which the first that was loaded drafts unless one is named here or in
+        drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`, and settings behind it as
+            `--drafter` takes them, such as "prompt-lookup tokens=3"; what was loaded to draft
+            with, by `ssmlx.load_draft_model`, `ssmlx.load_heads` or `ssmlx.load_mtp`; or a sequence
+            of these, of which the first that was loaded drafts unless one is named here or in
             `config`. Unless given, the model's streams, or the head that it brings along or that is
             in the Hub's cache, and the text.
         draft_model, heads: older names of it.
@@ -95,7 +98,8 @@ def generate(
 
     Args:
         model, tokenizer, prompt, config, more: as `stream_generate` takes them.
-        verbose: print the text as it comes, then a line of statistics and one of memory.
+        verbose: print the text as it comes, on a terminal without control characters; then a line
+            of statistics and one of memory.
 
     Raises:
         InputError, TypeError: see `stream_generate`.
@@ -105,7 +109,8 @@ def generate(
     for last in stream_generate(model, tokenizer, prompt, config, **more):
         text += last.text
         if verbose:
-            print(last.text, end="", flush=True)
+            is_terminal = sys.stdout.isatty()
+            print(without_controls(last.text) if is_terminal else last.text, end="", flush=True)
     if verbose and last is not None:
         print(f"\n{summary_line(last)}")
         if last.memory is not None:

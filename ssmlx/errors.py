@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises, and what of another's text it tells.
+"""The one exception that a user's mistake raises, and how another's text is shown.
 
 Whatever reads what a user gives raises `InputError`, so docstrings inside the package do not
 repeat it; those of `ssmlx.__all__` say when.
@@ -29,10 +29,7 @@ class InputError(ValueError):
         """Make the one line of the three parts; characters that cannot be printed are written as
         escapes.
         """
-        line = f"{found}; expected {expected}; {do}"
-        # What a file says may hold line ends, and codes that a terminal obeys.
-        plain = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
-        super().__init__(plain)
+        super().__init__(one_line(f"{found}; expected {expected}; {do}"))
         self.found = found
         self.expected = expected
         self.do = do
@@ -93,6 +90,29 @@ class NoRoomError(InputError):
 def _gib(num_bytes: int) -> str:
     """Bytes as GiB, with three digits."""
     return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def one_line(text: str) -> str:
+    """A text as one line that a terminal only shows: what cannot be printed, such as line ends and
+    the codes that a terminal obeys, is written as escapes.
+    """
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+_OBEYED = {
+    number: None
+    for number in (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(number) not in "\n\t"
+}
+
+
+def without_controls(text: str) -> str:
+    """A text without what a terminal obeys: control characters but line ends and tabs, and those
+    that turn the direction of writing.
+
+    Each goes by itself, so a sequence that is spread over several texts is broken all the same.
+    """
+    return text.translate(_OBEYED)
 
 
 def first_line(error: BaseException) -> str:

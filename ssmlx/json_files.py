@@ -1,11 +1,11 @@
-"""JSON of settings classes, and files of JSON and text."""
+"""JSON of settings classes, and files of JSON, JSON Lines and text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import abc
-from collections.abc import Mapping
+from collections import Counter, abc
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from .errors import InputError, require
 
 _Settings = TypeVar("_Settings")
+_JsonError = json.JSONDecodeError
 
 
 def to_json(value: Any) -> Any:
@@ -92,16 +93,93 @@ def build_settings_ignoring_unknown(
     return kind(**given)
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(
+    text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """Parse a JSON text, as text or bytes.
+
+    Args:
+        text: the text.
+        make_object: is given the names and values of each object, in order; None for a dict, in
+            which the last value of a name counts.
 
     Raises:
         ValueError: it is no JSON, or nested too deeply.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=make_object)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except (InputError, _JsonError, UnicodeDecodeError):
+        raise
+    except ValueError as error:  # Python's own limit
+        raise ValueError("it has a number of more than 4300 digits") from error
+
+
+def found_in_json(value: Any) -> str:
+    """A JSON value as a message shows it: as JSON, cut to 80 characters."""
+    return json.dumps(value, ensure_ascii=False)[:80]
+
+
+def read_json_rows(path: Path, option: str, expected: str) -> list[tuple[str, dict[str, Any]]]:
+    """Read the objects of a JSON Lines file of UTF-8; blank lines are passed over, and count.
+
+    Lines end at line feeds and carriage returns alone.
+
+    Args:
+        path: the file.
+        option: that named it, for messages.
+        expected: what a message says a line should be.
+
+    Returns:
+        (place, object) of each line; the place is "FILE, line N", for messages.
+
+    Raises:
+        InputError: the file cannot be read, has no lines, or a line is no JSON object or has a
+            field twice; the message names the line.
+    """
+    text = read_text(path, expected=expected, do=f"check {option}")
+    # JSON allows line separators inside texts that str.splitlines would cut at.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    require(bool(lines), f"{path} is empty", expected=expected, do=f"check {option}")
+    rows = []
+    for number, line in lines:
+        where = f"{path}, line {number}"
+        try:
+            rows.append((where, _parse_row(line, expected)))
+        except InputError as error:
+            raise error.at(where) from error
+    return rows
+
+
+def _parse_row(line: str, expected: str) -> dict[str, Any]:
+    """Parse a line of a JSON Lines file.
+
+    Raises:
+        InputError: it is no JSON object, or an object in it has a field twice.
+    """
+
+    def object_of_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        found = f"it has {', '.join(map(found_in_json, twice))} twice in one object"
+        require(not twice, found, expected="each field once", do="correct the line")
+        return made
+
+    # Files with a byte-order mark that were put together have one inside.
+    try:
+        values = parse_json(line.lstrip("\ufeff"), object_of_fields)
+    except InputError:
+        raise
+    except ValueError as error:
+        why = f"{error.msg} at column {error.colno}" if isinstance(error, _JsonError) else error
+        raise InputError(
+            f"it is not JSON ({why})", expected=expected, do="correct the line"
+        ) from error
+    found = f"it is {found_in_json(values)}"
+    require(isinstance(values, dict), found, expected=expected, do="correct the line")
+    row: dict[str, Any] = values
+    return row
 
 
 def read_text(path: Path, *, expected: str, do: str) -> str:
@@ -118,7 +196,8 @@ def read_text(path: Path, *, expected: str, do: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        found = f"{path} is not UTF-8 text"
+        line = error.object.count(b"\n", 0, error.start) + 1
+        found = f"{path}, line {line}, is not UTF-8 text"
         raise InputError(found, expected=expected, do="save it as UTF-8") from error
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist", expected=expected, do=do) from error

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from .errors import InputError, require
-from .json_files import parse_json, read_text
+from .errors import InputError, quoted, require
+from .json_files import found_in_json, read_json_rows
 from .rendering import render_turns
 from .settings import StreamConfig
-from .turns import ROLES, Message, TurnError, normalise_turns
+from .turns import ROLES, Message, normalise_turns
 
 _APPLY = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _NO_TEMPLATE_ARGS = {*_APPLY, "messages"} - {"tools", "documents"}
@@ -50,45 +50,18 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
     Raises:
         InputError: there are no prompts, or a line is none; the message names the line.
     """
-    lines = read_lines(path, option)
-    require(
-        bool(lines),
-        f"{path} holds no prompts",
-        expected="a JSON object a line",
-        do=f"check {option}",
-    )
-    return [_parse_prompt_line(line, f"{path}, line {number},") for number, line in lines]
+    rows = read_json_rows(path, option, 'an object such as {"prompt": "..."}')
+    return [_check_prompt_row(row, where) for where, row in rows]
 
 
-def read_lines(
-    path: Path, option: str, expected: str = "a JSON object a line"
-) -> list[tuple[int, str]]:
-    """(number from 1, text) of each line of a UTF-8 file that is not blank.
+def _check_prompt_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check an object of a file of prompts.
 
-    Lines end at line feeds and carriage returns alone. Blank lines count in the numbers.
+    It has to have either "prompt", a text, or "messages" of roles in `ROLES`, whose last turn, but
+    for an answer to it, is the user's or a tool's. The user's last text must not be blank.
 
     Args:
-        path: the file.
-        option: what to check, if it cannot be read.
-        expected: what a message says was expected.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    text = read_text(path, expected=expected, do=f"check {option}")
-    # JSON allows line separators inside texts that str.splitlines would cut at.
-    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-
-
-def _parse_prompt_line(line: str, where: str) -> dict[str, Any]:
-    """Parse and check a line of a file of prompts.
-
-    It has to be an object with either "prompt", a text, or "messages" of roles in `ROLES`, whose
-    last turn, but for an answer to it, is the user's or a tool's. The user's last text must not be
-    blank.
-
-    Args:
-        line: JSON.
+        row: the object.
         where: the file and the line, which begin each message.
 
     Returns:
@@ -97,25 +70,20 @@ def _parse_prompt_line(line: str, where: str) -> dict[str, Any]:
     Raises:
         InputError: it is no such object.
     """
-    expected = 'an object such as {"prompt": "..."}'
     do = "correct the line"
-    try:
-        record: dict[str, Any] = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{where} is not JSON ({error})", expected=expected, do=do) from error
-    kinds = [kind for kind in ("prompt", "messages") if isinstance(record, dict) and kind in record]
+    kinds = [kind for kind in ("prompt", "messages") if kind in row]
+    names = ", ".join(row) or "no fields"
     require(
         len(kinds) == 1,
-        f"{where} {'has both a prompt and messages' if kinds else 'has no prompt'}",
+        f"{where}, has {'both a prompt and messages' if kinds else names}",
         expected='an object with either "prompt" or "messages"',
         do=do,
     )
-    found = f'{where} has a bad "{kinds[0]}"'
-    try:
-        messages = normalise_turns(as_messages(record))
-    except TurnError as error:
-        inside = f": {error.found}" if "messages" in record else ""
-        raise InputError(f"{found}{inside}", expected=error.expected, do=do) from error
+    if kinds == ["prompt"]:
+        require_text_field(row, "prompt", where)
+        return row
+    found = f'{where}, has a bad "messages"'
+    messages = normalise_turns(row["messages"], f"{where}, messages")
     if messages and messages[-1]["role"] == "assistant":
         del messages[-1]
     require(
@@ -123,15 +91,41 @@ def _parse_prompt_line(line: str, where: str) -> dict[str, Any]:
         and messages[-1]["role"] in ("user", "tool")
         and all(turn["role"] in ROLES for turn in messages),
         found,
-        expected=f"a text, or turns of {', '.join(ROLES)}; the last one the user's or a tool's, "
-        "or an answer to it",
+        expected=f"turns of {', '.join(ROLES)}; the last one the user's or a tool's, or an answer "
+        "to it",
         do=do,
     )
-    found = f"{where} has an empty prompt"
-    require(bool(last_user_text({"messages": messages}).strip()), found, expected=expected, do=do)
-    if "messages" in record:
-        record["messages"] = messages
-    return record
+    found = f'{where}, has an empty prompt: the user\'s last text in "messages"'
+    is_asked = bool(last_user_text({"messages": messages}).strip())
+    require(is_asked, found, expected="a text", do=do)
+    return {**row, "messages": messages}
+
+
+def require_text_field(
+    row: Mapping[str, Any], name: str, where: str, *, may_be_blank: bool = False
+) -> str:
+    """The text of a field of a JSON object that must have one.
+
+    Args:
+        row: the object.
+        name: of the field.
+        where: the file and the line, which begin each message.
+        may_be_blank: whether a text without a character to see is one.
+
+    Raises:
+        InputError: there is no such field, or it is no text, a blank one, or not Unicode.
+    """
+    value = row.get(name)
+    is_text = isinstance(value, str) and (may_be_blank or bool(value.strip()))
+    has = f'has {found_in_json(value)} for "{name}"' if name in row else f'lacks "{name}"'
+    expected = "a text" if may_be_blank else "a text that is not blank"
+    require(is_text, f"{where}, {has}", expected=expected, do="correct the line")
+    text = str(value)
+    try:
+        check_text(text)
+    except InputError as error:
+        raise error.at(f'{where}, "{name}"') from error
+    return text
 
 
 def as_messages(prompt: Prompt) -> Any:
@@ -414,6 +408,7 @@ def prompt_tokens(
     Raises:
         InputError: the text is empty or not Unicode, or the template cannot be used.
     """
+    check_text(text)
     prompt = {"prompt": text, "tools": tools}
     return encode_prompt(prompt, model, tokenizer, template, template_args)
 
@@ -472,11 +467,13 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Raise InputError where `text` has half of a surrogate pair, such as for a byte that is no
-    UTF-8.
+    """Raise InputError where `text` is no text, or has half of a surrogate pair, such as for a byte
+    that is no UTF-8.
 
     Tokenizers refuse it. The message says where the first one stands.
     """
+    found = f"the text is {quoted(text)}"
+    require(isinstance(text, str), found, expected="a str", do="decode bytes to a text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -5,6 +5,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from .errors import one_line
+
 Columns = Mapping[str, Callable[[Any], str]]
 """By the head of a column, a function from a row's value to the text of its cell."""
 
@@ -12,11 +14,13 @@ Columns = Mapping[str, Callable[[Any], str]]
 def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines of equal columns: the first one flush left, the others right.
 
-    Two spaces stand between columns; none at the end of a line.
+    Two spaces stand between columns; none at the end of a line. What cannot be printed in a cell is
+    written as escapes.
 
     Args:
         rows: one or more, all with as many cells.
     """
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -155,7 +155,7 @@ class ChatSession:
             InputError: `system` is not Unicode text, a reply is still open, or the session is
                 closed; the conversation stays.
         """
-        check_text(system or "")
+        check_text("" if system is None else system)
 
         def reset_on_mlx_thread() -> None:
             """Begin a new conversation, unless a reply is open or the session closed; on the MLX
@@ -270,10 +270,11 @@ class ChatSession:
             progress: called with (tokens processed, tokens in all) while the prompt is processed.
 
         Raises:
-            InputError: the conversation no longer fits the context, the last reply is still open,
-                or the session is closed; the turn does not count.
+            InputError: the message is no Unicode text, the conversation no longer fits the context,
+                the last reply is still open, or the session is closed; the turn does not count.
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
+        check_text(text)
         config = with_seed_if_sampling(self.config)
 
         def open_reply() -> Answer[GenerationResponse]:

@@ -2,12 +2,13 @@
 
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -183,6 +184,27 @@ def run_module(*args: str, stdin: str = "", **options) -> subprocess.CompletedPr
         env={**os.environ, "TERM": "dumb"},
         **options,
     )
+
+
+def on_a_terminal(module: str, *args: object, typed: bytes = b"", prompt: bytes = b"") -> tuple:
+    """Run `python -m module` on a terminal of its own, and type once it has shown `prompt`.
+
+    Returns:
+        Its exit code, and all that the terminal was sent.
+    """
+    here, there = pty.openpty()
+    command = [sys.executable, "-m", module, *map(str, args)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=there, stdout=there, stderr=there)
+    os.close(there)
+    shown = b""
+    with suppress(OSError):  # Linux says so at the end of a terminal
+        while more := os.read(here, 4096):
+            shown += more
+            if typed and prompt in shown:
+                os.write(here, typed)
+                typed = b""
+    os.close(here)
+    return process.wait(120), shown.decode()
 
 
 _AS_HERE = """

@@ -12,12 +12,22 @@ import mlx.core as mx
 import pytest
 from huggingface_hub.utils import enable_progress_bars
 from mlx_lm.utils import load_model, save_model
-from real import answer, exit_code, one_line, refusal, words, write_base, write_tiny_adapter
+from real import (
+    answer,
+    exit_code,
+    on_a_terminal,
+    one_line,
+    refusal,
+    snapshot,
+    words,
+    write_base,
+    write_tiny_adapter,
+)
 
 import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
-from ssmlx.commands import adapters, chat, check, drafting_lines, generate
+from ssmlx.commands import adapt, adapters, chat, check, drafting_lines, generate
 from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import identity, names
@@ -417,24 +427,92 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     assert ", with a LoRA (made from other weights than are there)" in lines["changed"]
     assert run("rename", "done", "better")[1] == "done is called better now\n"
     assert resolve_adapter("better").is_dir() and not (adapters_home() / "done").exists()
-    assert run("remove", "better")[0] == 0 and run("remove", "begun")[0] == 0
+    for name in ("better", "begun"):
+        assert run("remove", "--yes", name)[0] == 0
     assert [one.name for one in adapters_home().iterdir()] == ["changed"]
     for argv, said in (
         (("remove", "better"), "no adapter better; expected one that was made here (changed)"),
-        (("remove", ".."), "no adapter .."),
-        (("remove", "../adapters/changed"), "no adapter ../adapters/changed"),
         (("rename", "changed", "a/b"), "NEW a/b"),
+        (("rename", "changed", ""), "NEW "),
         (("rename", "changed", "none"), "NEW none"),
         (("rename", "changed", "changed"), "is there already"),
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and said in one_line(err, adapters.PROG)
     with locked_folder_removed_if_empty(adapters_home() / "changed"):
-        code, _, err = run("remove", "changed")
+        code, _, err = run("remove", "changed", "--yes")
         assert code == 2 and "another run writes into" in err
     assert (adapters_home() / "changed" / "plan.json").exists()
     (adapters_home() / "changed" / "plan.json").write_text("{")  # what is broken goes, too
-    assert run("remove", "changed")[0] == 0 and not any(adapters_home().iterdir())
+    assert run("remove", "changed", "--yes")[0] == 0 and not any(adapters_home().iterdir())
+
+
+def test_adapters_of_others_are_listed_in_lines_of_their_own(base, capsys):
+    name = "x\x1b]0;mine\x07\nok\u202e"
+    run = make_run(base, name).parent
+    plan = json.loads((run / "plan.json").read_text())
+    plan["base"]["model"] = "\x1b[2J\rmodel\nin /: 9 adapters"
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert exit_code(adapters.main) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 2 and all(line.isprintable() for line in out.splitlines())
+    assert exit_code(adapters.main, "rename", name, "mine") == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+NO_NAMES = (
+    "", ".", "..", "/", "./mine", "mine/", "mine/adapter", "../adapters/mine", "a\0b", "mine\n",
+    "\u2215", "\u2024\u2024", "*", "~", "{home}", "{home}/mine", "link/../mine",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_only_the_name_of_an_adapter_is_removed_or_renamed(name, base, tmp_path, capsys):
+    """An empty one, of a shell variable that is not set, would lead to all of them."""
+    make_run(base, "mine")
+    before = snapshot(tmp_path)
+    name = name.format(home=adapters_home())
+    for argv in (("remove", name, "--yes"), ("rename", name, "zz")):
+        assert exit_code(adapters.main, *argv) == 2
+        assert "no adapter" in one_line(capsys.readouterr().err, adapters.PROG)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("new", ["", ".", "..", "none", "auto", "shipped", "a/b", "/tmp/x", "a\nb"])
+def test_a_new_name_is_one_that_an_adapter_may_have(new, base, tmp_path, capsys):
+    make_run(base, "mine")
+    write_tiny_adapter(tmp_path / "shelf" / "shipped", base)
+    before = snapshot(tmp_path)
+    assert exit_code(adapters.main, "rename", "mine", new) == 2
+    assert "NEW " in one_line(capsys.readouterr().err, adapters.PROG)
+    assert snapshot(tmp_path) == before
+
+
+def test_an_empty_name_is_none_for_a_new_adapter(base, capsys):
+    assert exit_code(adapt.main, "--model", base, "--name", "") == 2
+    assert "--name" in one_line(capsys.readouterr().err, adapt.PROG)
+    assert not adapters_home().exists()
+
+
+def test_of_a_link_the_link_alone_is_removed(base, tmp_path, capsys):
+    elsewhere = make_run(base, "mine").parent.rename(tmp_path / "elsewhere")
+    (adapters_home() / "mine").symlink_to(elsewhere)
+    before = snapshot(elsewhere)
+    assert exit_code(adapters.main, "remove", "mine", "--yes") == 0
+    assert snapshot(elsewhere) == before and not any(adapters_home().iterdir())
+
+
+def test_removing_asks_on_a_terminal_and_needs_yes_elsewhere(base, capsys):
+    folder = make_run(base, "mine").parent
+    remove = ("ssmlx.adapters", "remove", "mine")
+    for typed in (b"\n", b"n\n", b"\x04"):
+        code, shown = on_a_terminal(*remove, typed=typed, prompt=b"[y/N]")
+        assert code == 1 and f"delete {folder}" in shown and "nothing was deleted" in shown
+    assert exit_code(adapters.main, "remove", "mine") == 2
+    assert "--yes" in one_line(capsys.readouterr().err, adapters.PROG)
+    assert folder.is_dir()
+    assert on_a_terminal(*remove, typed=b"y\n", prompt=b"[y/N]")[0] == 0
+    assert not folder.exists()
 
 
 # --- what is told ---

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threading
 import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from real import ROOT, refusal, run_module
+from real import ROOT, refusal, run_module, words
 from tiny import make_tokenizer
 
 import ssmlx
@@ -119,28 +120,132 @@ LONG = "9" * 5000
 LINES = {
     f'{{"prompt": {DEEP}': "nested too deeply",
     f'{{"prompt": "w1", "id": {LONG}}}': "4300 digits",
-    '{"prompt": NaN}': 'bad "prompt"',
-    '{"prompt": "w1"': "is not JSON",
+    '{"prompt": "w1"': "is not JSON (Expecting ',' delimiter at column 16",
     "\x00": "is not JSON",
-    '{"messages": {"role": "user"}}': 'bad "messages"',
-}
+    "w1 w2": "is not JSON",
+    "null": "is null",
+    "5": "is 5",
+    "[1, 2]": "is [1, 2]",
+    '"w1"': 'is "w1"',
+    "true": "is true",
+    '{"prompt": "w1", "completion": "w2", "prompt": "w3"}': '"prompt" twice',
+    '{"messages": [{"role": "user", "role": "user", "content": "w1"}]}': '"role" twice',
+    "{}": "has no fields",
+    '{"promt": "w1", "answer": "w2"}': "has promt, answer",
+    '{"messages": {"role": "user"}}': '"messages"',
+    '{"messages": null}': '"messages"',
+    '{"messages": "w1"}': '"messages"',
+    '{"messages": 5}': '"messages"',
+    '{"messages": []}': '"messages"',
+    '{"messages": [5]}': '"messages"',
+    '{"messages": [null]}': '"messages"',
+    '{"messages": [["user", "w1"]]}': '"messages"',
+    '{"messages": [{"content": "w1"}, {"role": "assistant", "content": "w2"}]}': '"messages"',
+    '{"messages": [{"role": 5, "content": "w1"}]}': '"messages"',
+    '{"messages": [{"role": "user"}, {"role": "assistant", "content": "w2"}]}': '"messages"',
+    '{"messages": [{"role": "user", "content": 5}]}': '"messages"',
+}  # fmt: skip
+"""What is neither a prompt nor an example."""
+PYTHONS_WORDS = ("None", "True", "dict", "NoneType", "attribute", "object has", "sequence", "str",
+                 "int", "TextEncodeInput", "subscript", "iterable", "Traceback")  # fmt: skip
+
+
+def bad_line(read, path, line):
+    """The one line that says what is wrong with the third line of a file."""
+    path.write_text(f'{{"prompt": "w1", "completion": "w2"}}\n\n{line}\n')
+    said = refusal(read, path)
+    assert said.startswith(f"{path}, line 3") and len(said) < 500
+    of_python = [word for word in PYTHONS_WORDS if re.search(rf"\b{word}\b", said)]
+    assert not of_python, said
+    return said
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
-def test_a_line_of_json_that_is_none(line, tmp_path):
+def test_a_line_that_is_neither_a_prompt_nor_an_example(line, tmp_path):
     path = tmp_path / "lines.jsonl"
-    path.write_text(line + "\n")
-    assert LINES[line] in refusal(read_prompts, path)
     encoder = Encoder(make_tokenizer(), "{prompt}", None, 64)
-    assert "line 1" in refusal(read_examples, path, encoder)
+    assert LINES[line] in bad_line(read_prompts, path, line)
+    assert LINES[line] in bad_line(lambda path: read_examples(path, encoder), path, line)
 
 
-@pytest.mark.parametrize("tokens", ["[1e400]", "[1.5]", '["1"]', f"[{2**40}]", "5", "[[1]]"])
+TEXTS = {one: one for one in ("null", "5", "[1]", '{"a": 1}', "true", "NaN")}
+TEXTS |= {f"[{'9' * 400}]": "[999", r'"a\ud800"': "not Unicode"}
+
+
+@pytest.mark.parametrize("value", TEXTS, ids=range(len(TEXTS)))
+def test_where_a_text_belongs_a_line_has_one(value, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    encoder = Encoder(make_tokenizer(), "{prompt}", None, 64)
+
+    def read(path):
+        return read_examples(path, encoder)
+
+    for line, name in (
+        (f'{{"prompt": {value}, "completion": "w1"}}', "prompt"),
+        (f'{{"prompt": "w1", "completion": {value}}}', "completion"),
+        (f'{{"text": {value}}}', "text"),
+    ):
+        said = bad_line(read, path, line)
+        assert f'"{name}"' in said and TEXTS[value] in said
+    for blank in ('""', '" "'):
+        for line in (f'{{"prompt": {blank}, "completion": "w1"}}', f'{{"text": {blank}}}'):
+            assert blank in bad_line(read, path, line)
+        bad_line(read_prompts, path, f'{{"prompt": {blank}}}')
+    assert 'lacks "prompt"' in bad_line(read, path, '{"completion": "w1"}')
+    assert '"prompt"' in bad_line(read_prompts, path, f'{{"prompt": {value}}}')
+    turns = f'[{{"role": "user", "content": "w1"}}, {{"role": "assistant", "content": {value}}}]'
+    bad_line(read, path, f'{{"messages": {turns}}}')
+
+
+@pytest.mark.parametrize("tokens", [
+    "[1e400]", "[1.5]", '["1"]', f"[{2**40}]", f"[{'9' * 400}]", "5", "null", '"1 2"', "[[1]]",
+    "[null]", "[true]", "[-1]", "[]", "{}",
+])  # fmt: skip
 def test_token_ids_that_are_none(tokens, tmp_path):
     path = tmp_path / "lines.jsonl"
-    path.write_text(f'{{"prompt_tokens": [1], "completion_tokens": {tokens}}}\n')
     encoder = Encoder(make_tokenizer(), "{prompt}", None, 64)
-    assert "line 1" in refusal(read_examples, path, encoder)
+    for name, other in (("prompt", "completion"), ("completion", "prompt")):
+        line = f'{{"{other}_tokens": [1], "{name}_tokens": {tokens}}}'
+        said = bad_line(lambda path: read_examples(path, encoder), path, line)
+        assert "empty" in said if tokens == "[]" else f'"{name}_tokens"' in said
+
+
+def test_text_that_is_not_utf8_is_told_by_its_line(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    for content in (b'{"prompt": "w1"}\n\n{"prompt": "\xe9"}\n', b"\n\n\xff\xfe{\x00"):
+        path.write_bytes(content)
+        assert f"{path}, line 3, is not UTF-8" in refusal(read_prompts, path)
+
+
+def test_files_of_other_systems_are_read(tmp_path):
+    """With a byte-order mark, also inside where files were put together, and CR and LF."""
+    path = tmp_path / "lines.jsonl"
+    row = b'\xef\xbb\xbf{"prompt": "w1", "completion": "w2", "id": 1}\r\n'
+    path.write_bytes(row + b"\r\n" + row)
+    assert [one["prompt"] for one in read_prompts(path)] == ["w1", "w1"]
+    assert len(read_examples(path, Encoder(make_tokenizer(), "{prompt}", None, 64))) == 2
+
+
+def test_rows_that_are_cut_or_left_out_are_counted(tmp_path, caplog):
+    path = tmp_path / "train.jsonl"
+    encoder = Encoder(make_tokenizer(), "{prompt}", 2, 6)
+    rows = [("w1", "w2"), ("w1", words(9)), (words(3), words(5)), (words(6), "w2"), ("w3", "w4 w5")]
+    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in rows))
+    with caplog.at_level("INFO", "ssmlx"):
+        found = read_examples(path, encoder)
+    assert [len(one.tokens) for one in found] == [3, 6, 6, 4]
+    assert caplog.messages == [
+        f"{path}: 2 of 5 rows are longer than 6 tokens and were cut",
+        f"{path}: 1 of 5 rows were left out, as their prompts have 6 tokens or more",
+    ]
+    caplog.clear()
+    path.write_text(json.dumps({"prompt": "w1", "completion": "w2"}))
+    read_examples(path, encoder)
+    assert not caplog.messages
+    path.write_text(json.dumps({"prompt": words(8), "completion": "w2"}))
+    assert "--max-length" in refusal(read_examples, path, encoder)
+    path.write_text("\n")
+    assert "is empty" in refusal(read_examples, path, encoder)
 
 
 def test_a_byte_order_mark_is_none_of_the_text(tmp_path):

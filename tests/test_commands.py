@@ -22,13 +22,13 @@ from ssmlx import bars
 from ssmlx.commands import chat, generate
 from ssmlx.commands.callback_bars import DownloadBar
 from ssmlx.commands.decoding_options import generate_config
-from ssmlx.commands.drafter_option import SHARED_KEYS
-from ssmlx.commands.pairs import parse_pairs
 from ssmlx.commands.running import logging_to_stderr
+from ssmlx.drafters.option import SHARED_KEYS
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.errors import InputError
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
+from ssmlx.pairs import parse_pairs
 from ssmlx.server import __main__ as server
 from ssmlx.settings import DRAFTERS
 

@@ -330,6 +330,13 @@ def test_a_foreign_out_is_refused_and_untouched(trained, refusal, tmp_path, kind
     assert "exists and is not an adapter" in refusal(checkpoint, out=checkpoint)
 
 
+def test_an_adapter_with_other_files_beside_it_is_not_replaced(trained, convert, refusal):
+    out = convert(trained)
+    (out / "notes.txt").write_text("years of work")
+    assert "notes.txt" in refusal(trained, out=out)
+    assert (out / "notes.txt").read_text() == "years of work"
+
+
 def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatch):
     def stop(folder, *_):
         (folder / "half").touch()

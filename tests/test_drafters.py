@@ -1,5 +1,6 @@
 """Every drafter against plain decoding: exact tokens, constructed step counts, and statistics."""
 
+import argparse
 import json
 import math
 import random
@@ -14,7 +15,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 from guessed import mix_copies_along
-from real import one_line, tokens_of, write_base, write_tiny_adapter
+from real import one_line, refusal, tokens_of, write_base, write_tiny_adapter
 from tiny import (
     VOCAB,
     first_tokens,
@@ -30,6 +31,7 @@ from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads
 from ssmlx import settings as listed
 from ssmlx.api import stream_generate
 from ssmlx.commands import generate
+from ssmlx.commands.decoding_options import add_decoding_and_drafting_options, generate_config
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.loop import speculative_decode
@@ -55,7 +57,12 @@ from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
-from ssmlx.drafters.registry import RegisteredDrafter, registered_drafter
+from ssmlx.drafters.mtp import MtpConfig
+from ssmlx.drafters.registry import (
+    RegisteredDrafter,
+    registered_drafter,
+    split_drafter_arguments,
+)
 from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
@@ -763,6 +770,62 @@ def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
 def test_a_drafter_that_is_none_is_refused(given, said):
     with pytest.raises(InputError, match=said):
         make_plan(bare_model(), drafter=given)
+
+
+WITH_SETTINGS = {
+    "prompt-lookup tokens=3": {"prompt_lookup": PromptLookupConfig(num_draft_tokens=3)},
+    "lookahead window=7 guesses=2": {"lookahead": LookaheadConfig(window=7, guesses=2)},
+    "draft-model width=2": {"draft": DraftModelConfig(width=2)},
+    "mtp tokens=2 hidden=before": {
+        "drafter_settings": MtpConfig(num_draft_tokens=2, hidden="before")
+    },
+    "mlp-speculator widths=4,3": {"speculator_tree": SpeculatorTreeConfig(widths=(4, 3))},
+    "streams schedule=fused": {"stream_schedule": "fused"},
+    " 'prompt-lookup'  ": {},
+}
+
+
+@pytest.mark.parametrize("text", WITH_SETTINGS)
+def test_a_name_with_settings_is_read_as_by_the_option(text):
+    name = text.replace("'", "").split()[0]
+    wanted = GenerateConfig(drafter=name, **WITH_SETTINGS[text])
+    assert split_drafter_arguments(GenerateConfig(), text) == (wanted, [])
+    assert split_drafter_arguments(wanted, [text]) == (wanted, [])  # said twice, alike
+    parser = argparse.ArgumentParser()
+    add_decoding_and_drafting_options(parser, max_tokens=256)
+    assert generate_config(parser.parse_args(["--drafter", text])) == wanted
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("prompt-lookup num=3", "num=3; expected keys of --drafter prompt-lookup, each once: ngram=3"),
+    ("prompt-lookup tokens=many", "tokens=many; expected a whole number"),
+    ("prompt-lookup tokens=0", "tokens=0"),
+    ("prompt-lookup 'tokens=3", "close the quotation mark"),
+    ("", "--drafter ; expected one of streams"),
+    ("streams epsilon=0.2", "epsilon= would do nothing here; expected acceptance=typical"),
+])  # fmt: skip
+def test_wrong_settings_are_refused_as_by_the_option(text, said):
+    parser = argparse.ArgumentParser()
+    add_decoding_and_drafting_options(parser, max_tokens=256)
+    line = refusal(make_plan, bare_model(), drafter=text)
+    assert said in line
+    assert line == refusal(lambda: generate_config(parser.parse_args(["--drafter", text])))
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("draft-model model=org/small", "model= in drafter="),
+    ("medusa heads=folder", "heads= in drafter="),
+    ("streams head=8bit", "head= in drafter="),
+    ("prompt-lookup tokens=4", "beside prompt_lookup="),
+])  # fmt: skip
+def test_settings_that_a_call_cannot_follow_are_refused(text, said):
+    config = GenerateConfig(prompt_lookup=PromptLookupConfig(num_draft_tokens=9))
+    assert said in refusal(make_plan, bare_model(), config, drafter=text)
+
+
+def test_settings_behind_a_name_reach_the_draft():
+    plan = make_plan(bare_model(), drafter="prompt-lookup tokens=3 size=4", decoding="speculative")
+    assert plan.drafters[0].largest.levels == 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"temp": 1.0, "seed": 2}])

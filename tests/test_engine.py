@@ -8,14 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from weakref import ref
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from real import ROOT, answer, refusal, tokens_of, words, write_base, write_tiny_adapter
+from real import ROOT, VOCAB, answer, refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_model, make_tokenizer, token_steps
 
 import ssmlx
@@ -508,11 +511,59 @@ def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monk
     other = write_tiny_adapter(tmp_path / "other", write_base(tmp_path / "base", norm=1.5))
     assert "another base model" in refusal(engine.stream, "w1", adapter=other)
     assert "the prompt is empty" in refusal(engine.stream, " ")
-    for wrong in (None, 5, [1.5], [[1]], ["a"], {"role": "user", "content": "w1"}):
-        for ask in (engine.stream, engine.score):
-            assert "expected a text, or token ids" in refusal(ask, wrong), wrong
     assert "no model is called" in refusal(ssmlx.Engine, "nothing-like-it")
     assert tokens_of(engine.stream("w1", max_tokens=3))
+
+
+NO_PROMPTS = (
+    None, 5, b"w1", bytearray(b"w1"), memoryview(b"w1"), np.bytes_(b"w1"), Path("w1"),
+    {1, 2}, frozenset([1]), {1: 2}, {"role": "user", "content": "w1"}, iter([1]), (n for n in [1]),
+    [1.5], [1, True], [None], ["a"], [b"a"], [[1]], [[1], [2]], [1, [2]],
+    np.array([1.0]), np.array([True]), np.array([[1]]), np.array(1), np.array(["a"]),
+    mx.array([1.0]), mx.array([True]), mx.array([[1]]), mx.array(1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", NO_PROMPTS, ids=map(str, range(len(NO_PROMPTS))))
+def test_a_prompt_is_a_text_or_token_ids_everywhere(wrong, base, engine):
+    """Of bytes, the numbers were taken for token ids."""
+    model, tokenizer = engine.model("none"), engine.tokenizer
+    of_model = (model, tokenizer)
+    for ask in (
+        lambda: engine.stream(wrong),
+        lambda: engine.score(wrong),
+        lambda: ssmlx.stream_generate(*of_model, wrong),
+        lambda: ssmlx.generate(*of_model, wrong),
+        lambda: ssmlx.stream_generate(*of_model, [1], context=wrong),
+    ):
+        assert "expected a text, or token ids" in refusal(ask)
+    for ask in (
+        lambda: ssmlx.prompt_tokens(wrong, *of_model),
+        lambda: ssmlx.prompt_tokens(wrong, *of_model, "raw"),
+        lambda: engine.chat(adapter="none").reply(wrong),
+        lambda: engine.chat(adapter="none").reset(wrong if wrong is not None else b""),
+    ):
+        assert "the text is " in refusal(ask)
+
+
+class Text(str):
+    """A text of a class of the user's own."""
+
+
+def test_rows_of_whole_numbers_are_token_ids(engine):
+    model, tokenizer = engine.model("none"), engine.tokenizer
+    wanted = tokens_of(ssmlx.stream_generate(model, tokenizer, [8, 9, 10], max_tokens=4))
+    ids = np.array([8, 9, 10])
+    for given in (
+        (8, 9, 10), range(8, 11), deque([8, 9, 10]), array("q", [8, 9, 10]), list(ids),
+        ids, ids.astype(np.uint8), mx.array(ids), [mx.array(8), np.int64(9), 10],
+        "w1 w2 w3", Text("w1 w2 w3"), np.str_("w1 w2 w3"),
+    ):  # fmt: skip
+        found = ssmlx.stream_generate(model, tokenizer, given, max_tokens=4)
+        assert tokens_of(found) == wanted, given
+    for unknown in (-1, VOCAB, 10**30):
+        for ask in (engine.stream, engine.score):
+            assert f"the token {unknown}" in refusal(ask, [1, unknown])
 
 
 def test_the_default_adapter_is_the_bundled_chat_where_it_belongs(base, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ ROOMS = [
     "prompts",
     "rendering",
     "settings templates turns",
-    "errors json_files blas answers mlx_thread bars report detokenizer __init__",
+    "errors json_files pairs blas answers mlx_thread bars report detokenizer __init__",
 ]
 EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it

@@ -13,15 +13,28 @@ from unittest.mock import MagicMock
 import mlx.core as mx
 import pytest
 from huggingface_hub.utils import RevisionNotFoundError, get_session
-from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_prune, write_base
+from real import (
+    EXAMPLE,
+    answering,
+    exit_code,
+    make_adapter,
+    one_line,
+    questions,
+    refusal,
+    snapshot,
+    without_prune,
+    write_base,
+    write_data,
+)
 
 import ssmlx
+from ssmlx.commands import train
 from ssmlx.commands.running import run_command
 from ssmlx.errors import InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading import folders, hub, names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter_in_place
-from ssmlx.loading.files import atomic_folder, write_whole
+from ssmlx.loading.files import atomic_folder, require_nothing_else_in, write_whole
 from ssmlx.loading.folders import Fetch, cache_dir
 from ssmlx.loading.names import ALIASES, resolve_adapter, resolve_model
 from ssmlx.loading.stored_tensors import tensor_names
@@ -546,6 +559,35 @@ def test_a_file_is_written_whole_and_keeps_its_mode(tmp_path):
     write_whole(link, b"new")
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o640)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "x"]
+
+
+def test_what_was_not_written_there_keeps_a_folder_from_being_replaced(tmp_path):
+    folder = tmp_path / "out"
+    require_nothing_else_in(folder, ["*.json"], "choose")
+    folder.mkdir()
+    (folder / "a.json").touch()
+    require_nothing_else_in(folder, ["*.json"], "choose")
+    (folder / "notes.md").touch()
+    assert "notes.md" in refusal(require_nothing_else_in, folder, ["*.json"], "choose")
+    assert "is a file" in refusal(require_nothing_else_in, folder / "a.json", ["*"], "choose")
+
+
+def test_training_keeps_a_folder_that_is_no_adapter(base, tmp_path, capsys):
+    data = write_data(tmp_path / "data", questions(range(2)))
+    (mine := tmp_path / "run" / "adapter").mkdir(parents=True)
+    (mine / "thesis.tex").write_text("years")
+    arguments = ["--data", str(data), "--out", str(tmp_path / "run"), "--model", str(base)]
+    assert train.main(arguments) == 2
+    assert "thesis.tex" in one_line(capsys.readouterr().err, train.PROG)
+    assert (mine / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize("option", ["--data", "--out", "--init"])
+def test_an_empty_path_is_refused(option, capsys):
+    """A shell variable that is not set would name the working directory."""
+    given = {"--data": "data", "--out": "out", option: ""}
+    assert exit_code(train.main, *(word for pair in given.items() for word in pair)) == 2
+    assert option in one_line(capsys.readouterr().err, train.PROG)
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):

@@ -1,6 +1,7 @@
 """LoRA and DoRA of PEFT's: the model computes what PEFT's does, and the rest is refused."""
 
 import json
+import time
 import warnings
 from dataclasses import replace
 
@@ -17,14 +18,17 @@ transformers = pytest.importorskip("transformers")
 import test_models
 from mlx_lm.utils import dequantize_model, save_config, save_model
 from peft.utils import save_and_load
+from peft.utils.other import get_pattern_key
 from real import answer, exit_code, one_line, refusal, write_tokenizer
 from test_lora import logits
 from tiny import _is_packable, assert_close, make_adapter
 
 from ssmlx.commands import generate
+from ssmlx.errors import InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import load_adapter, write_adapter_in_place
 from ssmlx.loading.load import load_base
+from ssmlx.loading.module_patterns import ModulePatterns
 
 TOKENS = [5, 2, 3, 11, 7, 1, 40, 9]
 TOLERANCE = 3e-5
@@ -186,7 +190,7 @@ BAD = {
     "use_rslora": ("yes", "has use_rslora 'yes'"),
     "lora_alpha": (None, "has lora_alpha None"),
     "rank_pattern": ({"k_proj": 0}, "has rank_pattern"),
-    "alpha_pattern": ({"(a+)+": 2}, "has the alpha_pattern '(a+)+'"),
+    "alpha_pattern": ({"(a": 2}, "has the alpha_pattern '(a'"),
     "target_modules": (["q_proj"], "LoRA for model.layers.0.self_attn.k_proj, which the target"),
     "layers_to_transform": ([1], "LoRA for model.layers.0.self_attn.k_proj, which the target"),
     "use_dora": (True, "missing: model.layers.0.self_attn.k_proj.m"),
@@ -210,6 +214,61 @@ def test_what_peft_computes_otherwise_is_refused(trained, name, capsys):
     given = ("--model", folder, "--adapter", adapter, "--prompt", "w1")
     assert exit_code(generate.main, *given) == 2
     assert said in one_line(capsys.readouterr().err, generate.PROG)
+
+
+PATTERNS = {
+    "k_proj": True,
+    r"model\.layers\.0\.self_attn\.k_proj": True,
+    r"^model\.layers\.(\d+)\.self_attn\.(q|k|v)_proj$": True,
+    r"layers.[02].*_proj": True,
+    r"(?:.*\.)?self_attn\..+?": True,
+    r"\w{2,6}": True,
+    r"[^qv]_proj": True,
+    r"\bk_\D\S+": True,
+    "proj": False,
+    "q_proj|v_proj": False,
+    r"layers\.1\..*": False,
+    r"^k_proj": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_names_the_modules_that_it_names_in_peft(pattern):
+    path = "model.layers.0.self_attn.k_proj"
+    assert (get_pattern_key([pattern], path) == pattern) == PATTERNS[pattern]
+    assert ModulePatterns("a", {pattern: 3}).find(path, 8) == (3 if PATTERNS[pattern] else 8)
+
+
+def test_the_first_of_several_patterns_counts():
+    patterns = ModulePatterns("a", {"q_proj": 1, r".*_proj": 2, "k_proj": 3})
+    found = [patterns.find(f"layers.0.{name}", 8) for name in ("q_proj", "k_proj", "norm")]
+    assert found == [1, 2, 8]
+
+
+ENDLESS = (
+    "a?" * 60 + "a" * 60, "(a+)+", "(a|a)" * 60 + "c", "(a|aa)+z", "(.*)*z", "(.*)*" * 40 + "z",
+    "((a{1,900}){1,900}){1,900}z", "a{100000000}", "(|a){100000000}z", "(a?b?){50,60}" * 20 + "z",
+    "(" * 30 + "a" + "{1,50})" * 30 + "z", "(" * 499 + ")" * 499, "(" * 5000 + "a" + ")" * 5000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+def test_no_pattern_takes_for_ever(pattern):
+    """Python's own matcher does, of the first six; it is refused, or ends at once."""
+    path = f"model.layers.0.{'a' * 60}b"
+    begun = time.monotonic()
+    try:
+        assert ModulePatterns("a", {pattern: 3}).find(path, 8) == 8
+    except InputError as error:
+        assert "name the modules in full" in str(error)
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("pattern", ["(?=k)k_proj", r"(\w)\1", "(?i:K_PROJ)", "(?>k)_proj", "k*+"])
+def test_what_is_not_followed_is_refused_by_name(pattern):
+    assert "a '" in refusal(ModulePatterns("a", {pattern: 3}).find, "layers.0.k_proj", 8)
+    assert "characters" in refusal(ModulePatterns("a", {"a": 3}).find, "a" * 10**6, 8)
 
 
 def test_pickles_and_foreign_tensors_are_refused(trained):

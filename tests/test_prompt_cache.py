@@ -546,7 +546,10 @@ def test_prompts_are_listed_and_purged(prompt_file, tmp_path, capsys):
     assert caches.main([str(tmp_path)]) == 0 and capsys.readouterr().out == out
     assert "30 tokens of llama, 3 layers of 32, float32" in out
     assert "damaged" in out and "2 prompts" in out
-    assert caches.main(["purge", str(tmp_path)]) == 0
+    assert caches.main(["purge", str(tmp_path)]) == 2  # there is nobody to ask
+    assert "--yes" in one_line(capsys.readouterr().err, "ssmlx.caches")
+    assert (inner / f"{'0' * 32}.safetensors").exists()
+    assert caches.main(["purge", "--yes", str(tmp_path)]) == 0
     assert {*tmp_path.rglob("*")} == {mine, inner}
     assert caches.main(["list", str(tmp_path / "nowhere")]) == 2
     one_line(capsys.readouterr().err, "ssmlx.caches")

@@ -284,7 +284,9 @@ def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
     prompt_caches[0].flush()
     again = known(chat(words(9)), command.make_prompt_cache_for_each_key(tmp_path, keys))
     assert again[0] > 9 and again[1] == 0
-    assert files.main(["purge", str(tmp_path)]) == 0 and not [*tmp_path.rglob("*.safetensors")]
+    assert files.main(["purge", str(tmp_path), "--yes"]) == 0 and not [
+        *tmp_path.rglob("*.safetensors")
+    ]
 
 
 async def drive(app, body, on_send=lambda message: None, gone=None, more=False, path=CHAT):

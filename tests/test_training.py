@@ -70,7 +70,7 @@ def test_a_chat_is_learnt_under_the_models_template(tmp_path):
     assert found[0].tokens.tolist() == [9, 1, 9, 2, 9, 3, 8, 4, 5, END]
     assert found[0].start == 7
     assert found[1].tokens.tolist() == [9, 1, 8, 2, END]
-    with pytest.raises(ValueError, match="last turn is not the assistant's"):
+    with pytest.raises(InputError, match="the last one the assistant's"):
         own.encode_unless_prompt_too_long({"messages": messages[:3]})
 
 

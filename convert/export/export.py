@@ -26,8 +26,8 @@ from ssmlx.exported.backends import DECODE
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import StreamAdapter, load_stream_adapter
-from ssmlx.loading.files import atomic_folder
-from ssmlx.loading.folders import CONFIG_FILE
+from ssmlx.loading.files import atomic_folder, require_nothing_else_in
+from ssmlx.loading.folders import CONFIG_FILE, MODEL_FILES
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import resolve_adapter, resolve_model
 
@@ -102,13 +102,15 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
         InputError: a package is missing, something does not fit, or the folder cannot be written.
     """
     (packages.import_coreai if config.target == "coreai" else packages.import_coremltools)()
+    do = "choose another --out"
     ours = all((out / name).is_file() for name in (MANIFEST, REPORT))
     require(
         not out.exists() or (out.is_dir() and (ours or not any(out.iterdir()))),
         f"{out} exists and is no exported model",
         expected="a new folder, or an exported model to replace",
-        do="choose another --out",
+        do=do,
     )
+    require_nothing_else_in(out, (*MODEL_FILES, "*.txt", *PACKAGES.values()), do)
     report = Report()
     with packages.explain_write_errors(out):
         with report.stage("load"):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from ssmlx.commands.decoding_options import add_streams_tree_prune_options, generate_config
-from ssmlx.commands.drafter_option import parse_drafter_option
 from ssmlx.commands.parser import Parser, add_int_options, add_options
+from ssmlx.drafters.option import parse_drafter_option
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.files import make_folder

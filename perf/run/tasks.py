@@ -3,7 +3,7 @@
 Scores are percentages, one for each prompt.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmlx.errors import InputError, require
-from ssmlx.json_files import parse_json
-from ssmlx.prompts import Prompt, read_lines, read_prompts
+from ssmlx.json_files import read_json_rows
+from ssmlx.prompts import Prompt, read_prompts
 
 from .results import ROOT
 from .statistics import mean, paired_difference
@@ -64,6 +64,7 @@ MT_BENCH = (
 )
 """Spec-Bench's categories whose questions are MT-Bench's: all their first turns, as one."""
 OTHER_CATEGORIES = ("summarization", "qa", "math_reasoning", "rag", "translation")
+_SPEC_BENCH_ROW = f'"turns", texts, and "category", one of {", ".join(MT_BENCH + OTHER_CATEGORIES)}'
 FIRST_OF_CATEGORY = 16
 """Questions that are asked of each of the other categories."""
 
@@ -141,14 +142,13 @@ def _read_first_spec_bench_questions(path: Path) -> list[Example]:
     """
     found: dict[str, list[Example]] = {}
     examples = []
-    for number, line in read_lines(path, "--data"):
-        category, question = _parse_spec_bench_line(line, f"{path}, line {number}")
+    for where, row in read_json_rows(path, "--data", _SPEC_BENCH_ROW):
+        category, question = _check_spec_bench_row(row, where)
         name = "mt_bench" if category in MT_BENCH else category
         own = found.setdefault(name, [])
         if name == "mt_bench" or len(own) < FIRST_OF_CATEGORY:
             own.append(Example({"prompt": question}, category=name))
             examples.append(own[-1])
-    require(bool(examples), f"{path} holds no questions", expected="some", do="check --data")
     return examples
 
 
@@ -159,27 +159,20 @@ class SpecBenchQuestion(NamedTuple):
     first_turn: str
 
 
-def _parse_spec_bench_line(line: str, where: str) -> SpecBenchQuestion:
-    """Parse a line of Spec-Bench's file.
-
-    Args:
-        line: JSON.
-        where: file and line, for messages.
+def _check_spec_bench_row(row: Mapping[str, Any], where: str) -> SpecBenchQuestion:
+    """Check a row of Spec-Bench's file.
 
     Raises:
-        InputError: it is no such line.
+        InputError: it is no such row.
     """
-    expected = f'"turns", texts, and "category", one of {", ".join(MT_BENCH + OTHER_CATEGORIES)}'
-    try:
-        values = parse_json(line)
-        category = values["category"]
-        question = values["turns"][0]
-        is_fine = category in MT_BENCH + OTHER_CATEGORIES and isinstance(question, str)
-    except (ValueError, TypeError, LookupError):
-        is_fine = False
+    category = row.get("category")
+    turns = row.get("turns")
+    question = turns[0] if isinstance(turns, list) and turns else None
+    is_fine = category in MT_BENCH + OTHER_CATEGORIES and isinstance(question, str)
     found = f"{where} is no question of Spec-Bench"
-    require(is_fine and bool(question.strip()), found, expected=expected, do="check --data")
-    return SpecBenchQuestion(category, question)
+    is_asked = is_fine and bool(str(question).strip())
+    require(is_asked, found, expected=_SPEC_BENCH_ROW, do="check --data")
+    return SpecBenchQuestion(str(category), str(question))
 
 
 def leave_out_middle(tokens: list[int], max_tokens: int) -> list[int]:

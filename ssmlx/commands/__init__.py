@@ -5,8 +5,6 @@
 | `parser.py` | the parser that every command has, and rows of options |
 | `running.py` | how a command runs, ends and fails: exit codes, standard streams |
 | `decoding_options.py` | options of a model and of how it decodes; the settings they come to |
-| `drafter_option.py` | `--drafter`: a drafter's name and its settings |
-| `pairs.py` | options whose value is words `key=value` |
 | `load_target.py` | loads the model, adapter and drafter that options name |
 | `callback_bars.py` | progress bars that are passed as a callback |
 | `chat.py` | `ssmlx.chat` |

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..bars import busy
-from ..errors import require
+from ..errors import quoted, require
 from ..loading.folders import Fetch, adapters_home
 from ..loading.names import (
     AUTO_ADAPTER,
@@ -112,7 +112,7 @@ def checked_adapter_name(args: argparse.Namespace) -> str:
     is_tuned = args.adapter not in (None, NO_ADAPTER)
     parts = [model, *([args.adapter.partition("@")[0]] if is_tuned else [])]
     default = "-".join(Path(part).name for part in parts)
-    name = args.name or re.sub(r"[^\w.-]+", "-", default.lower())
+    name = re.sub(r"[^\w.-]+", "-", default.lower()) if args.name is None else args.name
     require_allowed_adapter_name(name, "--name")
     return name
 
@@ -131,7 +131,7 @@ def require_allowed_adapter_name(name: str, option: str) -> None:
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in taken
     require(
         bool(ok),
-        f"{option} {name}",
+        f"{option} {name or quoted(name)}",
         expected="letters, digits, dots and dashes, and no name of an adapter that ships",
         do="give another",
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, require, unwritable_error
+from ..errors import InputError, one_line, quoted, require, unwritable_error
 from ..loading.folders import adapters_home
 from ..loading.names import bundled_adapters
 from .adapt import require_allowed_adapter_name
-from .parser import make_parser
-from .running import make_main
+from .parser import add_yes_option, make_parser
+from .running import confirmed, make_main
 
 if TYPE_CHECKING:
     from ..loading.adapt_runs import StoredRun
@@ -23,6 +24,8 @@ EPILOG = """examples:
   python -m ssmlx.adapters
   python -m ssmlx.adapters remove qwen3-4b-4bit
   python -m ssmlx.adapters rename qwen3-4b-4bit qwen
+
+remove asks before it deletes. Without a terminal to ask on, it needs --yes.
 
 An adapter works with the weights that it was made from, wherever they are stored. Without
 --adapter, chat, generate, the engine and the server use the newest one made from their weights."""
@@ -36,7 +39,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: the words after the command; None for the process's own.
     """
     text = "List, remove or rename the adapters that ssmlx.adapt has made on this machine."
-    usage = "[list | remove NAME | rename NAME NEW]"
+    usage = "[list | remove NAME [--yes] | rename NAME NEW]"
     parser = make_parser(PROG, text, EPILOG, usage)
     acts = ("list", "remove", "rename")
     parser.add_argument("act", nargs="?", choices=acts, default="list", help="(default: list)")
@@ -46,7 +49,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="name of the adapter; for rename, then the new name",
     )
-    args = parser.parse_args(argv)
+    add_yes_option(parser)
+    args = parser.parse_intermixed_args(argv)
     wanted = {"list": 0, "remove": 1, "rename": 2}[args.act]
     if len(args.names) != wanted:
         parser.error(f"{args.act} takes {wanted} names, and not {len(args.names)}")
@@ -93,24 +97,51 @@ def _existing_run_folder(name: str) -> Path:
     """Return the folder of an adapter made here, also of a broken or unfinished one.
 
     Raises:
-        InputError: there is none of this name, or it ships with ssmlx.
+        InputError: there is none of exactly this name in the home of adapters.
     """
-    folder = adapters_home() / name
-    is_one = Path(name).name == name and name not in (".", "..") and folder.is_dir()
+    home = adapters_home()
+    # The name is compared with those that are there: a path made of it could lead anywhere.
+    names = sorted(one.name for one in home.iterdir() if one.is_dir()) if home.is_dir() else []
     is_bundled = name in bundled_adapters()
-    found = f"{name} ships with ssmlx" if is_bundled and not is_one else f"no adapter {name}"
-    names = sorted(one.name for one in adapters_home().glob("*") if one.is_dir())
-    expected = f"one that was made here ({', '.join(names) or 'there is none'})"
-    require(is_one, found, expected=expected, do="see python -m ssmlx.adapters")
-    return folder
+    require(
+        name in names,
+        f"{name} ships with ssmlx" if is_bundled else f"no adapter {name or quoted(name)}",
+        expected=f"one that was made here ({', '.join(names) or 'there is none'})",
+        do="see python -m ssmlx.adapters",
+    )
+    return home / name
 
 
-def _list_remove_or_rename(args: argparse.Namespace) -> None:
+def _remove(folder: Path) -> None:
+    """Delete an adapter's folder; of a link, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
+def _rename(folder: Path, name: str) -> None:
+    """Give an adapter's folder another name.
+
+    Raises:
+        InputError: an adapter may not have that name, or it is taken.
+    """
+    require_allowed_adapter_name(name, "NEW")
+    new = folder.with_name(name)
+    is_free = not os.path.lexists(new)
+    require(is_free, f"{new} is there already", expected="a new name", do="give another")
+    folder.rename(new)
+
+
+def _list_remove_or_rename(args: argparse.Namespace) -> int:
     """Print the adapters made here, or remove or rename one, as `args.act` says.
+
+    Returns:
+        The exit code: 1 where the user does not want it removed.
 
     Raises:
         InputError: there is no such adapter, a run writes to it now, the new name is taken or not
-            allowed, or the folder cannot be changed.
+            allowed, the folder cannot be changed, or nobody can be asked whether to remove it.
     """
     from ..loading.adapt_runs import read_adapt_runs
     from ..loading.files import locked_folder_removed_if_empty
@@ -118,24 +149,23 @@ def _list_remove_or_rename(args: argparse.Namespace) -> None:
     if args.act == "list":
         found = read_adapt_runs()
         for run in found:
-            print(describe_run(run))
+            print(one_line(describe_run(run)))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")
-        return
+        return 0
     folder = _existing_run_folder(args.names[0])
     try:
         with locked_folder_removed_if_empty(folder):  # refused while a run writes there
-            if args.act == "remove":
-                shutil.rmtree(folder)
-                print(f"removed {folder}")
+            if args.act == "rename":
+                _rename(folder, args.names[1])
+                print(one_line(f"{folder.name} is called {args.names[1]} now"))
+            elif not confirmed(f"delete {folder} and all that is in it", args):
+                return 1
             else:
-                require_allowed_adapter_name(args.names[1], "NEW")
-                new = folder.with_name(args.names[1])
-                taken = f"{new} is there already"
-                require(not new.exists(), taken, expected="a new name", do="give another")
-                folder.rename(new)
-                print(f"{folder.name} is called {new.name} now")
+                _remove(folder)
+                print(one_line(f"removed {folder}"))
     except OSError as error:
         raise unwritable_error(folder, error) from error
+    return 0
 
 
 main = make_main(PROG, parse_args, _list_remove_or_rename)

@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, require, unwritable_error
-from .parser import make_parser
-from .running import make_main
+from ..errors import InputError, one_line, require, unwritable_error
+from .parser import add_yes_option, make_parser
+from .running import confirmed, make_main
 
 if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
@@ -24,7 +24,8 @@ EPILOG = """examples:
   python -m ssmlx.caches purge ~/Library/Caches/my-app/prompts
 
 FOLDER is that of a `PromptCache`, or of a server's --prompt-cache. purge deletes their files and no
-others. The file of a chat's --prompt-cache is not listed: delete it yourself."""
+others. It asks first; without a terminal to ask on, it needs --yes. The file of a chat's
+--prompt-cache is not listed: delete it yourself."""
 _MIB = 2**20
 
 
@@ -167,23 +168,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: the words after the command; None for the process's own.
     """
     text = "List or delete the processed prompts that are kept on disk."
-    parser = make_parser(PROG, text, EPILOG, "[list | purge] FOLDER")
+    parser = make_parser(PROG, text, EPILOG, "[list | purge] FOLDER [--yes]")
     parser.add_argument(
         "act", nargs="?", choices=("list", "purge"), default="list", help="(default: list)"
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of a PromptCache")
-    return parser.parse_args(argv)
+    add_yes_option(parser)
+    return parser.parse_intermixed_args(argv)
 
 
-def _list_or_purge(args: argparse.Namespace) -> None:
+def _list_or_purge(args: argparse.Namespace) -> int:
     """Print the kept prompts of a folder, newest first, or delete them; then how many there were.
 
     Files that no `PromptCache` wrote are left alone. A server's folders for its keys, inside of it,
     are looked into, the last one first; "newest first" is within a folder. A damaged file is listed
     as such.
 
+    Returns:
+        The exit code: 1 where the user does not want them deleted.
+
     Raises:
-        InputError: the folder that was named is none, or a file cannot be deleted.
+        InputError: the folder that was named is none, a file cannot be deleted, or nobody can be
+            asked whether to.
     """
     from ..prompt_cache.prompt_files import PromptFolder, read_header
 
@@ -196,13 +202,15 @@ def _list_or_purge(args: argparse.Namespace) -> None:
     files = [file for folder in folders for file in folder.files()]
     total = f"{len(files)} prompts, {sum(stat.st_size for _, stat in files) / _MIB:.1f} MiB"
     if args.act == "purge":
+        if not confirmed(f"delete {total}, from {path}", args):
+            return 1
         try:
             for folder in folders:
                 folder.delete_own_files()
         except OSError as error:
             raise unwritable_error(path, error) from error
         print(f"deleted from {path}: {total}")
-        return
+        return 0
     for file, stat in reversed(files):
         try:
             header = read_header(file)
@@ -212,8 +220,10 @@ def _list_or_purge(args: argparse.Namespace) -> None:
         except InputError:
             about = "damaged"
         used = datetime.fromtimestamp(stat.st_mtime).isoformat(" ", "minutes")
-        print(f"{file.relative_to(path)}  {stat.st_size / _MIB:8.1f} MiB  {used}  {about}")
+        size = f"{stat.st_size / _MIB:8.1f} MiB"
+        print(one_line(f"{file.relative_to(path)}  {size}  {used}  {about}"))
     print(f"in {path}: {total}")
+    return 0
 
 
 main = make_main(PROG, parse_args, _list_or_purge)

@@ -28,7 +28,7 @@ from .decoding_options import (
 from .drafting_lines import drafting_lines
 from .load_target import load_for_decoding
 from .parser import add_prompt_cache_option, make_parser
-from .running import file_error, make_main
+from .running import file_error, make_main, print_note
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -82,13 +82,12 @@ class Screen:
     def __init__(self) -> None:
         """Note which streams are terminals, and let standard input take bytes that are no UTF-8."""
         self.interactive = sys.stdin.isatty()
-        self._dim = sys.stderr.isatty()
         if isinstance(sys.stdin, TextIOWrapper):
             # A stray byte then spoils its message alone.
             sys.stdin.reconfigure(errors="surrogateescape")
 
     def note(self, text: str) -> None:
-        print(f"\033[2m{text}\033[0m" if self._dim else text, file=sys.stderr, flush=True)
+        print_note(text)
 
     def reply(self, text: str) -> None:
         print(text, end="", flush=True)

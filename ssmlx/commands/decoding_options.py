@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from ..drafters.option import SHARED_KEYS, DrafterOption, parse_drafter_option
 from ..errors import quoted, require
 from ..loading.names import DEFAULT_ADAPTER, bundled_adapters
+from ..pairs import parse_pairs, split_words
 from ..settings import (
     DECODINGS,
     DEFAULT_MODEL,
@@ -22,8 +24,6 @@ from ..settings import (
     TreeConfig,
     decoding_name,
 )
-from .drafter_option import SHARED_KEYS, DrafterOption, ParseDrafter, drafting_arguments
-from .pairs import parse_pairs, split_words
 from .parser import (
     add_options,
     parse_json_object,
@@ -168,6 +168,15 @@ def _parse_token_bias(text: str) -> tuple[int, float]:
     raise argparse.ArgumentTypeError(f"{quoted(text)} is not ID=X, a token's id and a number")
 
 
+class ParseDrafter(argparse.Action):
+    """The argparse action of --drafter; it stores a `DrafterOption`, or raises InputError."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, parse_drafter_option(values))
+
+
 def add_drafter_and_tree_options(parser: argparse.ArgumentParser) -> None:
     """Add --drafter, with a table of all drafters and their settings, and the draft tree's
     options.
@@ -257,6 +266,11 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
         InputError: a value is out of bounds, or an option would have no effect.
     """
     drafter: DrafterOption = getattr(args, "drafter", DrafterOption())
+    drafting = {}
+    if drafter.name is not None:
+        from ..drafters.registry import drafting_arguments
+
+        drafting = drafting_arguments(drafter)
     prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
     _reject_idle_options(args, drafter.name, prune)
     tree = _renamed_given_options(args, kind="tree", width="tree_width", size="tree_size")
@@ -272,7 +286,7 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
         tree=TreeConfig(**tree) if tree else None,
         prune=PruneConfig(**pruning) if pruning else None,
         logit_bias=dict(bias) if bias else None,
-        **drafting_arguments(drafter),
+        **drafting,
         **_penalty_arguments(getattr(args, "penalty", None) or ()),
         **_renamed_given_options(
             args, **{name: name for name in (*names, "logprobs", "deterministic")}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..drafters.option import DrafterOption
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
 from ..settings import ATTENTIONS, DRAFT_HEADS, Attention
 from .callback_bars import DownloadBar
 from .decoding_options import PRUNE_OPTIONS, TREE_OPTIONS, drafters_shaped_by
-from .drafter_option import DrafterOption, require_drafter_key
 from .parser import refuse_option, reject_given_options
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ def load_for_decoding(
                 args, TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}"
             )
     return model, tokenizer, load_what_drafter_needs(args, model, tokenizer)
+
+
+def require_drafter_key(option: DrafterOption) -> None:
+    """Raise InputError where a drafter is named without the key that it needs, such as `model=`."""
+    from ..drafters.registry import registered_drafter
+
+    if option.name is not None:
+        registered_drafter(option.name).require_key_of_loader(option.values.keys())
 
 
 def load_what_drafter_needs(

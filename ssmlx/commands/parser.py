@@ -17,11 +17,26 @@ from ..json_files import parse_json
 
 class Parser(argparse.ArgumentParser):
     """A parser whose `error` prints the mistake and the hint at --help in one line, and ends with
-    exit code 2.
+    exit code 2. A path, of the type `Path`, may not be empty.
     """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("type", Path, _path_not_empty)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def _path_not_empty(text: str) -> Path:
+    """The path of an option's value.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty; argparse reports it.
+    """
+    if not text:  # which pathlib takes for the working directory: a shell variable that is not set
+        raise argparse.ArgumentTypeError("a path was expected, and it is empty")
+    return Path(text)
 
 
 def make_parser(
@@ -98,6 +113,11 @@ def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> Non
     """
     text = "in FILE as the model processed it; the next run with the same beginning starts at once"
     add_options(group, ("--prompt-cache", "FILE", f"keep {kept} {text}", Path))
+
+
+def add_yes_option(parser: argparse.ArgumentParser) -> None:
+    """Add --yes, which `running.confirmed` reads."""
+    add_options(parser, ("--yes", None, "delete without asking", bool))
 
 
 def unescape_newlines(text: str) -> str:

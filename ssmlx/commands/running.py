@@ -8,13 +8,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from ..bars import shown
-from ..errors import InputError
+from ..errors import InputError, one_line, require, without_controls
 
 
 def launched_rank() -> int:
@@ -34,6 +35,13 @@ def silent_unless_first_rank() -> Iterator[None]:
         yield
 
 
+class _PlainFormatter(logging.Formatter):
+    """Formats what is logged, names from others' files among it, without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_controls(super().format(record))
+
+
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
     """Inside the block, log messages of `ssmlx` go to standard error from INFO on, and bars are
@@ -42,7 +50,7 @@ def logging_to_stderr() -> Iterator[None]:
     handler = logging.StreamHandler()
     logger = logging.getLogger("ssmlx")
     bars = shown.set(True)
-    handler.setFormatter(logging.Formatter("ssmlx: %(message)s"))
+    handler.setFormatter(_PlainFormatter("ssmlx: %(message)s"))
     level = logger.level
     propagates = logger.propagate
     logger.addHandler(handler)
@@ -106,13 +114,49 @@ def file_error(error: OSError) -> InputError:
     )
 
 
+class Terminal:
+    """A stream to a terminal that shows what others wrote and obeys nothing in it, see
+    `without_controls`; otherwise as the stream itself.
+
+    Attributes:
+        unfiltered: the stream itself.
+    """
+
+    def __init__(self, stream: Any, *, has_bars: bool) -> None:
+        """Take the stream; with `has_bars`, what is written may begin with a carriage return."""
+        self.unfiltered = stream
+        self._has_bars = has_bars
+
+    def write(self, text: str) -> int:
+        first = "\r" if self._has_bars and text.startswith("\r") else ""
+        self.unfiltered.write(first + without_controls(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+def print_note(text: str) -> None:
+    """Print a text on standard error, dimmed where that is a terminal."""
+    before, after = ("\033[2m", "\033[0m\n") if isinstance(sys.stderr, Terminal) else ("", "\n")
+    stream = getattr(sys.stderr, "unfiltered", sys.stderr)
+    stream.write(before)
+    sys.stderr.write(text)
+    stream.write(after)
+    sys.stderr.flush()
+
+
 @contextmanager
 def _usable_standard_streams() -> Iterator[None]:
     """Make standard input, output and error usable inside the block.
 
     One that a shell closed, which Python has as None, becomes the null device. A character that
-    standard output cannot encode is written as an escape, such as \\u20ac. Afterwards they are as
-    before.
+    standard output cannot encode is written as an escape, such as \\u20ac. To a terminal only what
+    it shows is written. Afterwards they are as before.
     """
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -123,6 +167,12 @@ def _usable_standard_streams() -> Iterator[None]:
         if isinstance(out, TextIOWrapper) and out.errors in ("strict", "surrogateescape"):
             restored.callback(out.reconfigure, errors=out.errors)
             out.reconfigure(errors="backslashreplace")
+        if out.isatty():
+            plain = Terminal(out, has_bars=False)
+            restored.enter_context(redirect_stdout(cast(TextIO, plain)))
+        if sys.stderr.isatty():
+            plain = Terminal(sys.stderr, has_bars=True)
+            restored.enter_context(redirect_stderr(cast(TextIO, plain)))
         yield
 
 
@@ -139,6 +189,27 @@ def _discard_output() -> None:
     """
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def confirmed(act: str, args: argparse.Namespace) -> bool:
+    """Whether the user wants something deleted: --yes says so, else they are asked on the terminal.
+
+    Args:
+        act: what would be done, such as "delete FOLDER", for the question.
+        args: with `yes`.
+
+    Raises:
+        InputError: there is no --yes, and no terminal to ask on.
+    """
+    if args.yes:
+        return True
+    can_ask = sys.stdin.isatty() and sys.stderr.isatty()
+    require(can_ask, act, expected="--yes, as nobody can be asked here", do="add --yes")
+    print(f"{one_line(act)}? [y/N] ", end="", file=sys.stderr, flush=True)
+    is_wanted = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not is_wanted:
+        print("nothing was deleted", file=sys.stderr)
+    return is_wanted
 
 
 def make_main(

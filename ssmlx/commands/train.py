@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..loading.folders import TRAINED_FOLDER
+from ..loading.folders import ADAPTER_FILES, TRAINED_FOLDER
 from .running import launched_rank, make_main, with_lock_on_out_folder
 from .train_options import (
     add_cache_option,
@@ -81,7 +81,8 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     A run that was stopped goes on from its last state.
 
     Raises:
-        InputError: options do not fit one another, or the model, the data or --init cannot be used.
+        InputError: options do not fit one another; the model, the data or --init cannot be used; or
+            OUT/adapter holds something else.
     """
     options = read_run_options(args)
     train = read_train_config(args)
@@ -90,6 +91,7 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
 
     from ..loading.adapter import load_stream_adapter
     from ..loading.attach import read_every_row_lora
+    from ..loading.files import require_nothing_else_in
     from ..model.ranks import launched_group
     from ..training.job import read_and_check_job, run_to_end
     from ..training.mlx_model import (
@@ -100,6 +102,8 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     )
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
 
+    trained = options.out / TRAINED_FOLDER
+    require_nothing_else_in(trained, ADAPTER_FILES, "choose another --out")
     start = (
         add_condition_and_root_init(load_stream_adapter(args.init), train)
         if train.train_only
@@ -122,9 +126,7 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
             trainer,
             prog=PROG,
             dtype=str(backbone.dtype),
-            write_trained=lambda validation: model.measure_and_write(
-                options.out / TRAINED_FOLDER, validation
-            ),
+            write_trained=lambda validation: model.measure_and_write(trained, validation),
             # An adapter of which a part is trained is frozen but for that; it goes without a task.
             frozen_folders=init if start else task,
             start_folders=[] if start else init,

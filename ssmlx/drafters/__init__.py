@@ -11,7 +11,8 @@
 | Medusa heads | `medusa.py` | yes | no |
 | an MLP speculator | `mlp_speculator.py` | yes | no |
 
-Each is registered in its file, by `registry.py`; assistants where MTP heads are. `unaccepted.py`
+Each is registered in its file, by `registry.py`; assistants where MTP heads are. A drafter's name
+and settings, as `--drafter` and `drafter=` take them, are parsed by `option.py`. `unaccepted.py`
 says when such a draft is never accepted. Heads of every kind share `head_drafter.py`, and a
 folder format, `heads.py`, where they are registered. Texts are looked up in with `text_index.py`,
 and trees put together on the host with `trie.py`; `text_caches.py` has caches of texts that

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -13,7 +13,8 @@ from ..decoding.sampling import GREEDY, Sampling
 from ..errors import InputError, quoted, require
 from ..model.capabilities import Capability
 from ..model.streams import StreamFusedModel
-from ..settings import DRAFTERS, GenerateConfig
+from ..settings import DRAFTERS, AcceptanceConfig, GenerateConfig, allowed_values
+from .option import DrafterOption, parse_drafter_option
 
 
 class Loaded(Protocol):
@@ -174,33 +175,36 @@ class RegisteredDrafter:
 
 
 DrafterArgument = str | Loaded | Sequence[str | Loaded]
-"""A name in `ssmlx.settings.DRAFTERS`, what was loaded to draft with, or several of these."""
+"""A name in `ssmlx.settings.DRAFTERS`, with settings as `--drafter` takes them or without; what was
+loaded to draft with; or several of these."""
 
 
 def split_drafter_arguments(
     config: GenerateConfig, *arguments: DrafterArgument | None
 ) -> tuple[GenerateConfig, list[Loaded]]:
-    """Split what a user gave as drafters into a name and what was loaded.
+    """Split what a user gave as drafters into settings and what was loaded.
 
     Args:
         config: the settings.
-        arguments: `drafter=` and the like: names, loaded weights, sequences of these, or None.
+        arguments: `drafter=` and the like: names with or without settings, loaded weights,
+            sequences of these, or None.
 
     Returns:
-        `config`, with its `drafter` set to the name that was given, if one was; and what was
-        loaded, in order.
+        `config`, with its `drafter` set to the name that was given, if one was, and with the
+        settings behind it; and what was loaded, in order.
 
     Raises:
-        InputError: two different names are given, or one that no drafter has; or something is
+        InputError: two different names are given, or one that no drafter has; the settings behind
+            it are wrong, are given in `config` too, or say what is to be loaded; or something is
             neither a name nor was loaded to draft.
     """
-    names: list[str] = []
+    named: list[str] = []
     loaded: list[Loaded] = []
     for argument in arguments:
         several = isinstance(argument, Sequence) and not isinstance(argument, str)
         for one in cast("Sequence[str | Loaded | None]", argument if several else [argument]):
             if isinstance(one, str):
-                names.append(one)
+                named.append(one)
             elif one is not None:
                 require(
                     hasattr(one, "drafter"),
@@ -211,12 +215,63 @@ def split_drafter_arguments(
                 )
                 loaded.append(one)
     require(
-        len(set(names)) < 2,
-        f"drafter= names {' and '.join(names)}",
+        len(set(named)) < 2,
+        f"drafter= names {' and '.join(named)}",
         expected="one name",
         do="drop the others",
     )
-    return (replace(config, drafter=names[0]) if names else config), loaded
+    return (_with_drafter(config, named[0]) if named else config), loaded
+
+
+def _with_drafter(config: GenerateConfig, text: str) -> GenerateConfig:
+    """Return the settings with a drafter's name and what stands behind it.
+
+    Raises:
+        InputError: `text` is wrong, or sets what `config` sets already, or what is loaded.
+    """
+    option = parse_drafter_option(text)
+    given = drafting_arguments(option)
+    default = GenerateConfig()
+    for name, value in given.items():
+        require(
+            name == "drafter" or getattr(config, name) in (getattr(default, name), value),
+            f"drafter={text!r} beside {name}=",
+            expected="these settings in one of them",
+            do="drop the other",
+        )
+    loader = registered_drafter(option.name or "").loader
+    of_loading = {"head", "attention", *([loader.key.partition("=")[0]] if loader else [])}
+    for key in option.values:
+        require(
+            key not in of_loading,
+            f"{key}= in drafter={text!r}",
+            expected="settings of drafts alone, of what is loaded already",
+            do="give it to what loads: load, load_draft_model, load_heads or load_mtp",
+        )
+    return replace(config, **given)
+
+
+def drafting_arguments(option: DrafterOption) -> dict[str, Any]:
+    """Return the arguments of `GenerateConfig` for a drafter's name and the settings behind it;
+    only for what is set there.
+
+    Raises:
+        InputError: a value is out of bounds.
+    """
+    assert option.name is not None
+    drafter = registered_drafter(option.name)
+    values = option.values
+    found = {name: values[key] for key, name in drafter.config_keys.items() if key in values}
+    for name, kind in ((drafter.config_field, drafter.settings), ("acceptance", AcceptanceConfig)):
+        own = {
+            one.name: values[key]
+            for one in (fields(kind) if kind else ())
+            if (allowed := allowed_values(one))
+            and (key := str(allowed.option).partition("=")[0]) in values
+        }
+        if kind and own:
+            found[name] = kind(**own)
+    return {"drafter": option.name, **found}
 
 
 _Build = TypeVar("_Build", bound=Callable[[DrafterInputs], Drafter])

@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import require
 from ..generation.answer_end import AnswerText, StopChecker
-from ..generation.segments import GenerationResponse, build_responses
+from ..generation.segments import GenerationResponse, build_responses, token_ids
 from ..json_files import read_json
 from ..loading.load import load_tokenizer
-from ..prompts import Prompt, encode, encode_with_template
+from ..prompts import Prompt, check_text, encode, encode_with_template
 from .backends import Backend, coreai_backend, coreml_backend
 from .decode import SlotCache, speculative_decode
 from .manifest import Manifest
@@ -80,8 +80,10 @@ def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
     Raises:
         InputError: the prompt cannot be put into the template.
     """
-    asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    return encode_with_template(asked, model.tokenizer, model.manifest.prompt_template)
+    if not isinstance(prompt, Mapping):
+        check_text(prompt)
+        prompt = {"prompt": prompt}
+    return encode_with_template(prompt, model.tokenizer, model.manifest.prompt_template)
 
 
 def stream_generate(
@@ -106,7 +108,7 @@ def stream_generate(
     Raises:
         InputError: the prompt is empty or leaves no room for an answer, or `max_tokens` is below 1.
     """
-    tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else list(prompt)
+    tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else token_ids(prompt)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     manifest = model.manifest

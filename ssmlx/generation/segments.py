@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import index
@@ -256,14 +256,20 @@ def token_ids(tokens: Any) -> list[int]:
     """A list of ints of a sequence of token ids, or of an array of NumPy or MLX.
 
     Raises:
-        InputError: it is no such thing; the message calls it the prompt.
+        InputError: it is no such thing, such as bytes, whose numbers are no ids, or what has no
+            order; the message calls it the prompt.
     """
-    try:
-        return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
-    except TypeError as error:
-        found = f"the prompt is {quoted(tokens)}"
-        expected = "a text, or token ids"
-        raise InputError(found, expected=expected, do="check it") from error
+    is_row = isinstance(tokens, Sequence) or hasattr(tokens, "tolist")
+    if is_row and not isinstance(tokens, str | bytes | bytearray | memoryview):
+        items = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+        with suppress(TypeError):  # items of another type, or a number alone
+            if not any(isinstance(one, bool) for one in items):
+                return [index(one) for one in items]
+    raise InputError(
+        f"the prompt is {quoted(tokens)}",
+        expected="a text, or token ids: a list of whole numbers, or an array with one axis",
+        do="decode bytes to a text; make a list of anything else",
+    )
 
 
 def build_responses(

@@ -11,6 +11,7 @@
 | `gguf.py` | that model's GGUF file to a folder in mlx-lm's layout |
 | `adapter.py` | an adapter's folder: its format, read and written; values, no model |
 | `lora_files.py` | LoRA and DoRA in mlx-lm's and PEFT's files |
+| `module_patterns.py` | PEFT's regular expressions of modules, matched in bounded time |
 | `attach.py` | an adapter on a loaded base, off it, exchanged; what "auto" means |
 | `loaded_adapters.py` | an engine's adapters, each loaded once on the one base |
 | `adapt_runs.py` | adapters that were made on this machine, by the weights they are for |

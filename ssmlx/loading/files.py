@@ -6,12 +6,19 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import InputError, name_file_in_os_errors, unwritable_error
+from ..errors import (
+    InputError,
+    join_first,
+    name_file_in_os_errors,
+    require,
+    unwritable_error,
+)
 
 logger = logging.getLogger("ssmlx")
 
@@ -75,14 +82,36 @@ def locked_folder_removed_if_empty(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def require_nothing_else_in(folder: Path, patterns: Sequence[str], do: str) -> None:
+    """Raise InputError where a folder that is to be replaced holds what was not written there.
+
+    Args:
+        folder: which need not exist; a file in its place is refused.
+        patterns: of the names of files and folders that are written there, as `fnmatch` takes them.
+        do: what a message says is to be done.
+
+    Raises:
+        InputError: something else is in it, which would be deleted; the first names are given.
+    """
+    if not folder.is_dir():
+        is_free = not os.path.lexists(folder)
+        require(is_free, f"{folder} is a file", expected="a folder, or a new one", do=do)
+        return
+    names = sorted(one.name for one in folder.iterdir())
+    others = [name for name in names if not any(fnmatchcase(name, one) for one in patterns)]
+    found = f"{folder} also holds {join_first(others)}, which would be deleted"
+    require(not others, found, expected="nothing but what is replaced", do=do)
+
+
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield an empty temporary folder beside `target`, which takes its place when the block ends
     well.
 
-    An older `target` is then deleted with all that it held; where it is a link, what it leads to is
-    replaced. If the block fails or is interrupted, the temporary folder is removed and the older
-    `target` stays. Folders above are made. The new folder's mode is 755.
+    An older `target` is then deleted with all that it held, see `require_nothing_else_in`; where it
+    is a link, what it leads to is replaced. If the block fails or is interrupted, the temporary
+    folder is removed and the older `target` stays. Folders above are made. The new folder's mode is
+    755.
 
     Raises:
         InputError: the temporary folder cannot be made.

@@ -23,6 +23,11 @@ ADAPTER_FILES = (
     CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS, PEFT_FILE, FIGURES_FILE
 )  # fmt: skip
 """What an adapter on the Hub consists of, and all that is fetched of it."""
+MODEL_FILES = (
+    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"
+)  # fmt: skip
+"""Patterns of the files of a model folder that is written here; those of an adapter are among
+them."""
 TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
 PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
 

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..errors import InputError, quoted, require
+from ..errors import quoted, require
 from ..json_files import read_json
 from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
 from .folders import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
+from .module_patterns import ModulePatterns
 from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
@@ -410,14 +411,18 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     tensors = _rename_lora_and_drop_base_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
     modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
     _require_all_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
+    ranks, alphas = (
+        ModulePatterns(f"{path} has the {name}", given[name] or {})
+        for name in ("rank_pattern", "alpha_pattern")
+    )
     lora = {}
     for module in modules:
         plain = module.removesuffix(_OF_EMBEDDING)
         _require_listed_peft_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
-        rank = _peft_pattern_value(path, given, "rank_pattern", plain, given["r"])
-        alpha = _peft_pattern_value(path, given, "alpha_pattern", plain, given["lora_alpha"])
+        rank = ranks.find(plain, given["r"])
+        alpha = alphas.find(plain, given["lora_alpha"])
         found = f"LoRA of rank {a.shape[0]} for {plain}"
         do = "use the files that belong together"
         require(a.shape[0] == rank, found, expected=f"rank {rank}, as {path} says", do=do)
@@ -513,45 +518,6 @@ def _require_listed_peft_target(path: Path, module: str, given: Mapping[str, Any
     found = f"LoRA for {module}, which the target_modules of {path} do not name"
     do = "use the files that belong together"
     require(is_named, found, expected="the modules that they name", do=do)
-
-
-def _peft_pattern_value(
-    path: Path, given: Mapping[str, Any], name: str, module: str, default: Any
-) -> Any:
-    """Return the value of the first pattern of a setting that a module's path ends with, as PEFT
-    does.
-
-    Args:
-        path: of the settings, for messages.
-        given: the settings.
-        name: of the setting: "rank_pattern" or "alpha_pattern", values by regular expression; may
-            be empty.
-        module: path of the module.
-        default: returned where no pattern matches.
-
-    Raises:
-        InputError: a pattern that is tried is no regular expression, or could take for ever: it
-            repeats a group, has more than three repetitions or more than 200 characters.
-    """
-    for pattern, value in (given[name] or {}).items():
-        # With one in another, or many, an expression that a stranger wrote could take for ever.
-        is_plain = not re.search(r"\)[*+?{]", pattern) and len(re.findall(r"[*+{]", pattern)) <= 3
-        try:
-            require(
-                is_plain and len(pattern) <= 200,
-                f"{path} has the {name} {quoted(pattern)}",
-                expected="an expression with three repetitions at most",
-                do="name the modules in full",
-            )
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise InputError(
-                f"{path} has the {name} {quoted(pattern)} ({error})",
-                expected="a regular expression",
-                do="correct it",
-            ) from error
-    return default
 
 
 def num_parameters(lora: Loras) -> int:

@@ -18,11 +18,11 @@ from ..commands.decoding_options import (
     add_model_adapter_dtype_options,
     generate_config,
 )
-from ..commands.drafter_option import DrafterOption, require_drafter_key
 from ..commands.drafting_lines import drafting_lines
-from ..commands.load_target import load_what_drafter_needs
+from ..commands.load_target import load_what_drafter_needs, require_drafter_key
 from ..commands.parser import add_options, make_parser
 from ..commands.running import make_main
+from ..drafters.option import DrafterOption
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
@@ -262,7 +262,12 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
             await asyncio.to_thread(handler.close)
             await super().shutdown(sockets)
 
-    own: Any = {"ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
+    own: Any = {
+        "ws": "none",
+        "lifespan": "off",
+        "timeout_graceful_shutdown": 3,
+        "use_colors": False,
+    }
     settings = uvicorn.Config(app, http="h11", log_level="warning", **own)
     Server(settings).run(sockets=[sock])
 

@@ -20,31 +20,36 @@ of a conversation, texts start in column 0, and each has anchors of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import InputError
-from ..json_files import parse_json
+from ..errors import InputError, require
+from ..json_files import found_in_json, read_json_rows
 from ..model.masks import hide_outside_window, window_start
 from ..prompts import (
     TokensBetweenTurns,
+    check_text,
     encode,
     encode_turns_or_last,
-    read_lines,
+    require_text_field,
     shows_last_turn_alone,
 )
 from ..templates import frozen_at_new_year_2026
 from ..turns import normalise_turns
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
+_TOKEN_FIELDS = ("prompt_tokens", "completion_tokens")
 _POOL = 32  # batches' worth of shuffled examples that are sorted by length among themselves
+
+
+_log = logging.getLogger("ssmlx")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +61,7 @@ class Example:
     tokens: np.ndarray  # [T] ids, prompt first
     start: int  # the first token of the answer, at least 1
     turns: tuple[tuple[int, int], ...] = ()  # of several answers: where each begins and ends
+    is_cut: bool = False  # whether its end was left out
 
     @property
     def num_answer(self) -> int:
@@ -84,52 +90,59 @@ class Encoder:
     end_token: int | None  # put behind an answer that has none; None for no end token
     max_length: int  # tokens of an example at most
 
-    def encode_unless_prompt_too_long(self, line: dict[str, Any]) -> Example | None:
-        """Tokenise a line of training data, of one of the forms at the top of this file.
+    def encode_unless_prompt_too_long(
+        self, row: Mapping[str, Any], where: str = "the row"
+    ) -> Example | None:
+        """Tokenise a row of training data, of one of the forms at the top of this file.
 
         A question or a chat is put under the template. Its answer, and a "text", which has no
         template and whose first token is the prompt, get the end token; token ids are taken as they
         are.
 
         Args:
-            line: the JSON object.
+            row: the JSON object.
+            where: the file and the line, which begin each message.
 
         Returns:
             The example, its end cut to fit `max_length`; None where its prompt alone has
             `max_length` tokens or more.
 
         Raises:
-            ValueError: the line has none of the forms, its last turn is not the assistant's, or its
-                prompt or its answer is empty. An InputError, which is one, where the template
-                refuses the turns.
-            LookupError, TypeError, AttributeError, OverflowError: a field is missing, or of another
-                type.
+            InputError: the row has none of the forms; a field is missing, or has another value than
+                it should; its last turn is not the assistant's; its prompt or its answer is empty;
+                or the template refuses the turns.
         """
-        if "completion_tokens" in line:
-            prompt = list(line["prompt_tokens"])
-            answer = list(line["completion_tokens"])
-        elif "completion" in line and isinstance(line.get("prompt"), str):
-            asked = [{"role": "user", "content": line["prompt"]}]
-            prompt, answer = self._encode_prompt_and_answer(
-                [*asked, {"content": line["completion"]}], None
-            )
-        elif "messages" in line:
-            turns = normalise_turns(line["messages"])
-            if turns and turns[-1]["role"] != "assistant":
-                raise ValueError("its last turn is not the assistant's")
-            prompt, answer = self._encode_prompt_and_answer(turns, line.get("tools"))
-        elif isinstance(line.get("text"), str):
-            text = encode(line["text"], self.tokenizer) if line["text"] else []
-            prompt = text[:1]
-            answer = [*text[1:], *self._encode_answer("")]
-        else:
-            raise ValueError(f"it has {', '.join(line) or 'no fields'}")
-        if not prompt or not answer:
-            raise ValueError("its prompt or its answer is empty")
+        prompt, answer = self._encode(row, where)
+        empty = "answer" if prompt else "prompt"
+        require(
+            bool(prompt and answer),
+            f"{where}, has an empty {empty}",
+            expected="a token or more",
+            do="correct the line",
+        )
         if len(prompt) >= self.max_length:
             return None
-        tokens = [index(token) for token in (*prompt, *answer)][: self.max_length]
-        return Example(np.array(tokens, np.int32), len(prompt))
+        tokens = [*prompt, *answer]
+        kept = np.array(tokens[: self.max_length], np.int32)
+        return Example(kept, len(prompt), is_cut=len(tokens) > self.max_length)
+
+    def _encode(self, row: Mapping[str, Any], where: str) -> _PromptAndAnswer:
+        """Tokenise a row as a prompt and an answer, either of which may be empty.
+
+        Raises:
+            InputError: see `encode_unless_prompt_too_long`.
+        """
+        if "completion_tokens" in row:
+            prompt, answer = (_token_ids_of(row, name, where) for name in _TOKEN_FIELDS)
+            return _PromptAndAnswer(prompt, answer)
+        if "text" in row and not {"completion", "messages"} & row.keys():
+            tokens = encode(require_text_field(row, "text", where), self.tokenizer)
+            return _PromptAndAnswer(tokens[:1], [*tokens[1:], *self._encode_answer("")])
+        turns = _turns_of(row, where)
+        try:
+            return self._encode_prompt_and_answer(turns, row.get("tools"))
+        except InputError as error:
+            raise error.at(where) from error
 
     def _encode_prompt_and_answer(
         self, turns: list[dict[str, Any]], tools: Any
@@ -147,11 +160,15 @@ class Encoder:
             writes behind the first end token is cut.
 
         Raises:
-            ValueError: the template is not for several turns, refuses them, or writes the tool
+            InputError: the template is not for several turns, refuses them, or writes the tool
                 calls elsewhere.
         """
-        if len(turns) > 2 and shows_last_turn_alone(turns[:-1], self.template, tools=tools):
-            raise ValueError("it has several turns, and a template of one's own is of single ones")
+        require(
+            not (len(turns) > 2 and shows_last_turn_alone(turns[:-1], self.template, tools=tools)),
+            "it has several turns",
+            expected="one question and its answer, as a template of one's own is of single ones",
+            do="give such rows, or no --template",
+        )
         of_turns = partial(
             encode_turns_or_last, tokenizer=self.tokenizer, own_template=self.template
         )
@@ -160,8 +177,12 @@ class Encoder:
             return _PromptAndAnswer(prompt, self._encode_answer(turns[-1]["content"]))
         # How a model calls a tool, its template alone knows.
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
-        if whole[: len(prompt)] != prompt:
-            raise ValueError("its tool calls do not stand where the template starts an answer")
+        require(
+            whole[: len(prompt)] == prompt,
+            "its tool calls do not stand where the template starts an answer",
+            expected="a chat template that writes them there",
+            do="leave such rows out, or use another model",
+        )
         answer = whole[len(prompt) :]
         end = self.end_token
         if end is not None and end in answer:
@@ -171,9 +192,55 @@ class Encoder:
     def _encode_answer(self, text: str) -> list[int]:
         """Return the tokens of an answer's text, without special tokens but for the end token at
         its end, if there is one.
+
+        Raises:
+            InputError: it is not Unicode.
         """
+        check_text(text)
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.end_token is None else [*tokens, self.end_token]
+
+
+def _turns_of(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the turns of a row with "prompt" and "completion", or "messages"; the last one is the
+    assistant's.
+
+    Raises:
+        InputError: the row has neither, or something else in them.
+    """
+    if "completion" in row and ("prompt" in row or "messages" not in row):
+        asked = require_text_field(row, "prompt", where)
+        answer = require_text_field(row, "completion", where, may_be_blank=True)
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    do = "correct the line"
+    names = ", ".join(row) or "no fields"
+    expected = f"a JSON object with {_FORMS}"
+    require("messages" in row, f"{where}, has {names}", expected=expected, do=do)
+    found = f'{where}, has a bad "messages"'
+    turns = normalise_turns(row["messages"], f"{where}, messages")
+    ends_well = bool(turns) and turns[-1]["role"] == "assistant"
+    expected = "one turn or more, the last one the assistant's"
+    require(ends_well, found, expected=expected, do=do)
+    return turns
+
+
+def _token_ids_of(row: Mapping[str, Any], name: str, where: str) -> list[int]:
+    """Return the token ids in a field of a row.
+
+    Raises:
+        InputError: there is no such field, or it is no list of whole numbers from 0 on.
+    """
+    given = row.get(name)
+    expected = "a list of token ids, whole numbers from 0 on"
+    do = "correct the line"
+    has = f'has {found_in_json(given)} for "{name}"' if name in row else f'lacks "{name}"'
+    require(isinstance(given, list), f"{where}, {has}", expected=expected, do=do)
+    tokens = list(given or ())
+    for place, one in enumerate(tokens):
+        is_fine = type(one) is int and 0 <= one < 2**31
+        found = f'{where}, has {found_in_json(one)} in "{name}", at place {place}'
+        require(is_fine, found, expected=expected, do=do)
+    return tokens
 
 
 @frozen_at_new_year_2026()
@@ -182,40 +249,40 @@ def read_examples(
 ) -> list[Example]:
     """Read every example of a JSON Lines file whose prompt is not too long, in order.
 
-    Blank lines are skipped. Templates that ask for the date get a fixed one.
+    Blank lines are skipped. How many rows are cut or left out for their length is logged. Templates
+    that ask for the date get a fixed one.
 
     Args:
         path: the file.
-        encoder: tokenises its lines.
-        progress: is given the (number, text) pairs of the lines and yields them again, behind a
-            progress bar; None for no bar.
+        encoder: tokenises its rows.
+        progress: is given the rows and yields them again, behind a progress bar; None for no bar.
 
     Raises:
         InputError: the file or a line, whose number is named, cannot be read; or no example is
             short enough.
     """
-    lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
+    rows = read_json_rows(path, "--data", f"a JSON object a line, with {_FORMS}")
     examples = []
-    for number, text in progress(lines) if progress else lines:
-        where = f"{path}, line {number}"
-        try:
-            example = encoder.encode_unless_prompt_too_long(parse_json(text))
-        except InputError as error:
-            raise error.at(where) from error
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            raise InputError(
-                f"{where}: {error or type(error).__name__}",
-                expected=f"a JSON object with {_FORMS}",
-                do="correct the line",
-            ) from error
+    for where, row in (progress or iter)(rows):
+        example = encoder.encode_unless_prompt_too_long(row, where)
         if example is not None:
             examples.append(example)
-    if not examples:
-        raise InputError(
-            f"{path} has no example that fits",
-            expected=f"prompts of less than {encoder.max_length} tokens",
-            do="raise --max-length, or check the file",
+    most = encoder.max_length
+    require(
+        bool(examples),
+        f"{path} has no example that fits: all of its {len(rows)} prompts are too long",
+        expected=f"prompts of less than {most} tokens",
+        do="raise --max-length, or check the file",
+    )
+    if cut := sum(one.is_cut for one in examples):
+        _log.info(
+            "%s: %d of %d rows are longer than %d tokens and were cut", path, cut, len(rows), most
         )
+    if left_out := len(rows) - len(examples):
+        _log.info(
+            "%s: %d of %d rows were left out, as their prompts have %d tokens or more",
+            path, left_out, len(rows), most,
+        )  # fmt: skip
     return examples
 
 

@@ -1,4 +1,4 @@
-"""Options whose value is words `key=value`, such as --drafter and --penalty."""
+"""Words `key=value`, such as those of --drafter and --penalty."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, require
+from .errors import InputError, require
 
 
 def split_words(option: str, text: str) -> list[str]:
