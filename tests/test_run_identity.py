@@ -20,7 +20,7 @@ from tiny import slow
 from convert import train_heads
 from convert.train_heads import HeadSettings
 from convert.training.run import TorchTrainer
-from ssmlx.loading.identity import stored_model_digest, weights_and_configs_digest
+from ssmlx.loading.identity import stored_weights_digest, weights_and_configs_digest
 from ssmlx.training import adapt_rounds, job
 from ssmlx.training.adapt_run import (
     DATA_FOLDER,
@@ -87,7 +87,7 @@ def without(argv, *options):
 
 def digest_of(model, examples, *values):
     """SHA-256 over the weights' digest and JSON values, then the examples."""
-    said = json.dumps([stored_model_digest(model), *values], sort_keys=True)
+    said = json.dumps([stored_weights_digest(model), *values], sort_keys=True)
     digest = hashlib.sha256(said.encode())
     for example in examples:
         digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))

@@ -1,7 +1,7 @@
 """What tells models from each other, by three relations.
 
 * The same stored bytes, all of them: `stored_weights_digest`, by which an adapter that was made
-  here is found, and `stored_model_digest`, with the settings.
+  here is found.
 * The same base, in whatever precision: `BaseIdentity`, for which streams and heads draft.
 * The same keys and values of the same tokens: `CacheKey`, under which prompts are kept.
 
@@ -147,18 +147,6 @@ def stored_shapes_digest(folder: Path) -> str:
         OSError: a file cannot be read.
     """
     return _shapes_digest(_stored_tensors(folder))
-
-
-def stored_model_digest(folder: Path) -> str:
-    """64 hexadecimal digits of `stored_weights_digest` and of the settings that say what these
-    weights compute.
-
-    Raises:
-        InputError, OSError: see `stored_weights_digest`.
-    """
-    paths = [folder / name for name in _SETTINGS]
-    settings = {one.name: _sha256(one.read_bytes()) for one in paths if one.exists()}
-    return _digest_json([stored_weights_digest(folder), settings])
 
 
 def weights_and_configs_digest(folder: Path | None) -> str:
@@ -459,11 +447,13 @@ def _how_loaded(backbone: Backbone) -> list[Any]:
 
 
 def _digest_as_loaded(folder: Path, files: tuple[FileStamp, ...] | None) -> str:
-    """`stored_model_digest` of a folder, of which a model was loaded when its files had these
-    stamps; InputError unless they have them before and afterwards.
+    """Digest the weights and settings of a folder, of which a model was loaded when its files had
+    these stamps; InputError unless they have them before and afterwards.
     """
     require_unchanged(folder, files)
-    digest = stored_model_digest(folder)
+    paths = [folder / name for name in _SETTINGS]
+    settings = {one.name: _sha256(one.read_bytes()) for one in paths if one.exists()}
+    digest = _digest_json([stored_weights_digest(folder), settings])
     require_unchanged(folder, files)
     return digest
 

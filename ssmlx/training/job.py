@@ -19,7 +19,7 @@ from ..errors import InputError, require, unwritable_error
 from ..json_files import read_json
 from ..loading.adapter import StreamAdapter
 from ..loading.files import make_folder
-from ..loading.identity import stored_model_digest, weights_and_configs_digest
+from ..loading.identity import stored_weights_digest, weights_and_configs_digest
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
 from ..prompts import find_tokens_between_turns
@@ -146,7 +146,7 @@ class Job:
     examples: Sequence[Example]
     valid: Sequence[Example]
     draft_vocab: np.ndarray | None
-    model_digest: str  # of the base model's weights and settings, see `stored_model_digest`
+    weights_digest: str  # of the base model's, see `stored_weights_digest`
     base_folder: Path  # of the base model
     packing: Packing | None = None
 
@@ -203,7 +203,7 @@ def _digest_with_weights_and_examples(job: Job, *values: Any) -> str:
     """Return the SHA-256, in hexadecimal, over the base's weights, JSON values, and the tokens and
     answers of all training examples.
     """
-    said = json.dumps([job.model_digest, *values], sort_keys=True)
+    said = json.dumps([job.weights_digest, *values], sort_keys=True)
     digest = hashlib.sha256(said.encode())
     for example in job.examples:
         digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))
@@ -314,7 +314,7 @@ def read_and_check_job(
     packing = None
     if train.pack:
         packing = Packing(train.pack, find_tokens_between_turns(words), config.stream_window)
-    digest = stored_model_digest(path)
+    digest = stored_weights_digest(path)
     return Job(options, train, config, examples, valid, vocab, digest, path, packing)
 
 
