@@ -116,6 +116,8 @@ def find_template_form(template: Template) -> TemplateForm:
     Raises:
         TemplateBoundsError: the template takes too long, or makes too much.
     """
+    if isinstance(template, str):
+        chat_template_utils._compile_jinja_template(template)  # once, where it is broken
     words = re.findall(r"""['"](\w+)['"]""", template) if isinstance(template, str) else None
     form = TemplateForm(quoted_words=None if words is None else frozenset(words))
 
@@ -203,7 +205,7 @@ def render_turns(
 
 def _form_of(tokenizer: TokenizerWrapper, tools: Sequence[Any] | None) -> TemplateForm:
     """The form of the template that such turns are put under: a model may have one for tools."""
-    code = tokenizer._chat_template
+    code = getattr(tokenizer, "_chat_template", None)
     if code is None and tokenizer.chat_template is None:  # a tokenizer with a renderer of its own
         return TemplateForm()
     template = code or tokenizer.get_chat_template(tools=tools or None)

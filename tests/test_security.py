@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 import pytest
@@ -131,11 +132,53 @@ LONG = {
     "literal loops": "{% for a in [1, 2, 3] %}" * 19 + "{% endfor %}" * 19,
     "macros": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
     "calls": "{% macro m(n) %}{{ m(n-1) if n }}{{ m(n-1) if n }}{% endmacro %}{{ m(60) }}",
+    "sums": "{{ ([range(99999)]*99999)|map('sum')|list }}",
+    "sorts": "{% set l = range(99999)|list %}{{ ([l]*9)|map('sort')|list }}" * 99,
+    "tests": "{% set l = range(9999)|list %}{% for i in range(99999) %}"
+    "{{ ([l]*9)|select('eq', l+[1])|list }}{% endfor %}",
+    "compares": "{% set x = range(99999)|list %}{% set y = x + [1] %}{{ ["
+    + "x < y," * 9000
+    + "] }}",
+    "keys": "{% set k = (0,)*99999 %}{{ [" + "{1: 2}[k]," * 9000 + "] }}",
+    "nested calls": "{% for a in range(9999) recursive %}{{ loop(range(9999)) }}{% endfor %}",
 }
+GROWS = (
+    "{{% set n = namespace(a={}) %}}{{% for i in range(99) %}}{{% set n.a = {} %}}{{% endfor %}}"
+)
 LARGE = {
     "text": "{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}",
     "set": "{% set a %}{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
     "prompt": "{{ 'x' * 12000000 }}",
+    "product": "{{ 'x' * 10**10 }}",
+    "product of lists": "{{ 10**10 * [0] }}",
+    "doubled": GROWS.format("'x'", "n.a + n.a"),
+    "joined": GROWS.format("'x'", "n.a ~ n.a"),
+    "escaped": "{% autoescape true %}"
+    + GROWS.format("'<'", "n.a ~ '<' ~ n.a")
+    + "{% endautoescape %}",
+    "nested": GROWS.format("[0]", "[n.a, n.a]") + "{{ n.a }}",
+    "nested objects": GROWS.format("[0]", "{'a': n.a, 'b': n.a}") + "{{ n.a|tojson }}",
+    "nested keys": GROWS.format("(0,)", "(n.a, n.a)") + "{{ {n.a: 1} }}",
+    "held": "{% macro m(n) %}{% set a = 'x' * 9999999 ~ n %}{{ m(n+1) }}{{ a }}{% endmacro %}"
+    "{{ m(0) }}",
+    "names": "".join(f"{{% set a{n} = 'x' * 9999999 %}}" for n in range(99)),
+    "lists": "{{ [1]|batch(10**10, 0)|list }}",
+    "width": "{{ 'x'|center(10**10) }}",
+    "width by name": "{{ 'x'.zfill(10**10) }}",
+    "format": "{{ '%9999999999d' % 1 }}",
+    "format star": "{{ '%*d' % (10**10, 1) }}",
+    "format braces": "{{ '{:{}}'.format(1, 10**10) }}",
+    "format again": "{{ ('%(a)s' * 9999) % {'a': 'x' * 9999} }}",
+    "join": "{{ ('x'*9999).join(range(9999)|map('string')) }}",
+    "join filter": "{{ range(9999)|join('x'*9999) }}",
+    "join items": "{{ ([['x'*9999]]*9999)|map('first')|join }}",
+    "replace": "{{ ('x'*9999).replace('', 'y'*9999) }}",
+    "indent": "{{ ('\n'*9999)|indent(9999) }}",
+    "json": "{{ [[1]]|tojson(indent=10**10) }}",
+    "sum": "{{ ([[1]*999]*99999)|sum(start=[]) }}",
+    "letters": "{{ ('é'*9999999)|list }}",
+    "strip": "{{ ('x'*9999999).strip('abcx'*99999) }}",
+    "round": "{{ 2.5|round(10**9, 'floor') }}",
 }
 WRONG = {
     "include": ("{% include 'config.json' %}", "no loader"),
@@ -147,6 +190,12 @@ WRONG = {
     "nested": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "nested blocks"),
     "inner life": ("{{ messages.__class__.__mro__ }}", "unsafe"),
     "absurd number": ("{{ " + "9" * 5000 + " }}", "digits"),
+    "power": ("{{ 9 ** (9 ** 9) }}", "number that is too large"),
+    "product": (GROWS.format("3", "n.a * n.a"), "number that is too large"),
+    "source": ("{{ a }}" * 99999, "has more than 100,000 characters"),
+    "bytes": ("{{ 'x'.encode('punycode') }}", "unsafe"),
+    "tags": ("{{ ('<!--'|safe).striptags() }}", "unsafe"),
+    "much said": ("{{ raise_exception('x ' * 9999) }}", "x x"),
 }
 TURNS = [
     {"role": "system", "content": "w1"}, {"role": "user", "content": " w2 w3"},
@@ -191,7 +240,30 @@ def test_a_template_stays_small(case, words):
 @pytest.mark.parametrize("case", WRONG)
 def test_a_template_that_is_none_is_told(case, words):
     template, expected = WRONG[case]
-    assert expected in template_refusal(words, template)
+    said = template_refusal(words, template)
+    assert expected in said and len(said) < 1000
+
+
+def test_a_namespace_does_not_show_what_it_holds(words):
+    """Namespaces that hold each other would show each other without end."""
+    names = [f"{{% set n{i + 1} = namespace(a=n{i}, b=n{i}) %}}" for i in range(60)]
+    words._tokenizer.chat_template = "".join(names) + "{{ n60 }}"
+    with templates.bounded_rendering("these"):
+        assert words.apply_chat_template(TURNS, tokenize=False) == "<Namespace>"
+
+
+def test_another_template_is_rendered_meanwhile(words, monkeypatch):
+    monkeypatch.setattr(templates, "MAX_SECONDS", 1.0)
+    fair = tiny.make_tokenizer(64)
+    fair._tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    fair.has_chat_template = True
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(template_refusal, words, LONG["sums"])
+        rendered = 0
+        while not refused.done():
+            chat_tokens(fair, TURNS)
+            rendered += 1
+    assert "takes more than" in refused.result() and rendered > 20
 
 
 def test_templates_rendered_by_others_keep_their_freedom(words, monkeypatch):
