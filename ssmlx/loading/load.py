@@ -25,6 +25,7 @@ from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
+from .generation_config import read_model_sampling
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
 from .stored_types import refuse_other_types, require_known_packing
@@ -276,7 +277,7 @@ def load_base(
         dtype: of the weights, one of `DTYPES`.
         draft_head: weights of the draft head, one of `DRAFT_HEADS`.
         group: processes that share the model; None, or one process, for no sharing.
-        origin: the model's name, and what is known of fetching; folder and `reload` are set here.
+        origin: the model's name, and what is known of fetching; the rest is set here.
 
     Returns:
         The backbone, its weights evaluated, and the folder's config.json. The backbone can read its
@@ -290,7 +291,8 @@ def load_base(
     failure = f"{path} cannot be loaded as a model"
     model, config = load_weights(path, dtype, failure, group=group)
     reload = partial(reload_modules, path, dtype, group)
-    origin = replace(origin or Origin(), folder=path, reload=reload)
+    sampling = read_model_sampling(path)
+    origin = replace(origin or Origin(), folder=path, reload=reload, sampling=sampling)
     return Backbone(model, origin, draft_bits, group), config
 
 
