@@ -105,6 +105,7 @@ def config_of_same_tree_and_pruning(manifest: exported.Manifest, max_tokens: int
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
         decoding="speculative",
+        temp=0,
         max_tokens=max_tokens,
         num_streams=manifest.num_streams,
         tree=manifest.tree.config,
@@ -177,7 +178,7 @@ def compare_package(
         if not prompts:
             asked = read_prompts(args.prompts)[: args.count]
             prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
-            alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
+            alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens, temp=0)
             drafting = config_of_same_tree_and_pruning(manifest, args.max_tokens)
             plain = [answer_with_ssmlx(*mlx, prompt, alone) for prompt in prompts]
             speculative = [answer_with_ssmlx(*mlx, prompt, drafting) for prompt in prompts]

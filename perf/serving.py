@@ -130,7 +130,9 @@ def ask_server(
 def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> ReceivedAnswer:
     """Answer one chat with an engine in this process, and time its segments as chunks."""
     received = ReceivedAnswer()
-    for segment in engine.stream([{"role": "user", "content": prompt}], max_tokens=max_tokens):
+    for segment in engine.stream(
+        [{"role": "user", "content": prompt}], max_tokens=max_tokens, temp=0
+    ):
         received.times.append(time.perf_counter())
         received.tokens += len(segment.tokens)
     return received

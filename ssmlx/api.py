@@ -13,7 +13,7 @@ from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import without_controls
-from .generation.segments import GenerationResponse, plan_answer_segments, with_seed_if_sampling
+from .generation.segments import GenerationResponse, plan_answer_segments, resolve_sampling
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
@@ -44,7 +44,8 @@ def stream_generate(
     Args:
         model, tokenizer: as `load` returns them.
         prompt: text (a template, if any, already applied) or token ids.
-        config: settings; `GenerateConfig()` unless given.
+        config: settings; `GenerateConfig()` unless given: tokens are sampled as the model's own
+            generation_config.json asks for, and greedily where it says nothing; `temp=0` is greedy.
         drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`, and settings behind it as
             `--drafter` takes them, such as "prompt-lookup tokens=3"; what was loaded to draft
             with, by `ssmlx.load_draft_model`, `ssmlx.load_heads` or `ssmlx.load_mtp`; or a sequence
@@ -69,7 +70,7 @@ def stream_generate(
         InputError: the prompt is empty or too long, or the settings do not fit the model.
         TypeError: `GenerateConfig` has no field of such a name.
     """
-    config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
+    config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
     config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
     opened = partial(
         plan_answer_segments,

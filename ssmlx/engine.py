@@ -27,8 +27,8 @@ from .generation.segments import (
     check_prompt_length,
     check_tokens,
     plan_answer_segments,
+    resolve_sampling,
     token_ids,
-    with_seed_if_sampling,
 )
 from .loading.folders import Fetch
 from .loading.load import load
@@ -251,7 +251,7 @@ class Engine:
             TypeError: `GenerateConfig` has no field of such a name.
         """
         model = self.model(adapter)
-        config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
+        config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
         config, loaded = split_drafter_arguments(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 

@@ -26,7 +26,7 @@ from .generation.segments import (
     GenerationResponse,
     GivenAnswer,
     plan_answer_segments,
-    with_seed_if_sampling,
+    resolve_sampling,
 )
 from .loading.attach import swap_adapter
 from .mlx_thread import is_forked, run_on_mlx_thread
@@ -275,7 +275,8 @@ class ChatSession:
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         check_text(text)
-        config = with_seed_if_sampling(self.config)
+        self._check_open()
+        config = resolve_sampling(self.config, self.model)
 
         def open_reply() -> Answer[GenerationResponse]:
             """Check that no reply is open, then begin this one; on the MLX thread. Nothing is
@@ -480,9 +481,8 @@ class ChatSession:
         do = "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._encode_turns(self.messages[: users[-1] + 1])
-        config = with_seed_if_sampling(
-            self.config
-        )  # the same for both, or two samples would be compared
+        # The same seed for both, or two samples would be compared.
+        config = resolve_sampling(self.config, self.model)
         drafting = replace(config, decoding="speculative") if config.decoding == "plain" else config
         configs = {"A": drafting, "B": replace(config, decoding="plain")}
         lasts: dict[str, list[GenerationResponse]] = {"A": [], "B": []}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, Self, get_args, get_type_hints
 
 from .errors import quoted, require
 
@@ -567,12 +567,32 @@ class AcceptanceConfig:
 _RECENT: Any = {"least": 1, "most": MAX_CONTEXT, "option": "--penalty context={}"}
 
 
+_TEMP: Any = {"least": 0, "smallest": MIN_TEMP, "most": MAX_TEMP}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSampling:
+    """How a model's generation_config.json asks for its tokens to be sampled; greedily unless it
+    says otherwise. See `SamplingConfig` for what the numbers mean.
+    """
+
+    temp: float = setting(0.0, **_TEMP)
+    top_p: float = setting(0.0, least=0, most=1)
+    min_p: float = setting(0.0, least=0, most=1)
+    top_k: int = setting(0, least=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, found="{name} is {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How a token is sampled from the target's logits; names and order of steps are mlx-lm's.
 
     Attributes:
-        temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect.
+        temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect. None
+            here and in the next three is as the model's generation_config.json says, or where it
+            says nothing of sampling, 0.
         top_p: sample from the likeliest tokens that together have this probability; 0 and 1 take
             all.
         min_p: sample from tokens with at least this share of the likeliest one's probability.
@@ -592,10 +612,10 @@ class SamplingConfig:
             filters; None reports nothing, and costs nothing.
     """
 
-    temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
-    top_p: float = setting(0.0, least=0, most=1)
-    min_p: float = setting(0.0, least=0, most=1)
-    top_k: int = setting(0, least=0)
+    temp: float | None = setting(None, **_TEMP)
+    top_p: float | None = setting(None, least=0, most=1)
+    min_p: float | None = setting(None, least=0, most=1)
+    top_k: int | None = setting(None, least=0)
     seed: int | None = setting(None, least=0, most=2**64 - 1)
     repetition_penalty: float | None = setting(
         None, above=0, most=MAX_PENALTY, option="--penalty repetition={}"
@@ -632,6 +652,22 @@ class SamplingConfig:
                 expected=f"a token id and a number of at most {MAX_BIAS}",
                 do="write TOKEN=BIAS",
             )
+
+    def numbers(self, model: ModelSampling | None = None) -> ModelSampling:
+        """Return temperature and filters: these settings' own, else those of `model`, else greedy
+        ones.
+        """
+        names = [one.name for one in fields(ModelSampling)]
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(model or ModelSampling(), **given)
+
+    def following(self, model: ModelSampling) -> Self:
+        """Return the settings with the numbers of `model` where they leave them to it.
+
+        Raises:
+            InputError: they do not go with other settings.
+        """
+        return replace(self, **vars(self.numbers(model)))
 
     @property
     def context_size(self) -> int:
@@ -727,7 +763,7 @@ class GenerateConfig(SamplingConfig):
                 do="make one, or leave it out",
             )
         require(
-            self.acceptance.kind == "exact" or self.temp > 0,
+            self.acceptance.kind == "exact" or self.temp != 0,
             "acceptance=typical, which greedy decoding has no use for",
             expected="--temp above 0",
             do="give --temp, or drop acceptance=",

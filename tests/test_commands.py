@@ -194,8 +194,8 @@ def drafters_shaped_by(field):
 
 
 IDLE = (
-    ("--seed 1", "--temp above 0"),
-    ("--top-k 5", "--temp above 0"),
+    ("--seed 1 --temp 0", "--temp above 0"),
+    ("--top-k 5 --generation-config none", "--temp above 0"),
     ("--top-p 0.5 --temp 0", "--temp above 0"),
     ("--deterministic --prompt-cache x", "no --deterministic"),
     ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),

@@ -459,7 +459,7 @@ def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folder
         closing = pool.submit(engine.close)
         assert list(asked.result()) == [] and closing.result() is None
     monkeypatch.setattr(
-        "ssmlx.engine.with_seed_if_sampling", lambda config: other.close() or config
+        "ssmlx.engine.resolve_sampling", lambda config, model: other.close() or config
     )
     assert list(ask(other, folders, "none")) == []  # it closed before the answer was opened
 

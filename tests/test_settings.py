@@ -67,6 +67,7 @@ SAMPLES = {
     "--max-tokens": ["7"],
     "--stop": ["x"],
     "--temp": ["0.9"],
+    "--generation-config": ["none"],
     "--top-p": ["0.5"],
     "--min-p": ["0.1"],
     "--top-k": ["5"],
@@ -120,5 +121,5 @@ def test_help_shows_what_there_is():
         assert told and told.splitlines()[0] in text, name
         head = f"class {name}(" if inspect.isclass(value) else f"\n    {name}("
         assert head in text, name
-    for said in ("ssmlx.load(", "temp: 'float' = 0.0"):
+    for said in ("ssmlx.load(", "temp: 'float | None' = None"):
         assert said in text

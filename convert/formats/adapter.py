@@ -1,5 +1,6 @@
 """From a PyTorch checkpoint to an MLX adapter folder, or to a fused model folder."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ssmlx.loading.adapter import (
     read_stream_weights,
     write_streams_and_settings,
 )
+from ssmlx.loading.generation_config import GENERATION_FILE
 from ssmlx.loading.identity import BaseIdentity
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
@@ -149,7 +151,7 @@ def merge_lora_and_write_model(
         folder: to write into; it exists.
         adapter: of scope "all".
         backbone: the base, not quantised.
-        tokenizer: is saved too.
+        tokenizer: is saved too, and the base's generation_config.json.
         model_config: the base's config.json; entries on quantisation are left out.
 
     Raises:
@@ -172,4 +174,7 @@ def merge_lora_and_write_model(
     save_model(folder, backbone.model)
     save_config(settings, folder / "config.json")
     tokenizer.save_pretrained(folder)
+    generation = (backbone.origin.folder or folder) / GENERATION_FILE
+    if generation.is_file():  # how its tokens are sampled
+        shutil.copyfile(generation, folder / GENERATION_FILE)
     write_streams_and_settings(folder, adapter, lora_is_merged=True)

@@ -238,8 +238,8 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
 
 def mlx_lm_plain_and_default(max_tokens: int) -> list[System]:
     """Return mlx-lm, plain decoding, and drafting by default, all greedy."""
-    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
-    default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens))
+    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens, temp=0)
+    default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens, temp=0))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 

@@ -256,7 +256,7 @@ def time_steps_with_and_without_pauses(
         and "paused_peak" in bytes; "layer", bytes of a layer's cache; and "reads" of arrays by the
         host for each step.
     """
-    drafters = make_plan(model, GenerateConfig(decoding="speculative")).drafters
+    drafters = make_plan(model, GenerateConfig(decoding="speculative", temp=0)).drafters
     assert drafters
     found: dict[str, float] = {}
     for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:

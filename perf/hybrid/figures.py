@@ -155,19 +155,19 @@ def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, di
     head = load_mtp(model, folder)
     chains = {
         f"mtp tokens={count}": {
-            "config": GenerateConfig(decoding="speculative"),
+            "config": GenerateConfig(decoding="speculative", temp=0),
             "drafter": head,
             "drafter_settings": MtpConfig(num_draft_tokens=count),
         }
         for count in range(1, DRAFTED + 1)
     }
     return {
-        "text": {"config": GenerateConfig(deterministic=True)},
+        "text": {"config": GenerateConfig(deterministic=True, temp=0)},
         "prompt-lookup": {
-            "config": GenerateConfig(decoding="speculative", drafter="prompt-lookup")
+            "config": GenerateConfig(decoding="speculative", drafter="prompt-lookup", temp=0)
         },
         **chains,
-        "mtp and text": {"config": GenerateConfig(deterministic=True), "drafter": head},
+        "mtp and text": {"config": GenerateConfig(deterministic=True, temp=0), "drafter": head},
     }
 
 
@@ -188,7 +188,7 @@ def load_and_answer_by_all_systems(
     """
     model, tokenizer = ssmlx.load(folder, dtype="float32")
     tokenizer.eos_token_ids = set()
-    plain = GenerateConfig(decoding="plain", max_tokens=num_tokens)
+    plain = GenerateConfig(decoding="plain", max_tokens=num_tokens, temp=0)
     given = {
         MLX_LM: [
             answer_with_mlx_lm(model.backbone.model, tokenizer, one, plain) for one in prompts

@@ -312,9 +312,8 @@ def parse_systems_with_baselines(
         config = replace(
             system.config,
             max_tokens=max_tokens,
-            temp=sampling.temp,
-            top_k=sampling.top_k,
             seed=sampling.seed,
+            **vars(sampling.numbers()),  # nothing is left to the model's generation_config.json
         )
         systems[system.name] = replace(system, config=config)
     return list(systems.values())

@@ -16,6 +16,7 @@
 | `train_options.py` | the options of the training commands, from the fields of their settings |
 | `upload.py` | `ssmlx.upload` |
 | `caches.py` | `ssmlx.caches`, and `--prompt-cache FILE` of chat and generate |
+| `answer_lines.py` | how answers are sampled on the loaded model, and the lines that say so |
 | `drafting_lines.py` | lines that say what drafts and why, and what was learned of it |
 | `machine.py` | the machine that a figure was measured on |
 | `results.py` | results to the screen and into files |

@@ -17,6 +17,7 @@ from ..blas import HINT, has_fast_blas
 from ..errors import InputError
 from ..loading.folders import Fetch
 from ..loading.names import bundled_adapters
+from .answer_lines import answer_lines, resolve_given_sampling
 from .caches import PromptFile
 from .callback_bars import CallbackBar, DownloadBar, PromptBar
 from .check import time_unknown_costs_before_answers
@@ -385,7 +386,7 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
     Raises:
         InputError: an option is wrong, or the model or the file cannot be loaded or written.
     """
-    config = generate_config(args)  # a bad option is refused before anything is loaded
+    asked = generate_config(args)  # a bad option is refused before anything is loaded
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
     if not has_fast_blas():
@@ -393,6 +394,7 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
     model, tokenizer, loaded = load_for_decoding(args)
+    config = resolve_given_sampling(args, asked, model)
 
     import mlx.core as mx
 
@@ -416,7 +418,8 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
     time_unknown_costs_before_answers(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
-    screen.note("\n".join(drafting_lines(model, plan, args.adapter)))
+    lines = [*drafting_lines(model, plan, args.adapter), *answer_lines(asked, model, tokenizer)]
+    screen.note("\n".join(lines))
     chat = Chat(session, screen, args.adapter)
     if screen.interactive:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")

@@ -14,6 +14,7 @@ from ..bars import PATIENCE_SECONDS
 from ..errors import require
 from ..loading.names import NO_ADAPTER
 from ..settings import DRAFTERS, GenerateConfig
+from .answer_lines import sampling_line
 from .decoding_options import add_model_adapter_dtype_options
 from .drafting_lines import cost_table_rows, drafting_lines
 from .load_target import load_target_and_note_adapter
@@ -241,6 +242,7 @@ def time_and_describe_model(
         "plain_seconds": learned.costs.plain_seconds(len(text)),
         "learned": {"costs": known, "acceptance": prior.to_dict()["ratios"]},
         "template": source,
+        "sampling": sampling_line(GenerateConfig(), backbone.origin.sampling),
         "end_tokens": {
             token: tokenizer.decode([token]) for token in sorted(end_token_ids(model, tokenizer))
         },
@@ -347,6 +349,7 @@ def report_lines(found: dict[str, Any]) -> list[str]:
         *_cost_lines(found),
         *_learned_lines(found),
         f"prompt template: {found['template']}",
+        f"without options: {found['sampling']}",
         f"end tokens: {ends or 'none'}",
         f"memory: {memory['weights'] / MIB:.1f} MiB of weights, and a cache of "
         f"{memory['cache'] / MIB:.1f} MiB for {SHOWN_TOKENS:,} tokens",

@@ -20,6 +20,7 @@ from ..settings import (
     DRAFTERS,
     DTYPES,
     GenerateConfig,
+    ModelSampling,
     PruneConfig,
     TreeConfig,
     decoding_name,
@@ -68,8 +69,7 @@ def add_model_adapter_dtype_options(parser: argparse.ArgumentParser, adapters: A
         (
             "--dtype",
             "TYPE",
-            "type of the weights: as stored, or converted to float32, float16 or bfloat16 "
-            "(default: auto, as stored on a GPU and float32 on a CPU)",
+            "stored, float32, float16 or bfloat16 (default: stored, float32 on a CPU)",
             DTYPES[0],
             DTYPES,
         ),
@@ -89,8 +89,7 @@ def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_token
         (
             "--decoding",
             "HOW",
-            "speculative (formerly streaming): draft for every call; plain: one token a call "
-            "(default: for each call, what should be faster)",
+            "speculative drafts for every call, plain never (default: what is faster)",
             decoding_name,
             DECODINGS,
         ),
@@ -112,7 +111,19 @@ def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_token
     group = parser.add_argument_group("sampling (drafting does not change its distribution)")
     add_options(
         group,
-        ("--temp", "T", "temperature; 0 takes the likeliest token (default: 0)", 0.0),
+        (
+            "--generation-config",
+            "SOURCE",
+            "none: greedy without options (default: auto: as the model's file says)",
+            str,
+            ("auto", "none"),
+        ),
+        (
+            "--temp",
+            "T",
+            "temperature; 0 takes the likeliest token (default: the model's, or 0)",
+            float,
+        ),
         (
             "--top-p",
             "P",
@@ -245,7 +256,7 @@ def add_streams_tree_prune_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-_CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")
+CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")
 TREE_OPTIONS = ("tree", "tree_width", "tree_size")
 PRUNE_OPTIONS = ("prune", "prune_to")
 _SHAPE_OPTIONS = {
@@ -281,8 +292,8 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     if has_threshold:
         pruning |= parse_pairs("--prune", [args.prune], ["threshold=P"])
     bias = getattr(args, "logit_bias", None)
-    names = ("decoding", "max_tokens", "stop", "num_streams", "temp", *_CHANCE_OPTIONS)
-    return GenerateConfig(
+    names = ("decoding", "max_tokens", "stop", "num_streams", "temp", *CHANCE_OPTIONS)
+    config = GenerateConfig(
         tree=TreeConfig(**tree) if tree else None,
         prune=PruneConfig(**pruning) if pruning else None,
         logit_bias=dict(bias) if bias else None,
@@ -292,6 +303,8 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
             args, **{name: name for name in (*names, "logprobs", "deterministic")}
         ),
     )
+    is_alone = getattr(args, "generation_config", None) == "none"
+    return config.following(ModelSampling()) if is_alone else config
 
 
 def _renamed_given_options(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
@@ -360,8 +373,10 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
         reject_given_options(args, ("prune_to",), "--prune budget")
     if getattr(args, "deterministic", None):
         reject_given_options(args, ("prompt_cache",), "no --deterministic")
-    if not getattr(args, "temp", 0.0):
-        reject_given_options(args, _CHANCE_OPTIONS, "--temp above 0")
+    default = 0 if getattr(args, "generation_config", None) == "none" else None  # the model's own
+    temp = getattr(args, "temp", None)
+    if (default if temp is None else temp) == 0:
+        reject_given_options(args, CHANCE_OPTIONS, "--temp above 0")
 
 
 def drafters_shaped_by(name: str) -> list[str]:

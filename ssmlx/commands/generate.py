@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import bars
+from .answer_lines import resolve_given_sampling, sampling_line
 from .caches import PromptFile
 from .callback_bars import PromptBar
 from .decoding_options import (
@@ -115,8 +116,9 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
         reject_given_options(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
-    config = generate_config(args)
+    asked = generate_config(args)
     model, tokenizer, loaded = load_for_decoding(args)
+    config = resolve_given_sampling(args, asked, model)
 
     import mlx.core as mx
 
@@ -136,6 +138,9 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
         _print_notes(drafting_lines(model, plan, args.adapter))
+    own = model.backbone.origin.sampling
+    if own.temp:
+        _print_notes([sampling_line(asked, own)])
     earlier = EarlierAnswers()
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)

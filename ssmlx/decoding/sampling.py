@@ -106,7 +106,8 @@ class Sampling:
 
     Args:
         config: temperature, filters, bias, penalties, seed, and how many log probabilities to
-            return.
+            return. It is greedy where it leaves the temperature to the model, and has no filter
+            that it leaves to it.
         vocab_size: V.
 
     Raises:
@@ -138,20 +139,21 @@ class Sampling:
             )
         self._bias_tokens = mx.array(list(bias), mx.int32)
         self._bias = mx.array(list(bias.values()), mx.float32)
-        self._top_k = config.top_k if 0 < config.top_k < vocab_size else 0
-        self._has_nucleus = 0 < config.top_p < 1
-        filters = self._has_nucleus or config.min_p > 0 or self._top_k > 0
-        self._filters = config.temp > 0 and filters
+        numbers = self._numbers = config.numbers()
+        self._top_k = numbers.top_k if 0 < numbers.top_k < vocab_size else 0
+        self._has_nucleus = 0 < numbers.top_p < 1
+        filters = self._has_nucleus or numbers.min_p > 0 or self._top_k > 0
+        self._filters = numbers.temp > 0 and filters
         # Whether `resolve_row_over_full_vocab` has to follow `sample_or_mark_unresolved`.
         self.may_leave_unresolved = (
             self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
         )
         # Whether the likeliest token is all that anybody asks for.
         wants_logprobs = config.logprobs is not None
-        self.is_argmax = not (config.temp or bias or self.context_size or wants_logprobs)
-        self._scale = mx.array(1 / (config.temp or 1))
-        lowest = math.log(config.min_p) if config.min_p > 0 else -math.inf
-        self._bounds = mx.array([config.top_p, lowest])
+        self.is_argmax = not (numbers.temp or bias or self.context_size or wants_logprobs)
+        self._scale = mx.array(1 / (numbers.temp or 1))
+        lowest = math.log(numbers.min_p) if numbers.min_p > 0 else -math.inf
+        self._bounds = mx.array([numbers.top_p, lowest])
 
     @cached_property
     def _seed(self) -> mx.array:
@@ -162,7 +164,7 @@ class Sampling:
         without a seed.
         """
         seed = self.config.seed or 0
-        if self.config.seed is None and self.config.temp > 0:
+        if self.config.seed is None and self._numbers.temp > 0:
             seed = to_int(mx.random.randint(0, 2**31 - 1))
         return mx.array((seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
 
@@ -181,10 +183,10 @@ class Sampling:
             [G, V] or [G, Vd] float32, Gumbel noise times the temperature, row g for position
             `first` + g; None in greedy decoding.
         """
-        if not self.config.temp:
+        if not self._numbers.temp:
             return None
         uniform = uniform_noise(self._seed, first + indices(count), self._vocab_size)
-        return self.config.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
+        return self._numbers.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
 
     def apply_bias_and_penalties(self, logits: mx.array, positions: RowPositions) -> mx.array:
         """Add the logit bias to logits, then apply the penalties, as far as there are any.
@@ -304,7 +306,7 @@ class Sampling:
             )
             best = mx.argsort(-scores, axis=-1)[:, :count]
             return RankedTokens(mx.take_along_axis(tokens, best, axis=-1), may_keep_more)
-        if self.config.temp > 0:
+        if self._numbers.temp > 0:
             logits = add_gumbel_noise(
                 logits, self._scale, self._seed, positions.first + positions.depths
             )
@@ -392,13 +394,14 @@ def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
     Returns:
         [R, V]: `logprobs`, not normalised again, and -inf for tokens that are dropped.
     """
-    if 0.0 < config.top_p < 1.0:
-        floor = nucleus_floor(logprobs, mx.array(config.top_p))
+    numbers = config.numbers()
+    if 0.0 < numbers.top_p < 1.0:
+        floor = nucleus_floor(logprobs, mx.array(numbers.top_p))
         logprobs = mx.where(logprobs > floor, logprobs, -math.inf)
-    if config.min_p > 0.0:
-        logprobs = apply_min_p(logprobs, config.min_p)
-    if 0 < config.top_k < logprobs.shape[-1]:
-        tokens, best = top_columns_and_values(logprobs, config.top_k)
+    if numbers.min_p > 0.0:
+        logprobs = apply_min_p(logprobs, numbers.min_p)
+    if 0 < numbers.top_k < logprobs.shape[-1]:
+        tokens, best = top_columns_and_values(logprobs, numbers.top_k)
         none = mx.full(logprobs.shape, -math.inf)
         logprobs = mx.put_along_axis(none, tokens, best, axis=-1)
     return logprobs

@@ -47,7 +47,7 @@ class Plan:
     """What an answer decodes with; made once an answer.
 
     Attributes:
-        config: the settings, with nothing of the draft's shape left open.
+        config: the settings, with nothing of the draft's shape and of sampling left open.
         kind: the registered name of what drafts, of the first where several do; None for plain
             decoding.
         drafters: ready to start; none for plain decoding.
@@ -148,6 +148,7 @@ def make_plan(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = replace(config or GenerateConfig(), **settings)
+    config = config.following(model.backbone.origin.sampling)
     config, given = split_drafter_arguments(config, drafter)
     kind, loaded = choose_drafter(model, config, given)
     sampling = Sampling(config, model.backbone.vocab_size)

@@ -109,12 +109,17 @@ class GivenAnswer:
         self.last = segment
 
 
-def with_seed_if_sampling(config: GenerateConfig) -> GenerateConfig:
-    """`config` with a seed, if it samples (`temp` above 0) and has none; else as it is.
+def resolve_sampling(config: GenerateConfig, model: StreamFusedModel) -> GenerateConfig:
+    """`config` with the model's own sampling where it leaves that open, and a seed if it then
+    samples and has none.
 
     The seed is drawn from MLX's random state of the calling thread, which changes; with
     `deterministic` it is 0.
+
+    Raises:
+        InputError: typical acceptance is asked for, and decoding is greedy.
     """
+    config = config.following(model.backbone.origin.sampling)
     if config.seed is not None or config.temp == 0:
         return config
     if config.deterministic:

@@ -4,6 +4,7 @@
 |---|---|
 | `load.py` | `load`: a model's name to model and tokenizer, adapter included |
 | `tokenizer_files.py` | a tokenizer read by its own files alone, and its chat template's file |
+| `generation_config.py` | how a model's generation_config.json asks for its tokens to be sampled |
 | `names.py` | what a user may call a model or an adapter, to its folder |
 | `folders.py` | names of the files in these folders, what one lacks, where they are kept |
 | `hub.py` | models and adapters of the Hub, found in its cache or downloaded |

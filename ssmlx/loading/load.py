@@ -25,6 +25,7 @@ from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
+from .generation_config import read_model_sampling
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .identity import require_unchanged, stamp_model_files
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
@@ -298,6 +299,7 @@ def load_base(
         folder=path,
         files=files if is_settled else None,
         dtype=dtype,
+        sampling=read_model_sampling(path),
         reload=partial(reload_modules, path, files, dtype, group) if is_settled else None,
     )
     return Backbone(model, origin, draft_bits, group), config

@@ -6,7 +6,7 @@ to 255, and no error would say so. What mlx-lm decodes: packings of its own, tho
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def _scaled_by(name: str) -> str:
     return "" if found is None else found[1]
 
 
-def _module_names(config: Mapping[str, Any]) -> Collection[str]:
+def _module_names(config: Mapping[str, Any]) -> frozenset[str]:
     """The names of mlx-lm's modules that a model's weights go through: its own and, of a model that
     also sees, that of its language model."""
     inner = config.get("text_config")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import InputError, first_line
+from ..settings import ModelSampling
 from .cache import TreeCache
 from .capabilities import Capabilities, Reason
 from .capability_checks import (
@@ -72,6 +73,7 @@ class Origin:
             adapter is merged into are kept beside the merged ones.
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
         offline: whether nothing may be fetched.
+        sampling: how its generation_config.json asks for tokens to be sampled.
     """
 
     name: str = "this model"
@@ -81,6 +83,7 @@ class Origin:
     reload: Reload | None = None
     cache_dir: str | Path | None = None
     offline: bool = False
+    sampling: ModelSampling = field(default_factory=ModelSampling)
 
 
 class Backbone(Stages):

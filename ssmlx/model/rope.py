@@ -38,12 +38,10 @@ def context_length(model: nn.Module, args: Any) -> int | None:
         kind = scaling.get("type") or scaling.get("rope_type")
         factor = scaling.get("factor")
         original = scaling.get("original_max_position_embeddings")
-        numbers = [one for one in (factor, original) if type(one) in (int, float)]
-        if len(numbers) < 2 or kind not in _INTERPOLATING:
+        if kind not in _INTERPOLATING or not isinstance(original, int):
             continue
-        longer = math.prod(numbers)
-        if stated < longer < math.inf and _scales_angles(model, kind, numbers[0]):
-            stated = int(longer)
+        if isinstance(factor, int | float) and stated < (longer := original * factor) < math.inf:
+            stated = int(longer) if _scales_angles(model, kind, factor) else stated
     return stated
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..commands.answer_lines import answer_lines, resolve_given_sampling
 from ..commands.callback_bars import DownloadBar
 from ..commands.check import time_unknown_costs_before_answers
 from ..commands.decoding_options import (
@@ -204,7 +205,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         InputError: an option is wrong, a package is missing, nothing can listen at the address, or
             the model cannot be loaded.
     """
-    config = generate_config(args)
+    asked = generate_config(args)
     keys = read_private_api_keys(args.api_keys)
     drafter: DrafterOption = args.drafter
     require_drafter_key(drafter)
@@ -234,7 +235,9 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     models = adapter_of_each_served_name(name, args.adapter or ())
-    loaded = load_what_drafter_needs(args, engine.model(models[name]), engine.tokenizer)
+    model = engine.model(models[name])
+    config = resolve_given_sampling(args, asked, model)
+    loaded = load_what_drafter_needs(args, model, engine.tokenizer)
     for one in models.values():
         time_unknown_costs_before_answers(
             engine.model(one), engine.tokenizer, config, loaded
@@ -244,11 +247,10 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     )
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(handler, config, hosts, keys)
-    model = engine.model(models[name])
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     _print_warning_address_and_example(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
-    print(*lines, sep="\n", flush=True)
+    print(*lines, *answer_lines(asked, model, engine.tokenizer), sep="\n", flush=True)
 
     class Server(uvicorn.Server):
         """uvicorn's server, which cancels open answers before it waits for their requests to

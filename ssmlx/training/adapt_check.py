@@ -29,9 +29,9 @@ from .adapt_run import AdaptOptions, AdaptPlan, AdaptRun, Amounts, read_round_ex
 from .replay import Replay
 from .sizing import Rates
 
-_PLAIN = GenerateConfig(decoding="plain")
-_DRAFTED = GenerateConfig()
-_LOOKUP = GenerateConfig(drafter="prompt-lookup")
+_PLAIN = GenerateConfig(decoding="plain", temp=0)
+_DRAFTED = GenerateConfig(temp=0)
+_LOOKUP = GenerateConfig(drafter="prompt-lookup", temp=0)
 _CHECKED = {"plain": _PLAIN, "drafted": _DRAFTED, "lookup": _LOOKUP}
 """How each held-out prompt is answered at the end."""
 _WARM_TOKENS = 8

@@ -1,0 +1,80 @@
+"""How answers are sampled on the loaded model, and what users are told of that and of prompts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..settings import GenerateConfig, ModelSampling
+from .decoding_options import CHANCE_OPTIONS
+from .parser import reject_given_options
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..model.streams import StreamFusedModel
+
+
+def resolve_given_sampling(
+    args: argparse.Namespace, config: GenerateConfig, model: StreamFusedModel
+) -> GenerateConfig:
+    """Return a command's settings with the model's own sampling where its options leave that open.
+
+    Args:
+        args: the options that gave them.
+        config: the settings.
+        model: as `ssmlx.load` returns it.
+
+    Raises:
+        InputError: decoding is then greedy, and an option of sampling or of acceptance has no
+            effect.
+    """
+    config = config.following(model.backbone.origin.sampling)
+    if not config.temp:
+        reject_given_options(args, CHANCE_OPTIONS, "--temp above 0")
+    return config
+
+
+def answer_lines(
+    config: GenerateConfig, model: StreamFusedModel, tokenizer: TokenizerWrapper
+) -> list[str]:
+    """Return lines that say of what answers come what a user would not expect: of the model's own
+    sampling, and of prompts without a chat template. Empty where there is nothing to say.
+
+    Args:
+        config: the settings as the command's options give them, before they are resolved.
+        model, tokenizer: as `ssmlx.load` returns them.
+    """
+    from ..prompts import adapter_template
+
+    own = model.backbone.origin.sampling
+    lines = [sampling_line(config, own)] if own.temp else []
+    if not tokenizer.has_chat_template and adapter_template(model) is None:
+        lines.append("the model has no chat template: a prompt goes to it as it is")
+    return lines
+
+
+def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
+    """Return one line that says how tokens are chosen, and by whose word.
+
+    Args:
+        config: the settings, None where they leave something to the model.
+        own: what its generation_config.json asks for.
+    """
+    if config.numbers(own).temp == 0:
+        why = "; the model's generation_config.json asks for sampling" if own.temp else ""
+        return f"greedy decoding, {'as asked for' if config.temp == 0 else 'the default'}{why}"
+    given = {name: value for name, value in vars(config.numbers()).items() if value}
+    followed = {
+        name: value for name, value in vars(own).items() if value and getattr(config, name) is None
+    }
+    if not followed:
+        return f"sampling with {_in_words(given)}, as asked for"
+    asked = f"{_in_words(given)} as asked for, " if given else ""
+    says = "as the model's generation_config.json says"
+    return f"sampling with {asked}{_in_words(followed)} {says}; --temp 0 is greedy"
+
+
+def _in_words(numbers: dict[str, float]) -> str:
+    """Numbers of sampling by their options' names, such as "temp 0.6, top-p 0.95"."""
+    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in numbers.items())
