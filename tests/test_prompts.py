@@ -97,7 +97,9 @@ def test_turns_of_every_form_are_asked(read, tokenizer, turns, expected):
     [{"role": "user", "content": " "}], [FOUND], [TURNS[2], TURNS[0]],
 ])  # fmt: skip
 def test_bad_turns_are_one_line(read, turns):
-    with pytest.raises(InputError, match=r'line 2, (messages|has (a bad "messages"|an empty prompt))') as told:
+    with pytest.raises(
+        InputError, match=r'line 2, (messages|has (a bad "messages"|an empty prompt))'
+    ) as told:
         read({"messages": TURNS}, {"messages": turns})
     assert "\n" not in str(told.value)
 

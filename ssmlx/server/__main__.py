@@ -39,6 +39,8 @@ EPILOG = """examples:
 OpenAI's and Anthropic's APIs are at /v1, a chat page is at /. A request names MODEL, which is used
 as in ssmlx.chat, or MODEL:ADAPTER for one of the adapters of --adapter. With --adapter none, MODEL
 is used without an adapter. Settings given here hold for requests that do not set them."""
+_MOST_UNACCEPTED = 2048
+"""Connections that the system keeps until they are accepted, if it does not keep fewer."""
 BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
 
 
@@ -213,6 +215,11 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         import uvicorn
 
         from .app import LOCAL, make_app
+        from .connections import (
+            ACCEPTED_AT_ONCE,
+            log_each_refused_connection_once,
+            make_connection_class,
+        )
     except ImportError as error:
         raise missing_package_error("the server", error, "server") from error
     from ..engine import Engine
@@ -257,6 +264,12 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         end.
         """
 
+        async def startup(self, sockets: Any = None) -> None:
+            """Begin to accept connections; as many as the system allows may wait for that."""
+            log_each_refused_connection_once(asyncio.get_running_loop())
+            await super().startup(sockets)
+            sock.listen(_MOST_UNACCEPTED)
+
         async def shutdown(self, sockets: Any = None) -> None:
             """Cancel open answers, free the engine, and write prompts that are kept on disk, before
             the requests are waited for.
@@ -269,8 +282,10 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         "lifespan": "off",
         "timeout_graceful_shutdown": 3,
         "use_colors": False,
+        "http": make_connection_class(limits),
+        "backlog": ACCEPTED_AT_ONCE,
     }
-    settings = uvicorn.Config(app, http="h11", log_level="warning", **own)
+    settings = uvicorn.Config(app, log_level="warning", **own)
     Server(settings).run(sockets=[sock])
 
 

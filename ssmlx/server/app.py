@@ -6,13 +6,13 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
@@ -30,6 +30,7 @@ from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
 from ..turns import TurnError
 from . import completions, messages, responses
+from .concurrency import READING, BodyBytes
 from .fields import check_fields_and_list_ignored
 from .handler import RequestHandler
 from .request_prompts import AGAIN
@@ -43,6 +44,7 @@ from .requests import (
     Waiting,
 )
 
+Result = TypeVar("Result")
 ResponseWriter = (
     completions.TextCompletionWriter | messages.MessagesWriter | responses.ResponsesWriter
 )
@@ -79,6 +81,8 @@ _TOO_LONG = (
     "prompt is too long: {} tokens > {} maximum; expected less than the model's maximum context "
     "length; shorten it"
 )
+_HELD = "ssmlx.held"
+"""Where a request's scope has its part of `BodyBytes`."""
 _log = logging.getLogger("ssmlx")
 
 
@@ -196,7 +200,11 @@ class Routes:
         """
         self._check_access_and_find_prompt_cache(request)
         ask, headers = await self._read_request(request, messages.read_message)
-        prompt, _ = await asyncio.to_thread(self.handler.reader.first_prompt_and_seeded_config, ask)
+        counting = READING.run(
+            ask.num_bytes, self.handler.reader.first_prompt_and_seeded_config, ask
+        )
+        async with asyncio.timeout(self.handler.limits.time):
+            prompt, _ = await _unless_client_leaves(request, counting)
         return JSONResponse({"input_tokens": len(prompt)}, headers=headers)
 
     async def _read_request(
@@ -221,10 +229,17 @@ class Routes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
-        body = await self._read_json_object_in_time(request)
-        ignored = check_fields_and_list_ignored(request.url.path, body)
-        ask = self.handler.with_served_model_or_404(read(body, self.config))
-        names = [*ignored, *ask.left_out]
+        body = await self._read_body_in_time(request)
+
+        def read_checked() -> tuple[AnswerRequest, Sequence[str]]:
+            """Return the request, and the names of what is ignored or left out of it."""
+            fields = _parse_json_object(body)
+            ignored = check_fields_and_list_ignored(request.url.path, fields)
+            ask = replace(read(fields, self.config), num_bytes=len(body))
+            return self.handler.with_served_model_or_404(ask), [*ignored, *ask.left_out]
+
+        reading = READING.run(len(body), read_checked)
+        ask, names = await _unless_client_leaves(request, reading)
         return ask, {IGNORED: _header_text(names)} if names else {}
 
     def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
@@ -261,47 +276,53 @@ class Routes:
             return urlsplit(address).hostname in self.hosts
         return False
 
-    async def _read_json_object_in_time(self, request: Request) -> dict[str, Any]:
-        """Return the body of a request, a JSON object.
+    async def _read_body_in_time(self, request: Request) -> bytes:
+        """Return the bytes of a body.
 
         Raises:
-            InputError: it is none, or the client has gone.
-            HTTPException: it took more than `limits.wait` seconds in all (408), or is too large
-                (413).
+            InputError: the client has gone.
+            HTTPException: it took more than `limits.wait` seconds in all (408), is too large (413),
+                or there is no memory for it beside those of others (503).
         """
         try:
             async with asyncio.timeout(self.handler.limits.wait):
-                body: Any = parse_json(await self._read_body_or_refuse_large(request))
+                return await self._read_body_or_refuse_large(request)
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
-        except (ValueError, ClientDisconnect):
-            body = None
-        found: dict[str, Any] = body if isinstance(body, dict) else {}
-        is_object = isinstance(body, dict)
-        require(is_object, "the body", expected="a JSON object", do="correct it")
-        return found
+        except ClientDisconnect:
+            return b""
 
     async def _read_body_or_refuse_large(self, request: Request) -> bytes:
         """Return the bytes of a body.
 
         One that is too large is read on, up to `_READ_ON` times the limit, and dropped: a client
-        that still sends reads no answer.
+        that still sends reads no answer. What is kept counts in `bodies` until the response is
+        sent.
 
         Raises:
-            HTTPException: it has more than `limits.body` bytes (413).
+            HTTPException: it has more than `limits.body` bytes (413), or there is no room for it
+                (503).
             ClientDisconnect: the client has gone.
         """
         limit = self.handler.limits.body
+        held = request.scope[_HELD]
         pieces = []
         size = 0
+        has_room = True
         async for piece in request.stream():
             size += len(piece)
-            if size <= limit:
+            has_room = has_room and held.grow_to(size)
+            if size <= limit and has_room:
                 pieces.append(piece)
-            elif size > _READ_ON * limit:
-                break
+            else:
+                pieces.clear()
+                held.grow_to(0)
+                if size > _READ_ON * limit:
+                    break
         if size > limit:
             raise HTTPException(413, f"the body has more than {limit} bytes")
+        if not has_room:
+            raise HTTPException(503, "other requests are too large; try again later", AGAIN)
         return b"".join(pieces)
 
     async def error_response(self, request: Request, failure: Exception) -> Response:
@@ -312,13 +333,53 @@ class Routes:
         return JSONResponse(_error_object(error), status_code=status, headers=error.headers)
 
 
+def _parse_json_object(body: bytes) -> dict[str, Any]:
+    """Return the object that a body is; raises InputError where it is none."""
+    try:
+        value = parse_json(body)
+    except ValueError:
+        value = None
+    found: dict[str, Any] = value if isinstance(value, dict) else {}
+    is_object = isinstance(value, dict)
+    require(is_object, "the body", expected="a JSON object", do="correct it")
+    return found
+
+
+async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work` and return its result or raise its error; it is cancelled if the client leaves.
+
+    Args:
+        request: whose body was read.
+        work: what is awaited.
+
+    Raises:
+        InputError: the client has gone; nobody reads it.
+    """
+
+    async def watch() -> None:
+        """End as soon as the client has gone."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(watch())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        gone = "the client has gone"
+        require(working.done(), gone, expected="one that waits", do="ask again")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+
+
 def _header_text(names: Sequence[str]) -> str:
     """Return names of fields for a header: at most 20, of 80 characters each.
 
     Characters other than ASCII letters, digits, `_`, `.`, `-`, brackets and spaces become `?`.
     """
-    plain = [re.sub(r"[^\w.() \[\]-]", "?", name, flags=re.ASCII)[:80] for name in names]
-    return ", ".join(plain[:20])
+    plain = [re.sub(r"[^\w.() \[\]-]", "?", name[:80], flags=re.ASCII) for name in names[:20]]
+    return ", ".join(plain)
 
 
 def _as_http_error(failure: Exception) -> HTTPException:
@@ -481,6 +542,22 @@ def _chat_page() -> Response:
     return Response(page, headers=headers, media_type="text/html")
 
 
+class _HoldBodies:
+    """Counts a request's body among those of all, from its first byte to the end of the response.
+
+    As middleware, since a response is sent after its route's function has ended.
+    """
+
+    def __init__(self, app: ASGIApp, bodies: BodyBytes) -> None:
+        """Wrap an application, whose requests find their part of `bodies` in the scope."""
+        self._app = app
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.part() as scope[_HELD]:
+            await self._app(scope, receive, send)
+
+
 def make_app(
     handler: RequestHandler,
     config: GenerateConfig | None = None,
@@ -512,6 +589,7 @@ def make_app(
         ],
         exception_handlers={kind: routes.error_response for kind in failures},
     )
+    app.add_middleware(_HoldBodies, bodies=BodyBytes(handler.limits.bodies))
     any_: Any = {"allow_headers": "*", "allow_methods": "*", "expose_headers": [IGNORED]}
     app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)
     return app

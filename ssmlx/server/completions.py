@@ -46,6 +46,7 @@ SETTINGS = {
 """Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
 FINGERPRINT = f"ssmlx-{__version__}"
 """What decodes: the package, for all that may change an answer comes with it."""
+_MOST_STOPS = 256  # texts are looked for with every token
 _BIAS = Allowed(least=-100, most=100)
 MOST_ANSWERS = 256
 """Answers that a request may ask for: choices of all its prompts."""
@@ -202,7 +203,7 @@ def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
     """Return the texts of `stop`, one or a list; the server's where it is absent.
 
     Raises:
-        RequestError: they are no texts, or one is empty or too long.
+        RequestError: they are no texts, or too many, or one is empty or too long.
     """
     stop = body.get("stop")
     texts = (
@@ -210,8 +211,9 @@ def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
         if isinstance(stop, str)
         else requests.read_typed_or_default(body, "stop", list, config.stop)
     )
-    ok = all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
-    expected = f"texts of 1 to {MAX_STOP} characters"
+    ok = len(texts) <= _MOST_STOPS
+    ok = ok and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
+    expected = f"at most {_MOST_STOPS} texts of 1 to {MAX_STOP} characters"
     requests.check_field(ok, f"stop is {quoted(stop)}", expected, "stop")
     return texts
 

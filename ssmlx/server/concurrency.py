@@ -1,12 +1,99 @@
-"""Slots for open answers, and the answers of one request merged into one stream of parts."""
+"""Threads in which requests are read, slots for open answers, and the answers of one request merged
+into one stream of parts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import ParamSpec, TypeVar
 
 from prometheus_client import Gauge
 
 from .requests import StreamItem, Waiting
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+SMALL = 64 * 2**10
+"""Bytes of a body that keeps nobody waiting: it takes some hundredths of a second to read."""
+
+
+class ReadingThreads:
+    """Threads for what is computed of requests before they are answered, in pieces.
+
+    Small requests have threads of their own, and of large ones one piece is computed at a time. So
+    large ones wait for each other alone, and the memory that they take is that of one.
+    """
+
+    def __init__(self) -> None:
+        """Start no threads before there are requests."""
+        self._for_small = ThreadPoolExecutor(4, "ssmlx-small-requests")
+        self._for_large = ThreadPoolExecutor(1, "ssmlx-large-requests")
+
+    async def run(
+        self,
+        num_bytes: int,
+        piece: Callable[_Args, _Result],
+        *args: _Args.args,
+        **more: _Args.kwargs,
+    ) -> _Result:
+        """Compute a piece, and return its result or raise its error.
+
+        Where the awaiting task is cancelled, a piece that has not begun is left out.
+
+        Args:
+            num_bytes: of the request's body.
+            piece: is called in a thread, with the other arguments.
+        """
+        threads = self._for_small if num_bytes <= SMALL else self._for_large
+        return await asyncio.wrap_future(threads.submit(piece, *args, **more))
+
+
+READING = ReadingThreads()
+"""One for the process, as its cores are."""
+
+
+class BodyBytes:
+    """The bytes of all bodies that are held, but for small ones, within a limit."""
+
+    def __init__(self, limit: int) -> None:
+        """Begin without bodies; they may have `limit` bytes in all."""
+        self._left = limit
+
+    @contextmanager
+    def part(self) -> Iterator["BodyPart"]:
+        """Give the block an empty part for one body, which is given up at its end."""
+        part = BodyPart(self)
+        try:
+            yield part
+        finally:
+            part.grow_to(0)
+
+    def take(self, num_bytes: int) -> bool:
+        """Take bytes, or give them back if negative; False, and nothing, if there are too few."""
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
+        return True
+
+
+class BodyPart:
+    """What one body holds of `BodyBytes`."""
+
+    def __init__(self, bodies: BodyBytes) -> None:
+        """Hold nothing of `bodies` yet."""
+        self._bodies = bodies
+        self._held = 0
+
+    def grow_to(self, num_bytes: int) -> bool:
+        """Hold so many bytes, none for a small body; False, and what was held, if there are too
+        few.
+        """
+        wanted = num_bytes if num_bytes > SMALL else 0
+        has_room = self._bodies.take(wanted - self._held)
+        if has_room:
+            self._held = wanted
+        return has_room
 
 
 class AnswerSlots:
@@ -20,21 +107,19 @@ class AnswerSlots:
             gauge: shows how many are taken.
         """
         self._free = asyncio.Semaphore(count)
-        self._gauge = gauge  # shows how many are taken
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the next one has to wait."""
-        return self._free.locked()
+        self._gauge = gauge
+        self.num_free = count
 
     async def take(self) -> None:
         """Wait for a slot, first come, first served; the caller has to give it back."""
         await self._free.acquire()
+        self.num_free -= 1
         self._gauge.inc()
 
     def give_back(self) -> None:
         """Free a slot that was taken."""
         self._gauge.dec()
+        self.num_free += 1
         self._free.release()
 
 

@@ -1,12 +1,14 @@
 """Forms that an answer is held to by llguidance: JSON schemas, regular expressions, grammars."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from, hf
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.batch import Mask
@@ -19,6 +21,18 @@ from .schemas import with_closed_objects
 # repeated without end, in which small models get lost.
 STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
+# Nothing interrupts llguidance, so its input is bounded: what passes compiles in a second or two.
+MOST_CHARS = 256 * 2**10
+"""Characters of a grammar, of any form."""
+_MOST_CHOICES = 10_000
+_MOST_REGEX = 8192  # characters of regular expressions
+_MOST_SPELT = 16 * 2**10  # characters of a grammar that a request spells out
+_MOST_PROPERTIES = 1000  # of one object; their cost is that of all pairs
+_LIMITS = LLParserLimits(initial_lexer_fuel=500_000, max_grammar_size=100_000)
+_STACK = 256 * 2**20
+"""Bytes for llguidance's recursion, which would else end the process: some 80,000 rules deep."""
+_starting = threading.Lock()  # the stack's size is set for all threads that start
+
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return llguidance's grammar of JSON in one line that follows a schema; {} stands for any
@@ -27,10 +41,40 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     Objects may have only the properties that the schema names, unless it says otherwise.
 
     Raises:
-        ValueError: the schema is no JSON.
+        ValueError: the schema is no JSON, or too large.
     """
+    check_schema_size(schema)
     wanted = with_closed_objects(schema or {"type": "object"})
     return LLMatcher.grammar_from_json_schema(dict(wanted), None, STYLE)
+
+
+class SchemaTooLargeError(ValueError):
+    """A schema that takes too long to compile."""
+
+
+def check_schema_size(schema: Any) -> None:
+    """Raise SchemaTooLargeError where a schema takes too long to compile: by an object of more than
+    `_MOST_PROPERTIES`, or by expressions of more than `_MOST_REGEX` characters in all.
+    """
+    num_chars = 0
+    for one in _objects(schema):
+        properties = one.get("properties")
+        if isinstance(properties, Mapping) and len(properties) > _MOST_PROPERTIES:
+            raise SchemaTooLargeError(f"an object has more than {_MOST_PROPERTIES:,} properties")
+        named = one.get("patternProperties")
+        patterns = [one.get("pattern"), *(named if isinstance(named, Mapping) else ())]
+        num_chars += sum(len(pattern) for pattern in patterns if isinstance(pattern, str))
+    if num_chars > _MOST_REGEX:
+        raise SchemaTooLargeError(f"its patterns have more than {_MOST_REGEX:,} characters")
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a JSON value's objects, those inside of others too."""
+    if isinstance(value, Mapping):
+        yield value
+        value = [*value.values()]
+    for one in value if isinstance(value, list) else ():
+        yield from _objects(one)
 
 
 def _json_form(value: Any) -> str:
@@ -41,20 +85,38 @@ def _json_form(value: Any) -> str:
 def _choice_form(value: Any) -> str:
     """Return the grammar of one of several texts.
 
+    They are one terminal: as alternatives of a rule, llguidance follows 2,000 at most.
+
     Raises:
-        ValueError: it is no list of texts, or one is empty.
+        ValueError: it is no list of texts, one is empty, or there are too many.
     """
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ValueError("it is no list of texts")
-    return grammar_from("choice", json.dumps(value))
+    if len(value) > _MOST_CHOICES:
+        raise ValueError(f"it has more than {_MOST_CHOICES:,} texts")
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}"
+
+
+def _regex_form(pattern: Any) -> str:
+    """The grammar of a regular expression; ValueError where that is too long."""
+    if isinstance(pattern, str) and len(pattern) > _MOST_REGEX:
+        raise ValueError(f"it has more than {_MOST_REGEX:,} characters")
+    return grammar_from("regex", pattern)
+
+
+def _grammar_form(text: Any) -> str:
+    """The grammar that a request spells out; ValueError where that is too long."""
+    if isinstance(text, str) and len(text) > _MOST_SPELT:
+        raise ValueError(f"it has more than {_MOST_SPELT:,} characters")
+    return grammar_from("grammar", text)
 
 
 _KINDS: Mapping[str, Callable[[Any], str]] = {
     "json": _json_form,
     "json_object": lambda wanted: json_grammar({}),
-    "regex": lambda pattern: grammar_from("regex", pattern),
+    "regex": _regex_form,
     "choice": _choice_form,
-    "grammar": lambda text: grammar_from("grammar", text),
+    "grammar": _grammar_form,
 }
 """Makes the grammar of each kind of form, by the name that vLLM has for it."""
 _FIELDS = {
@@ -159,11 +221,9 @@ def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> Mask:
         grammar: of llguidance.
 
     Raises:
-        RequestError: llguidance cannot follow the grammar.
+        RequestError: llguidance cannot follow the grammar, or it is too large.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if matcher.is_error():
-        raise _unsupported_form(None, first_line(ValueError(matcher.get_error()))[:200])
+    matcher = _compiled(tokenizer, grammar).deep_copy()
     num_known = 0
 
     def constrained(tokens: Sequence[int], logits: mx.array) -> mx.array:
@@ -177,3 +237,34 @@ def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> Mask:
         return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
 
     return constrained
+
+
+@lru_cache(maxsize=8)
+def _compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return the matcher of a grammar at its beginning, which is to be copied.
+
+    It is kept for the other choices of a request, and for the next requests.
+
+    Raises:
+        RequestError: llguidance cannot follow the grammar, or it is too large.
+    """
+    if len(grammar) > MOST_CHARS:
+        raise _unsupported_form(None, f"it has more than {MOST_CHARS:,} characters")
+    found: list[LLMatcher] = []
+
+    def compile_it() -> None:
+        """Append the matcher to `found`."""
+        found.append(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
+
+    thread = threading.Thread(target=compile_it)
+    with _starting:
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    (matcher,) = found
+    if matcher.is_error():
+        raise _unsupported_form(None, first_line(ValueError(matcher.get_error()))[:200])
+    return matcher

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..generation.segments import GenerationResponse
 from ..prompt_cache import PromptCache
 from ..settings import check_settings, setting
 from .choices import Choice
-from .concurrency import AnswerSlots, PromptProgress, RequestSlots, merge_answers
+from .concurrency import READING, AnswerSlots, PromptProgress, RequestSlots, merge_answers
 from .request_prompts import AGAIN, PromptReader, stopping_error
 from .requests import AnswerRequest, Begun, DetailedHTTPException, StreamItem, TextPart
 
@@ -38,6 +38,9 @@ class Limits:
     time: float = setting(600.0, above=0, option="--timeout")  # seconds of a request in all
     silence: float = setting(5.0, above=0)  # seconds before a stream says that it is there
     body: int = setting(8 * 2**20, least=1)  # bytes of a request
+    bodies: int = setting(64 * 2**20, least=1)  # of all requests that are no small ones
+    head: float = setting(10.0, above=0)  # seconds for a connection's next request to begin
+    connections: int = setting(1000, least=1)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -150,13 +153,12 @@ class RequestHandler:
             HTTPException: too many others wait, no slot got free in time, or the server is being
                 stopped (503).
         """
-        await self._wait_for_first_slot_or_503()
+        with self._counted_as_waiting_or_503():
+            prompts, config = await self.reader.read_checked_prompts_and_config(ask)
+            await self._wait_for_first_slot_or_503()
         slots = RequestSlots(self._slots)
         progress = PromptProgress()
         try:
-            prompts, config = await asyncio.to_thread(
-                self.reader.read_checked_prompts_and_config, ask
-            )
             tokenizer = self.engine.tokenizer
             entries = self.reader.token_entries
             own = [one for one in prompts for _ in range(ask.choices)]
@@ -241,29 +243,40 @@ class RequestHandler:
                 scored = [one async for one in answer]
             if not scored:
                 raise stopping_error()
-            prompt.logprobs = await asyncio.to_thread(self.reader.scored_entries, prompt, scored[0])
+            prompt.logprobs = await READING.run(
+                choice.ask.num_bytes, self.reader.scored_entries, prompt, scored[0]
+            )
             prompt.seconds = time.perf_counter() - started
         return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
+
+    @contextmanager
+    def _counted_as_waiting_or_503(self) -> Iterator[None]:
+        """Count a request among those that are read or wait for a slot, inside the block.
+
+        Raises:
+            HTTPException: more of them wait already than get a slot now and may wait (503).
+        """
+        if self._waiting >= self._slots.num_free + self.limits.waiting:
+            raise HTTPException(503, "too many requests wait already; try again later", AGAIN)
+        self._waiting += 1
+        try:
+            with self.metrics.waiting.track_inprogress():
+                yield
+        finally:
+            self._waiting -= 1
 
     async def _wait_for_first_slot_or_503(self) -> None:
         """Wait for the slot of a request's first answer, first come, first served; the caller has
         to give it back.
 
         Raises:
-            HTTPException: too many requests wait, or no slot got free within `limits.wait` seconds
-                (503).
+            HTTPException: no slot got free within `limits.wait` seconds (503).
         """
-        if self._slots.is_full and self._waiting >= self.limits.waiting:
-            raise HTTPException(503, "too many requests wait already; try again later", AGAIN)
-        self._waiting += 1
         try:
-            with self.metrics.waiting.track_inprogress():
-                async with asyncio.timeout(self.limits.wait):
-                    await self._slots.take()
+            async with asyncio.timeout(self.limits.wait):
+                await self._slots.take()
         except TimeoutError as error:
             raise HTTPException(503, "no answer ended in time; try again later", AGAIN) from error
-        finally:
-            self._waiting -= 1
 
     def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
         """Begin a choice's answer in the engine, and return it.

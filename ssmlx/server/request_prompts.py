@@ -3,10 +3,9 @@
 import asyncio
 import math
 import secrets
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 from llguidance import LLTokenizer
@@ -27,12 +26,16 @@ from ..prompts import (
     length_before_answer_opens,
 )
 from ..settings import GenerateConfig
+from .concurrency import READING
 from .grammars import grammar_mask, llguidance_tokenizer
 from .logprobs import TokenEntries
 from .requests import AnswerRequest, RequestError, check_field
+from .text_lengths import most_bytes_per_token, with_length_check
 from .tool_grammars import MAX_CALLS, tool_call_grammar
 
 AGAIN = {"Retry-After": "1"}
+MOST_LOGPROBS = 1_000_000
+"""Log probabilities of a request's prompts, over all its choices; some hundred MB."""
 
 
 def stopping_error() -> HTTPException:
@@ -81,38 +84,55 @@ class PromptReader:
 
     def __post_init__(self) -> None:
         self.token_entries = TokenEntries(self.engine.tokenizer)
-        self._tokenizing = threading.Lock()
+        # The first text sets the tokenizer up; after it, texts may be encoded at the same time.
+        self.engine.tokenizer.encode("")
+        self._bytes_per_token = most_bytes_per_token(self.engine.tokenizer)
 
-    def read_checked_prompts_and_config(
+    async def read_checked_prompts_and_config(
         self, ask: AnswerRequest
     ) -> tuple[list[Prompt], GenerateConfig]:
         """Return all prompts of a request, in their order, checked against the model, and its
-        settings.
+        settings; the grammar of its answers is compiled.
+
+        Each prompt is a piece for `READING`, as is the grammar. So the rest is left out where
+        nobody waits for it any more.
 
         Args:
             ask: the request, with a known model's name.
 
         Raises:
-            InputError: a prompt cannot be answered.
+            InputError: a prompt cannot be answered, or the answers cannot follow the grammar.
             HTTPException: the server is being stopped.
         """
-        first, config = self.first_prompt_and_seeded_config(ask)
-        tokenizer = self.engine.tokenizer
-        with self._tokenizing:
-            model = self.engine.model(self.models[ask.model])
-            others = [
-                self._encode_text_ids_or_turns(replace(ask, question=one), model)
-                for one in ask.others
-            ]
-            keep_at = self._length_before_answer_opens(ask, model, first)
-            found: list[Prompt] = []
-            for question, tokens in zip((ask.question, *ask.others), (first, *others), strict=True):
-                check_prompt_length(model, len(tokens))
-                check_tokens(model, tokens)
-                is_text = isinstance(question, str)
-                echoed = question if is_text else tokenizer.decode(tokens) if ask.echoes else ""
-                found.append(Prompt(tokens, cast("str", echoed), keep_at))
-            return found, config
+        read = partial(READING.run, ask.num_bytes)
+        first, config = await read(self.first_prompt_and_seeded_config, ask)
+        prompts = [await read(self._checked_prompt, ask, first)]
+        for one in ask.others:
+            other = replace(ask, question=one)
+            prompts.append(await read(self._read_checked_prompt, other))
+        _check_number_of_logprobs(ask, prompts, config)
+        await read(self.make_mask_or_none, ask)
+        return prompts, config
+
+    def _read_checked_prompt(self, ask: AnswerRequest) -> Prompt:
+        """Return the prompt of `ask.question`; raises InputError where it cannot be answered."""
+        model = self.engine.model(self.models[ask.model])
+        return self._checked_prompt(ask, self._encode_text_ids_or_turns(ask, model))
+
+    def _checked_prompt(self, ask: AnswerRequest, tokens: list[int]) -> Prompt:
+        """Return the prompt of `ask.question`, whose tokens are known.
+
+        Raises:
+            InputError: it does not fit the model.
+        """
+        model = self.engine.model(self.models[ask.model])
+        check_prompt_length(model, len(tokens))
+        check_tokens(model, tokens)
+        is_text = isinstance(ask.question, str)
+        decode = self.engine.tokenizer.decode
+        echoed = ask.question if is_text else decode(tokens) if ask.echoes else ""
+        keep_at = self._length_before_answer_opens(ask, model, tokens)
+        return Prompt(tokens, cast("str", echoed), keep_at)
 
     def first_prompt_and_seeded_config(
         self, ask: AnswerRequest
@@ -133,22 +153,19 @@ class PromptReader:
         tokenizer = self.engine.tokenizer
         if config.seed is None:
             config = replace(config, seed=secrets.randbits(31))
-        with self._tokenizing:
-            model = self.engine.model(self.models[ask.model])
-            highest = max(config.logit_bias or (), default=0)
-            size = model.backbone.vocab_size
-            check_field(
-                highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias"
-            )
-            if ask.prediction:
-                check_text(ask.prediction)
-                text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
-                lookup = replace(config.prompt_lookup, reference=text)
-                config = replace(config, prompt_lookup=lookup)
-            if ask.ignores_end:
-                ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
-                config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
-            return self._encode_text_ids_or_turns(ask, model), config
+        model = self.engine.model(self.models[ask.model])
+        highest = max(config.logit_bias or (), default=0)
+        size = model.backbone.vocab_size
+        check_field(highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias")
+        if ask.prediction:
+            check_text(ask.prediction)
+            text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
+            lookup = replace(config.prompt_lookup, reference=text)
+            config = replace(config, prompt_lookup=lookup)
+        if ask.ignores_end:
+            ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
+            config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
+        return self._encode_text_ids_or_turns(ask, model), config
 
     def check_open(self) -> None:
         """Raises HTTPException where the server is being stopped."""
@@ -171,7 +188,8 @@ class PromptReader:
             InputError: the text cannot be read; the template has no form for turns or tools, or
                 refuses the turns; or there is another variable that it does not read.
         """
-        tokenizer = self.engine.tokenizer
+        limit = model.backbone.context_length
+        tokenizer = with_length_check(self.engine.tokenizer, self._bytes_per_token, limit)
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
@@ -223,12 +241,11 @@ class PromptReader:
         tokenizer = self.engine.tokenizer
         if ask.grammar is None and not ask.forced_tools:
             return None
-        with self._tokenizing:
-            if not ask.forced_tools:
-                return grammar_mask(self._llguidance_tokenizer, ask.grammar or "")
-            most = MAX_CALLS if ask.parallel_calls else 1
-            grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
-            return grammar_mask(self._llguidance_tokenizer, grammar)
+        if not ask.forced_tools:
+            return grammar_mask(self._llguidance_tokenizer, ask.grammar or "")
+        most = MAX_CALLS if ask.parallel_calls else 1
+        grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
+        return grammar_mask(self._llguidance_tokenizer, grammar)
 
     @cached_property
     def _llguidance_tokenizer(self) -> LLTokenizer:
@@ -237,8 +254,19 @@ class PromptReader:
 
     def scored_entries(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
         """Return the entries of a scored prompt's tokens, as `TokenEntries.of_prompt` does."""
-        with self._tokenizing:
-            return self.token_entries.of_prompt(prompt.tokens[0], found.logprobs)
+        return self.token_entries.of_prompt(prompt.tokens[0], found.logprobs)
+
+
+def _check_number_of_logprobs(
+    ask: AnswerRequest, prompts: Sequence[Prompt], config: GenerateConfig
+) -> None:
+    """Raise RequestError where a request asks for more than `MOST_LOGPROBS` of its prompts."""
+    if not ask.echoes or config.logprobs is None:
+        return
+    num_tokens = ask.choices * sum(len(one.tokens) for one in prompts)
+    found = f"logprobs of {num_tokens} tokens of prompts"
+    expected = f"{MOST_LOGPROBS // (1 + config.logprobs)} at most, over all choices"
+    check_field(num_tokens * (1 + config.logprobs) <= MOST_LOGPROBS, found, expected, "logprobs")
 
 
 def _require_template_for_turns_and_tools(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:

@@ -48,6 +48,7 @@ class AnswerRequest:
     prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
     stream: bool = False  # whether the answer is sent part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
+    num_bytes: int = 0  # of the body
     is_chat: bool = True
     others: Sequence[str | list[int]] = ()  # further prompts, each answered as the first one
     echoes: bool = False  # whether an answer begins with its prompt

@@ -1,0 +1,135 @@
+"""Texts that are certainly too long for a model's context, told by their bytes before they are made
+into tokens, which takes a second and a hundred megabytes for each megabyte of text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import pre_tokenizers
+
+from ..errors import ContextLengthError
+
+# How many bytes become one at most: U+212A, of three bytes, is the letter K.
+_MOST_COMPOSED = {"NFC": 3, "Prepend": 1}
+_KEEPING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
+"""Pre-tokenizers that leave nothing of a text out, unless their behavior is "Removed"."""
+
+
+class LengthCheckedTokenizer:
+    """A tokenizer that refuses texts that certainly have as many tokens as the context, or more.
+
+    It is used as the given one, whose tokens it returns.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, bytes_per_token: int, limit: int) -> None:
+        """Keep what the check needs.
+
+        Args:
+            tokenizer: of the model.
+            bytes_per_token: of a text, at most.
+            limit: tokens of the context.
+        """
+        self._checked = tokenizer
+        self._bytes_per_token = bytes_per_token
+        self._limit = limit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checked, name)
+
+    def encode(self, text: str, **more: Any) -> list[int]:
+        """Return a text's tokens.
+
+        Raises:
+            ContextLengthError: it is certainly too long; the error tells the fewest tokens that it
+                can have.
+        """
+        num_bytes = len(text.encode(errors="replace"))
+        fewest = -(-num_bytes // self._bytes_per_token)
+        if fewest >= self._limit:
+            raise ContextLengthError(fewest, self._limit)
+        return list(self._checked.encode(text, **more))
+
+    def apply_chat_template(self, turns: Any, tokenize: bool = True, **more: Any) -> Any:
+        """Return turns under the chat template, as text or as its tokens.
+
+        Raises:
+            ContextLengthError: as `encode` does.
+        """
+        text = self._checked.apply_chat_template(turns, tokenize=False, **more)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def with_length_check(
+    tokenizer: TokenizerWrapper, bytes_per_token: int | None, limit: int | None
+) -> Any:
+    """Return a tokenizer that refuses texts that are certainly too long; the given one if nothing
+    can be said.
+
+    Args:
+        tokenizer: of the model.
+        bytes_per_token: by `most_bytes_per_token`.
+        limit: tokens of the context; None if it has no limit.
+    """
+    if limit is None or bytes_per_token is None:
+        return tokenizer
+    return LengthCheckedTokenizer(tokenizer, bytes_per_token, limit)
+
+
+def most_bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
+    """Return how many bytes of a text one token stands for at most.
+
+    None where there is no such bound, or it is not known: where white space or unknown characters
+    are left out, or any number of them becomes one token.
+    """
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    vocab = backend.get_vocab(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder().values()
+    # Such tokens take the white space beside them along.
+    if any(one.lstrip or one.rstrip for one in added):
+        return None
+    steps = _parts(backend.pre_tokenizer, "pretokenizers")
+    if not all(_keeps_all(step) for step in steps):
+        return None
+    is_of_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    letters = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else _byte_tokens()
+    falls_back = getattr(backend.model, "byte_fallback", False)
+    if not (is_of_bytes or falls_back) or not vocab.keys() >= {*letters}:
+        return None
+    shrinks = [_most_composed(step) for step in _parts(backend.normalizer, "normalizers")]
+    if None in shrinks:
+        return None
+    longest = max(len(one) if is_of_bytes else len(one.encode()) for one in vocab)
+    longest = max([longest, *(len(one.content.encode()) for one in added)])
+    return int(longest * max([1, *filter(None, shrinks)]))
+
+
+def _byte_tokens() -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def _parts(component: Any, name: str) -> Sequence[Mapping[str, Any]]:
+    """Return the settings of a normalizer or pre-tokenizer, or of those that a sequence has; none
+    for None.
+    """
+    if component is None:
+        return ()
+    own = json.loads(component.__getstate__())
+    return own[name] if own["type"] == "Sequence" else [own]
+
+
+def _keeps_all(step: Mapping[str, Any]) -> bool:
+    return step["type"] in _KEEPING and step.get("behavior") != "Removed"
+
+
+def _most_composed(step: Mapping[str, Any]) -> int | None:
+    """Return how many bytes of a text a normalizer makes one of at most; None where that is not
+    known.
+    """
+    if step["type"] == "Replace":
+        old = step["pattern"].get("String")
+        is_longer = old is not None and len(old.encode()) <= len(step["content"].encode())
+        return 1 if is_longer else None
+    return _MOST_COMPOSED.get(step["type"])

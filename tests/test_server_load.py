@@ -1,0 +1,413 @@
+"""What a client sees while others ask for too much: of bytes, of forms, of connections.
+
+Real servers on this machine; large attacks are `long`.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Event, Thread
+
+import pytest
+
+pytest.importorskip("starlette")
+
+import httpx2 as httpx
+from llguidance import LLMatcher
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from real import CHAT_TEMPLATE, ROOT, words, write_base
+from served import serving
+from test_server import CHAT, COMPLETIONS, ask_all, chat, client_of
+from test_server_protocols import TOKENIZER
+from test_server_soak import write_byte_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import ssmlx
+from ssmlx.errors import ContextLengthError
+from ssmlx.server import grammars
+from ssmlx.server.app import make_app
+from ssmlx.server.concurrency import SMALL, BodyBytes
+from ssmlx.server.handler import Limits, RequestHandler
+from ssmlx.server.requests import RequestError
+from ssmlx.server.text_lengths import most_bytes_per_token, with_length_check
+from ssmlx.server.tool_grammars import tool_call_grammar
+
+COUNT = "/v1/messages/count_tokens"
+
+
+def byte_tokenizer(normalizer=None, added=(), **more):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = Tokenizer(models.BPE({letter: n for n, letter in enumerate([*letters, "abc"])}, []))
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    own.decoder = decoders.ByteLevel()
+    own.normalizer = normalizer
+    own.add_special_tokens([AddedToken("</s>"), *added])
+    fast = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", **more)
+    fast.chat_template = CHAT_TEMPLATE
+    return TokenizerWrapper(fast)
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory):
+    """A model whose tokens are bytes, with a context of 512."""
+    base = write_base(tmp_path_factory.mktemp("load") / "tiny", context=512, vocab=264)
+    write_byte_tokenizer(base)
+    return base
+
+
+# --- texts that are certainly too long ---
+
+
+def test_a_token_stands_for_so_many_bytes_at_most():
+    assert most_bytes_per_token(byte_tokenizer()) == 4, "of the token </s>"
+    assert most_bytes_per_token(byte_tokenizer(normalizers.NFC())) == 12
+    longer = byte_tokenizer(added=[AddedToken("<|longest|>", special=True)])
+    assert most_bytes_per_token(longer) == 11
+
+
+@pytest.mark.parametrize("tokenizer", [
+    byte_tokenizer(normalizers.Strip()),
+    byte_tokenizer(normalizers.Replace("aa", "a")),
+    byte_tokenizer(added=[AddedToken("<end>", rstrip=True)]),
+    byte_tokenizer(added=[AddedToken("<end>", lstrip=True)]),
+])  # fmt: skip
+def test_where_text_may_be_left_out_nothing_is_refused_by_its_bytes(tokenizer):
+    assert most_bytes_per_token(tokenizer) is None
+    assert with_length_check(tokenizer, None, 9) is tokenizer
+
+
+def test_words_have_no_length(loaded):
+    assert most_bytes_per_token(loaded[1]) is None, "an unknown word is one token"
+
+
+def test_what_is_refused_by_its_bytes_is_too_long():
+    tokenizer = byte_tokenizer(normalizers.NFC())
+    most = most_bytes_per_token(tokenizer)
+    checked = with_length_check(tokenizer, most, 10)
+    for text in ("a" * 200, "K" * 60, "</s>" * 60, "가" * 60, "e\u0301" * 60):
+        try:
+            assert checked.encode(text) == tokenizer.encode(text)
+        except ContextLengthError as error:
+            assert error.limit == 10 and error.num_tokens <= len(tokenizer.encode(text))
+    with pytest.raises(ContextLengthError):
+        checked.encode("a" * 200)
+    turns = [{"role": "user", "content": "Hi"}]
+    assert with_length_check(tokenizer, most, 99).apply_chat_template(
+        turns
+    ) == tokenizer.apply_chat_template(turns)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, COUNT, "/v1/responses"])
+def test_a_prompt_of_too_many_bytes_is_too_long(bytes_model, path):
+    text = "w" * 10_000
+    body = {"messages": chat(text)["messages"], "prompt": text, "input": text}
+    used = {CHAT: "messages", COMPLETIONS: "prompt", COUNT: "messages", "/v1/responses": "input"}
+    with ssmlx.Engine(str(bytes_model), dtype="float32") as engine:
+        client = client_of(make_app(RequestHandler(engine, {"tiny": None})))
+        found = client.post(path, json={used[path]: body[used[path]]})
+    error = found.json()["error"]
+    assert (found.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "prompt is too long" in error["message"]
+
+
+# --- what requests hold ---
+
+
+def test_small_bodies_need_no_room_and_others_share_it():
+    bodies = BodyBytes(3 * SMALL)
+    with bodies.part() as first, bodies.part() as second:
+        assert first.grow_to(2 * SMALL) and not second.grow_to(2 * SMALL)
+        assert second.grow_to(SMALL) and first.grow_to(3 * SMALL)
+        assert not first.grow_to(4 * SMALL)
+    with bodies.part() as third:
+        assert third.grow_to(3 * SMALL)
+
+
+def test_bodies_of_all_requests_are_bounded(serve):
+    app = serve(ssmlx.GenerateConfig(max_tokens=100), limits=Limits(bodies=2 * SMALL))
+    large = chat("w1", padding="x" * (SMALL + 9_000))
+    found = ask_all(app, [large, large, large, chat()])
+    assert sorted(one.status_code for one in found) == [200, 200, 503, 503]
+    assert found[-1].status_code == 200
+    refused = [one for one in found if one.status_code == 503]
+    assert all("retry-after" in one.headers for one in refused)
+    assert ask_all(app, [large])[0].status_code == 200, "the room is given back"
+
+
+def test_logprobs_of_prompts_are_bounded(serve, monkeypatch):
+    monkeypatch.setattr("ssmlx.server.request_prompts.MOST_LOGPROBS", 1000)
+    client = client_of(serve())
+    asked = {"prompt": [words(50)] * 4, "echo": True, "logprobs": 3, "max_tokens": 0}
+    assert client.post(COMPLETIONS, json=asked).status_code == 200
+    found = client.post(COMPLETIONS, json={**asked, "logprobs": 9})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_stop_texts_are_bounded(serve):
+    found = client_of(serve()).post(CHAT, json=chat(stop=["x"] * 100_000))
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "stop")
+
+
+# --- forms ---
+
+NAMES = [f"name {number * 7919}" for number in range(10_001)]
+DEEP = 9_000
+LARGE = {
+    "choices": {"structured_outputs": {"choice": NAMES}},
+    "choices by bytes": {"structured_outputs": {"choice": ["x" * 1000] * 300}},
+    "expression": {"guided_regex": "a?" * 5000},
+    "pattern": {"guided_json": {"type": "string", "pattern": "a?" * 20_000}},
+    "properties": {"guided_json": {"properties": {one: {} for one in NAMES}}},
+    "grammar": {"guided_grammar": f"start: {'A? ' * 20_000}\nA: \"a\""},
+    "names": {"guided_json": {"enum": ["y" * 99] * 9_000}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def byte_client(bytes_model):
+    with ssmlx.Engine(str(bytes_model), dtype="float32") as engine:
+        yield client_of(make_app(RequestHandler(engine, {"tiny": None})))
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_form_that_takes_too_long_is_refused(byte_client, case):
+    started = time.monotonic()
+    found = byte_client.post(CHAT, json=chat("Hi", max_tokens=2, **LARGE[case]))
+    assert found.status_code == 400, found.text
+    assert time.monotonic() - started < 30
+
+
+def test_tools_that_take_too_long_are_refused():
+    for schema in LARGE["pattern"]["guided_json"], LARGE["properties"]["guided_json"]:
+        parameters = {"type": "object", "properties": {"a": schema}}
+        tools = [{"name": "f", "parameters": parameters}]
+        with pytest.raises(RequestError) as caught:
+            tool_call_grammar(TOKENIZER, tools, ["f"], 1)
+        assert caught.value.param == "tools"
+
+
+def test_ten_thousand_choices_are_followed(byte_client):
+    form = {"structured_outputs": {"choice": NAMES[:10_000]}}
+    found = byte_client.post(CHAT, json=chat("Hi", max_tokens=60, n=2, temperature=1, **form))
+    assert found.status_code == 200, found.text
+    assert {one["message"]["content"] for one in found.json()["choices"]} <= {*NAMES}
+
+
+def test_a_form_is_compiled_once_for_all_choices_and_not_by_the_tokenizers_lock(
+    byte_client, monkeypatch
+):
+    made = []
+
+    def counted(*args, **more):
+        made.append(args[1])
+        return LLMatcher(*args, **more)
+
+    counted.grammar_from_json_schema = LLMatcher.grammar_from_json_schema
+    monkeypatch.setattr(grammars, "LLMatcher", counted)
+    form = {"structured_outputs": {"choice": ["left", "right", "neither"]}}
+    for _ in range(2):
+        found = byte_client.post(CHAT, json=chat("Hi", n=6, temperature=2, seed=1, **form)).json()
+        said = [one["message"]["content"] for one in found["choices"]]
+        assert {*said} <= {*form["structured_outputs"]["choice"]} and len({*said}) > 1
+    assert len(made) == 1
+
+
+DEEP_FORMS = f"""
+import sys
+sys.path[:0] = ["tests"]
+from test_server_load import byte_tokenizer
+from ssmlx.errors import InputError
+from ssmlx.server import grammars
+from ssmlx.server.app import make_app
+
+chain = [f'r{{n}}:"a"r{{n + 1}}' for n in range({DEEP})]
+rules = "\\n".join(["start: r0", *chain, 'r{DEEP}: "x"'])
+refs = {{f"d{{n}}": {{"items": {{"$ref": f"#/$defs/d{{n + 1}}"}}}} for n in range({DEEP // 3})}}
+schema = {{"$ref": "#/$defs/d0", "$defs": {{**refs, "d{DEEP // 3}": {{"type": "null"}}}}}}
+for grammar in (rules, grammars.json_grammar(schema)):
+    try:
+        grammars.grammar_mask(grammars.llguidance_tokenizer(byte_tokenizer()), grammar)
+    except InputError as error:
+        print("refused")
+print("alive")
+"""
+
+
+@pytest.mark.slow
+def test_no_form_ends_the_process():
+    """In a process of its own: llguidance follows rules by recursion, without a bound."""
+    run = subprocess.run(
+        [sys.executable, "-c", DEEP_FORMS], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0 and run.stdout.endswith("alive\n"), run.stderr
+
+
+# --- a real server, with others who ask ---
+
+
+class Others:
+    """A client that asks for /health and a token of a chat again and again, inside a block."""
+
+    def __init__(self, served):
+        self.served = served
+        self.slowest = {"health": 0.0, "chat": 0.0}
+        self.bad = []
+        self.stop = Event()
+        self.asked = 0
+
+    def ask_again_and_again(self, kind, ask):
+        while not self.stop.is_set():
+            started = time.monotonic()
+            try:
+                status = ask(timeout=60).status_code
+            except httpx.HTTPError as error:
+                status = repr(error)
+            if status != 200:
+                self.bad.append((kind, status))
+            self.asked += 1
+            self.slowest[kind] = max(self.slowest[kind], time.monotonic() - started)
+            time.sleep(0.05)
+
+    def __enter__(self):
+        url = self.served.url
+        asks = {
+            "health": lambda **more: httpx.get(f"{url}/health", **more),
+            "chat": lambda **more: httpx.post(f"{url}{CHAT}", json=chat(max_tokens=1), **more),
+        }
+        self.threads = [Thread(target=self.ask_again_and_again, args=one) for one in asks.items()]
+        for one in self.threads:
+            one.start()
+        return self
+
+    def __exit__(self, *failure):
+        self.stop.set()
+        for one in self.threads:
+            one.join()
+
+
+def send(served, head, body=b""):
+    """A connection on which a request was sent."""
+    one = socket.create_connection(("127.0.0.1", served.port), timeout=30)
+    one.sendall(head.replace("\n", "\r\n").encode() + body)
+    return one
+
+
+def post_and_leave(served, path, body, seconds):
+    body = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
+    with suppress(OSError), send(served, f"{head}Content-Length: {len(body)}\n\n", body):
+        time.sleep(seconds)
+
+
+def is_closed(connection):
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@contextmanager
+def many(count):
+    """A function that opens connections, which are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda served, *head: [stack.enter_context(send(served, *head)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def served(bytes_model):
+    with serving(bytes_model.parent, "--model", bytes_model) as served:
+        httpx.post(f"{served.url}{CHAT}", json=chat(max_tokens=1), timeout=60)
+        yield served
+
+
+@pytest.mark.slow
+def test_large_requests_keep_nobody_waiting(served):
+    turns = {"messages": [{"role": "user", "content": "a"}] * 50_000}
+    with Others(served) as others, ThreadPoolExecutor(8) as pool:
+        for path, body in (
+            (CHAT, chat("w1 " * 700_000)),
+            (COUNT, turns),
+            ("/v1/messages", turns),
+            (COMPLETIONS, {"prompt": [5] * 900_000}),
+        ):
+            for _ in range(2):
+                pool.submit(post_and_leave, served, path, body, 1)
+    assert not others.bad and others.asked > 5
+    assert max(others.slowest.values()) < 20, others.slowest
+    assert served.is_idle()
+
+
+@pytest.mark.slow
+def test_connections_without_a_request_end(served):
+    """Silent ones, and those that send their head by drops."""
+    with many(5) as opened, many(5) as dripping:
+        silent = opened(served, "")
+        drops = dripping(served, "POST /v1/chat/completions HTTP/1.1\nHost: localhost\n")
+        started = time.monotonic()
+        with Others(served) as others:
+            while time.monotonic() - started < 13:
+                for one in drops:
+                    with suppress(OSError):
+                        one.sendall(b"X-A: b\r\n")
+                time.sleep(0.5)
+        assert all(map(is_closed, silent + drops))
+        assert not others.bad
+
+
+@pytest.mark.slow
+def test_a_connection_is_used_again_but_not_for_ever(served):
+    with httpx.Client(base_url=served.url) as client:
+        assert [client.get("/health").status_code for _ in range(20)] == [200] * 20
+    with many(1) as opened:
+        (one,) = opened(served, "GET /health HTTP/1.1\nHost: localhost\n\n")
+        time.sleep(1)
+        one.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
+        time.sleep(11)
+        assert one.recv(10_000).startswith(b"HTTP/1.1 200") and is_closed(one)
+
+
+def attack_by_idle_connections(bytes_model, count, files):
+    """Open connections that say nothing, more than the server may open files."""
+    folder = bytes_model.parent
+    with serving(folder, "--model", bytes_model, files=files) as served, ExitStack() as stack:
+        httpx.post(f"{served.url}{CHAT}", json=chat(max_tokens=1), timeout=60)
+        with Others(served) as others:
+            for _ in range(count):
+                with suppress(OSError):
+                    stack.enter_context(send(served, ""))
+            time.sleep(3)
+        assert not others.bad and max(others.slowest.values()) < 20, (others.bad, others.slowest)
+        log = (folder / "server.log").read_text()
+        assert log.count("cannot be accepted") <= 1 and len(log) < 2000, log[:2000]
+
+
+@pytest.mark.slow
+def test_more_connections_than_files_do_no_harm(bytes_model):
+    attack_by_idle_connections(bytes_model, 700, 512)
+
+
+@pytest.mark.long
+def test_thousands_of_idle_connections_do_no_harm(bytes_model):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 6000:
+        pytest.skip("this process may not open that many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 6000), hard))
+    attack_by_idle_connections(bytes_model, 5000, 1024)
+
+
+@pytest.mark.long
+def test_the_largest_bodies_keep_nobody_waiting(served):
+    with Others(served) as others, ThreadPoolExecutor(16) as pool:
+        for path in (CHAT, COUNT) * 8:
+            pool.submit(post_and_leave, served, path, chat("w1 " * 2_600_000), 2)
+    assert not others.bad and max(others.slowest.values()) < 30, (others.bad, others.slowest)
+    assert served.is_idle()
