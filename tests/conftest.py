@@ -1,20 +1,69 @@
-"""What holds for every test: workers, the device, a folder for what is learned, and what `.ci/long`
-need not run."""
+"""What holds for every test: a home and an environment of its own, workers, the device, and what
+`.ci/long` need not run.
+"""
 
+import atexit
+import fcntl
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import pytest
 
+# What a user has set, or keeps at home, decides nothing here: not in this process, nor in those
+# that it starts. What says how this machine reaches a package index stays.
+_OF_USERS = (
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "SSMLX_", "XDG_", "MLX_", "OPENBLAS_", "GOTO_", "OMP_",
+    "MKL_", "BLIS_", "VECLIB_", "PYTHON", "LC_", "LANG", "TERM", "COLUMNS", "LINES", "NO_COLOR",
+    "FORCE_COLOR", "CLICOLOR", "TQDM_", "TOKENIZERS_", "MPL", "HTTP_", "HTTPS_", "ALL_", "NO_PROXY",
+    "http_", "https_", "all_", "no_proxy", "PYTEST_ADDOPTS",
+)  # fmt: skip
+_OF_TESTS = ("SSMLX_PASSED", "SSMLX_TEST_DEVICE", "SSMLX_TESTS_HOME")
+_ROOT = Path(__file__).parents[1]
+_KEPT = _ROOT / ".pytest_cache" / "kept"  # what no run need fetch or make again
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+_users_environment = dict(os.environ)
+
+
+def _make_home() -> Path:
+    """A home for this process: below that of the one which has started it, if it is a worker."""
+    if above := os.environ.get("SSMLX_TESTS_HOME"):
+        home = Path(above, _WORKER or f"of-{os.getpid()}")
+        home.mkdir(exist_ok=True)
+        return home
+    home = Path(tempfile.mkdtemp(prefix="ssmlx-tests-"))
+    atexit.register(_remove_home, home, os.getpid())
+    return home
+
+
+def _remove_home(home: Path, owner: int) -> None:
+    if os.getpid() == owner:  # and not a process that was forked
+        shutil.rmtree(home, ignore_errors=True)
+
+
+_HOME = _make_home()
+for _name in [one for one in os.environ if one.startswith(_OF_USERS) and one not in _OF_TESTS]:
+    del os.environ[_name]
+os.environ |= {
+    "HOME": str(_HOME),
+    "SSMLX_TESTS_HOME": os.environ.get("SSMLX_TESTS_HOME", str(_HOME)),
+    "SSMLX_CACHE": str(_HOME / "cache"),
+    "PYTHONPATH": str(_ROOT),
+    "MPLCONFIGDIR": str(_KEPT / "matplotlib"),
+    "PYRIGHT_PYTHON_CACHE_DIR": str(_KEPT / "pyright"),
+    # Without it, git refuses a checkout of another owner's.
+    "GIT_CONFIG_GLOBAL": str(Path(_users_environment.get("HOME", "/"), ".gitconfig")),
+}
 if _WORKER:
     # Workers share the cores, so each takes one; and each has a folder for what MLX's CPU backend
     # compiles, which two at once would write over each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
     _own = Path(tempfile.gettempdir()) / f"ssmlx-tests-{_WORKER}"
     _own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(_own)
@@ -23,8 +72,59 @@ import ssmlx  # first: it chooses the BLAS that MLX will load
 
 import mlx.core as mx  # isort: skip
 
+from ssmlx.settings import DEFAULT_MODEL
+
 # `.ci/long` names a file of tests that passed, which are not run again.
 _PASSED = Path(os.environ.get("SSMLX_PASSED", os.devnull))
+_real_model: Path | None = None  # its folder, once it is found
+_cache_numbers = count()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a worker the user's environment, which is needed to fetch the model."""
+    node.workerinput["users_environment"] = _users_environment
+
+
+_FIND_MODEL = """
+import sys
+from ssmlx.loading.names import Fetch, resolve_model
+name, kept = sys.argv[1:]
+try:
+    print(resolve_model(name, Fetch(offline=True)))
+except Exception:
+    print(resolve_model(name, Fetch(cache_dir=kept)))
+"""
+
+
+def pytest_collection_finish(session):
+    """Find the real model, if a test needs it: that of the user, which is only read, or else one
+    that the checkout keeps, fetched by the first run.
+    """
+    global _real_model
+    if not any(item.get_closest_marker("real") for item in session.items):
+        return
+    of_worker = getattr(session.config, "workerinput", {})
+    user = of_worker.get("users_environment", _users_environment)
+    _KEPT.mkdir(parents=True, exist_ok=True)
+    with (_KEPT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers do this at once
+        done = subprocess.run(
+            [sys.executable, "-c", _FIND_MODEL, DEFAULT_MODEL, str(_KEPT)],
+            env={**user, "PYTHONPATH": str(_ROOT)},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 0:  # else a test that needs it says why it cannot be had
+        _real_model = Path(done.stdout.strip())
+        _link_real_model(_HOME / "cache")
+
+
+def _link_real_model(cache):
+    """Let a cache folder have the real model, as aliases find it there."""
+    if _real_model is not None:
+        (cache / "models").mkdir(parents=True)
+        (cache / "models" / _real_model.name).symlink_to(_real_model)
 
 
 def pytest_configure(config):
@@ -151,10 +251,16 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def nothing_learned(monkeypatch, tmp_path):
-    """Start every test without costs and acceptance from other answers."""
-    monkeypatch.setattr("ssmlx.generation.learned._FOLDER", str(tmp_path / "costs"))
+def own_cache(monkeypatch, request):
+    """A cache folder for each test, in which nothing is kept and nothing was learned; it is
+    returned."""
+    cache = _HOME / f"cache-{next(_cache_numbers)}"
+    monkeypatch.setenv("SSMLX_CACHE", str(cache))
     monkeypatch.setattr("ssmlx.generation.learned._BY_MODEL", WeakKeyDictionary())
+    if request.node.get_closest_marker("real"):
+        _link_real_model(cache)
+    yield cache
+    shutil.rmtree(cache, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -76,11 +76,6 @@ def packed(base):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """The same plan on every machine, of few answers."""
     monkeypatch.setattr(adapt_plan, "measure_rates_and_choose_batch_sizes", lambda *_: RATES)
@@ -486,7 +481,7 @@ def refused(capsys, *argv):
     return one_line(capsys.readouterr().err, PROG)
 
 
-def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
+def test_bad_input_is_told_in_one_line(packed, own_cache, tmp_path, capsys):
     model = ["--model", packed]
     for option in ("--hours", "--memory-gb"):
         for value in ("0.0", "nan", "inf"):
@@ -499,7 +494,7 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     assert "prompt 2 of your files: " in refused(capsys, *model, "--data", tmp_path / "own.jsonl")
     recurrent = write_family(tmp_path / "lfm2", "lfm2")
     assert "cannot be run one by one" in refused(capsys, "--model", recurrent)
-    assert adapters_made_here() == {} and not list((tmp_path / "cache").rglob("plan.json"))
+    assert adapters_made_here() == {} and not list(own_cache.rglob("plan.json"))
     adapted(packed)
     capsys.readouterr()
     own = [*model, "--name", "mine"]

@@ -44,9 +44,7 @@ CURVE = {"2": 1.5, "4": 2.0}
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    """Nothing ships, and what is made lies here."""
-    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
+def nothing_ships(monkeypatch, tmp_path):
     monkeypatch.setattr(names, "ADAPTERS_FOLDERS", (tmp_path / "shelf",))
     monkeypatch.chdir(tmp_path)
 

@@ -218,7 +218,6 @@ def test_spec_bench_is_told_by_category(command, tmp_path):
 def test_what_default_learns_stays_in_a_folder_of_the_run(command, tmp_path, monkeypatch):
     own = str(tmp_path / "user")
     monkeypatch.setenv("SSMLX_CACHE", own)
-    monkeypatch.setattr("ssmlx.generation.learned._FOLDER", "costs")
     kept = tmp_path / "kept"
     more = ("--systems", "default", "--max-tokens", 30)
     assert command(*more, "--costs", kept)[0] == 0

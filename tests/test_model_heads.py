@@ -65,7 +65,6 @@ def backbone(target):
 def hub(monkeypatch, tmp_path):
     """An empty Hub cache; the table has a row for the tiny model, and no connection is made."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(model_heads, "KNOWN_HEADS", (ROW,))
     return tmp_path / "hub"
 

@@ -195,7 +195,6 @@ def test_heads_are_told_by_their_folders(base, data, made, jobs, tmp_path, start
 def test_a_round_of_adapt_is_told_by_its_folders(
     base, data, made, jobs, tmp_path, monkeypatch, number, tuned
 ):
-    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
     lora = write_lora(tmp_path / "lora", base) if tuned else None
     options = AdaptOptions(
         model=str(base), path=base, out=tmp_path / "out", adapter=lora, amounts=AMOUNTS

@@ -31,7 +31,6 @@ from ..policy.costs import CostTable
 
 FORMAT = "ssmlx-costs/1"
 MLX_VERSION = version("mlx")
-_FOLDER = "costs"
 _SECONDS_BETWEEN_WRITES = 30.0
 _MOST_ADAPTERS = 64
 _log = logging.getLogger("ssmlx")
@@ -128,7 +127,7 @@ _BY_PATH: dict[Path, Learned] = {}
 other learned. Tests put an empty one in its place."""
 _BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictionary()
 """The file and the adapter of a model, which digests of its weights decide, as long as it lives.
-Tests begin with an empty one each (`nothing_learned`), for `_FOLDER` is another then."""
+Tests begin with an empty one each (`own_cache`), for the cache folder is another then."""
 
 
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
@@ -139,7 +138,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     geometry reads the file.
     """
     if model not in _BY_MODEL:
-        folder = Path(model.backbone.origin.cache_dir or cache_dir()).expanduser() / _FOLDER
+        folder = Path(model.backbone.origin.cache_dir or cache_dir()).expanduser() / "costs"
         _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", streams_or_lora_digest(model)
     path, adapter = _BY_MODEL[model]
     if path not in _BY_PATH:
