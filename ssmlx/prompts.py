@@ -290,6 +290,9 @@ def chat_tokens(
 ) -> list[int]:
     """The prompt of a chat under the model's own template, up to where the answer starts.
 
+    The template gets the turns in the form that it takes. Where it refuses them, or would leave out
+    what they say, turns of one role in a row become one, and the system's become the user's.
+
     Args:
         tokenizer: the model's.
         messages: the turns, see `Message`.
@@ -302,8 +305,8 @@ def chat_tokens(
         Token ids, the template's special ones included.
 
     Raises:
-        InputError: there is no template, or it refuses the turns, takes too long, or reads no such
-            arguments; or a turn is none, or is not Unicode.
+        InputError: there is no template; it refuses the turns, leaves one out, takes too long, or
+            reads no such arguments; or a turn is none, or is not Unicode.
     """
     require(
         tokenizer.has_chat_template,
@@ -317,14 +320,13 @@ def chat_tokens(
         expected="a list of JSON schemas",
         do="correct or drop them",
     )
-    for turn in normalise_turns(messages):
-        check_text(turn["content"])
     more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
     _check_template_args(tokenizer, more)
     more["add_generation_prompt"] = add_generation_prompt
     if continues:
         more["continue_final_message"] = True
     text = render_turns(tokenizer, messages, **more)
+    check_text(text)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 

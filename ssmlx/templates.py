@@ -221,16 +221,18 @@ def _stripped(bounds: _Bounds, text: Any, letters: Any = None) -> int:
 
 def _formatted(bounds: _Bounds, text: Any, *values: Any, **named: Any) -> int:
     """A width may stand in the text, or be one of the values; a value may be used many times."""
-    text = str(text)
+    form = str(text)
+    num_fields = form.count("%") + form.count("{")
+    if not num_fields:
+        return len(form)
     given = values[0] if len(values) == 1 and isinstance(values[0], tuple) else values
-    num_fields = text.count("%") + text.count("{")
-    widths = [int(one[:9]) for one in re.findall(r"\d+", text)]
-    if "*" in text or re.search(r"\{[^}]*\{", text):
-        widths += [abs(one) for one in (*given, *named.values()) if isinstance(one, int)]
-    size: int = bounds.size([*given, *named.values()])
-    is_used_once = not named and not re.search(r"%\(|\{\w", text)
-    width: int = max(widths, default=0)
-    return len(text) + num_fields * (20 + width) + (size if is_used_once else num_fields * size)
+    used = [*given, *named.values()]
+    width = max((int(one[0][:9]) for one in re.finditer(r"\d+", form)), default=0)
+    if "*" in form or re.search(r"\{[^}]*\{", form):
+        width = max(width, *(abs(one) for one in used if isinstance(one, int)), 0)
+    size = bounds.size(used)
+    is_used_once = not named and not re.search(r"%\(|\{\w", form)
+    return len(form) + num_fields * (20 + width) + (size if is_used_once else num_fields * size)
 
 
 def _indented(bounds: _Bounds, text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
@@ -458,7 +460,8 @@ _transformers_compile = chat_template_utils._compile_jinja_template
 
 @lru_cache
 def _compile_bounded(template: str) -> Template:
-    compiled: Template = _Sandbox.like(_transformers_compile("").environment).from_string(template)
+    sandbox = _Sandbox.like(_transformers_compile("").environment)
+    compiled: Template = sandbox.from_string(template)
     return compiled
 
 

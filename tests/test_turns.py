@@ -265,3 +265,20 @@ def test_what_is_given_stays_as_it_is():
     found = normalise_turns(turns)
     assert turns == calling('{"a": 1}') and normalise_turns(found) == found
     assert found[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+@pytest.mark.parametrize("template", [CHATML, *PARTS])
+def test_a_last_turn_may_be_left_open(template, shown):
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    shown(template, [USER])
+    turns = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Ye"}]}]
+    found = shown(template, turns, continue_final_message=True)
+    assert found == "<user>Hi<assistant>Ye"
+    assert shown(template, turns[:1], add_generation_prompt=True) == "<user>Hi<assistant>"
+
+
+def test_what_is_not_unicode_is_told_wherever_it_stands(shown):
+    shown(CALL.replace("SHOWN", "{{ c.function.arguments|tojson }}"), [USER])
+    for turns in ([{**USER, "content": "a\ud800"}], calling({"old": "a\ud800"})):
+        with pytest.raises(InputError, match="the text is not Unicode"):
+            chat_tokens(shown.tokenizer, turns)

@@ -281,11 +281,12 @@ def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any
         RequestError: `content` is neither a text nor a list of objects.
     """
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
-    check_field(
-        ok, f"{field_name} is {quoted(content)}", "a text, or a list of objects", field_name
-    )
-    return parts
+    expected = "a text, or a list of objects"
+    check_field(isinstance(parts, list), f"{field_name} is {quoted(content)}", expected, field_name)
+    for number, one in enumerate(parts):
+        place = f"{field_name}[{number}]"
+        check_field(isinstance(one, dict), f"{place} is {quoted(one)}", expected, place)
+    return list(parts)
 
 
 def content_text(content: Any, place: str = "content") -> str:
