@@ -12,6 +12,7 @@ pytest.importorskip("starlette")
 from test_server import CHAT, COMPLETIONS, chat, client_of, reply, said
 
 import ssmlx
+from perf.run.options import parse_systems_with_baselines
 from ssmlx.commands import chat as chat_command
 from ssmlx.commands import check, generate
 from ssmlx.commands.answer_lines import sampling_line
@@ -21,7 +22,8 @@ from ssmlx.loading.generation_config import read_model_sampling, sampling_asked_
 from ssmlx.server import __main__ as server
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import RequestHandler
-from ssmlx.settings import AcceptanceConfig, GenerateConfig, ModelSampling
+from ssmlx.settings import AcceptanceConfig, GenerateConfig, ModelSampling, SamplingConfig
+from ssmlx.training import adapt_check
 
 ASKED = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "eos_token_id": 2}
 LENGTH = 8
@@ -239,3 +241,12 @@ def test_what_a_line_says_of_mixed_sources():
     assert mixed.startswith("sampling with temp 0.9 as asked for, top-k 20 as the model's")
     asked = sampling_line(GenerateConfig(temp=0.9, top_k=0), own)
     assert asked == "sampling with temp 0.9, as asked for"
+
+
+def test_what_compares_tokens_or_measures_is_greedy_by_itself():
+    own = ModelSampling(temp=1.0, top_p=0.9, top_k=5)
+    systems = parse_systems_with_baselines(["streams", "trees"], SamplingConfig(temp=0))
+    configs = [*(one.config for one in systems), adapt_check._PLAIN, adapt_check._DRAFTED]
+    assert {one.numbers(own).temp for one in (*configs, adapt_check._LOOKUP)} == {0}
+    (sampled, *_) = parse_systems_with_baselines([], SamplingConfig(temp=0.7, top_k=3))
+    assert sampled.config.numbers(own) == ModelSampling(temp=0.7, top_k=3)

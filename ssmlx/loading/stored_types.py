@@ -60,17 +60,14 @@ def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
     scaled = {_scaled_by(name) for name in stored}
     packed = [one for one in odd if _is_weight(one) and "scale" not in one.name]
     bare = [one for one in packed if one.name.removesuffix(".weight") not in scaled]
-    # Both are looked up in whole: the scales of some tensors say nothing of others.
     _refuse_if_any(folder, bare, "without scales, by which they would be numbers")
     if is_mlx_own or (method is not None and method != "fp8"):
         return
     fp8 = [one for one in packed if one.dtype == "F8_E4M3"]
     classes = _module_names(config)
     if not classes & _DECODE_FP8:
-        _refuse_if_any(folder, fp8, f"which mlx-lm's class of {join_first(sorted(classes))} keeps")
-    others = [one for one in packed if one not in fp8]
-    if method is None and not classes & _DECODE_FP8:
-        _refuse_if_any(folder, others, "and config.json does not say how they were quantised")
+        why = f"which mlx-lm's class of {join_first(sorted(classes))} does not decode"
+        _refuse_if_any(folder, fp8, why)
 
 
 def refuse_other_types(model_class: Any, folder: Path) -> Any:
