@@ -5,7 +5,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 from llguidance import LLTokenizer
@@ -104,14 +104,14 @@ class PromptReader:
             InputError: a prompt cannot be answered, or the answers cannot follow the grammar.
             HTTPException: the server is being stopped.
         """
-        read = partial(READING.run, ask.num_bytes)
-        first, config = await read(self.first_prompt_and_seeded_config, ask)
-        prompts = [await read(self._checked_prompt, ask, first)]
+        size = ask.num_bytes
+        first, config = await READING.run(size, self.first_prompt_and_seeded_config, ask)
+        prompts = [await READING.run(size, self._checked_prompt, ask, first)]
         for one in ask.others:
             other = replace(ask, question=one)
-            prompts.append(await read(self._read_checked_prompt, other))
+            prompts.append(await READING.run(size, self._read_checked_prompt, other))
         _check_number_of_logprobs(ask, prompts, config)
-        await read(self.make_mask_or_none, ask)
+        await READING.run(size, self.make_mask_or_none, ask)
         return prompts, config
 
     def _read_checked_prompt(self, ask: AnswerRequest) -> Prompt:
