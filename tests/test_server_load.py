@@ -3,6 +3,7 @@
 Real servers on this machine; large attacks are `long`.
 """
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -17,11 +18,12 @@ import pytest
 pytest.importorskip("starlette")
 
 import httpx2 as httpx
+import mlx.core as mx
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from real import CHAT_TEMPLATE, ROOT, words, write_base
 from served import serving
-from test_server import CHAT, COMPLETIONS, ask_all, chat, client_of
+from test_server import CHAT, COMPLETIONS, ask_all, chat, client_of, drive
 from test_server_protocols import TOKENIZER
 from test_server_soak import write_byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -31,7 +33,7 @@ import ssmlx
 from ssmlx.errors import ContextLengthError
 from ssmlx.server import grammars
 from ssmlx.server.app import make_app
-from ssmlx.server.concurrency import SMALL, BodyBytes
+from ssmlx.server.concurrency import READING, SMALL, BodyBytes
 from ssmlx.server.handler import Limits, RequestHandler
 from ssmlx.server.requests import RequestError
 from ssmlx.server.text_lengths import most_bytes_per_token, with_length_check
@@ -155,6 +157,44 @@ def test_stop_texts_are_bounded(serve):
     assert (found.status_code, found.json()["error"]["param"]) == (400, "stop")
 
 
+@pytest.mark.parametrize("path", [CHAT, COUNT])
+def test_what_a_client_that_left_asked_for_is_not_computed(serve, path, monkeypatch):
+    read = []
+    monkeypatch.setattr("ssmlx.server.app.parse_json", lambda body: read.append(body) or {})
+    held = Event()
+    blocked = READING._for_large.submit(held.wait)
+    gone = asyncio.Event()
+
+    async def ask_and_leave():
+        asyncio.get_running_loop().call_later(0.2, gone.set)
+        await drive(serve(), chat("w1 " * SMALL), gone=gone, path=path)
+
+    asyncio.run(ask_and_leave())
+    held.set()
+    blocked.result()
+    READING._for_large.submit(int).result()
+    assert read == []
+
+
+def test_a_template_that_takes_its_time_keeps_no_other_chat_waiting(serve, engine, monkeypatch):
+    slow = "{% if messages[-1].content == 'w9' %}" + "{% for a in range(99999) %}" * 3
+    slow += "{% endfor %}" * 3 + "{% endif %}"
+    monkeypatch.setattr(engine.tokenizer._tokenizer, "chat_template", slow + CHAT_TEMPLATE)
+    monkeypatch.setattr("ssmlx.templates.MAX_SECONDS", 3)
+    app = serve()
+    ended = []
+
+    async def ask(text):
+        await drive(app, chat(text, max_tokens=1))
+        ended.append(text)
+
+    async def both():
+        await asyncio.gather(ask("w9"), ask("w1"))
+
+    asyncio.run(both())
+    assert ended == ["w1", "w9"]
+
+
 # --- forms ---
 
 NAMES = [f"name {number * 7919}" for number in range(10_001)]
@@ -197,6 +237,16 @@ def test_ten_thousand_choices_are_followed(byte_client):
     found = byte_client.post(CHAT, json=chat("Hi", max_tokens=60, n=2, temperature=1, **form))
     assert found.status_code == 200, found.text
     assert {one["message"]["content"] for one in found.json()["choices"]} <= {*NAMES}
+
+
+def test_a_choice_may_begin_another():
+    tokenizer = byte_tokenizer()
+    form = grammars.read_grammar({"guided_choice": ['le"ft', 'le"ft\n é']})
+    mask = grammars.grammar_mask(grammars.llguidance_tokenizer(tokenizer), form)
+    for text, more in (('le"ft', "\n"), ('le"ft\n é', "")):
+        logits = mask(tokenizer.encode(text), mx.zeros((1, 264)))[0]
+        allowed = [tokenizer.decode([one]) for one in range(258) if logits[one].item() == 0]
+        assert sorted(allowed) == sorted(filter(None, ["</s>", more]))
 
 
 def test_a_form_is_compiled_once_for_all_choices_and_not_by_the_tokenizers_lock(
