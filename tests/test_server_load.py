@@ -24,7 +24,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from real import CHAT_TEMPLATE, ROOT, words, write_base
 from served import serving
 from test_server import CHAT, COMPLETIONS, ask_all, chat, client_of, drive
-from test_server_protocols import TOKENIZER
 from test_server_soak import write_byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -35,9 +34,7 @@ from ssmlx.server import grammars
 from ssmlx.server.app import make_app
 from ssmlx.server.concurrency import READING, SMALL, BodyBytes
 from ssmlx.server.handler import Limits, RequestHandler
-from ssmlx.server.requests import RequestError
 from ssmlx.server.text_lengths import most_bytes_per_token, with_length_check
-from ssmlx.server.tool_grammars import tool_call_grammar
 
 COUNT = "/v1/messages/count_tokens"
 SECONDS = 30
@@ -223,13 +220,12 @@ def test_a_form_that_takes_too_long_is_refused(byte_client, case):
     assert time.monotonic() - started < 30
 
 
-def test_tools_that_take_too_long_are_refused():
-    for schema in LARGE["pattern"]["guided_json"], LARGE["properties"]["guided_json"]:
-        parameters = {"type": "object", "properties": {"a": schema}}
-        tools = [{"name": "f", "parameters": parameters}]
-        with pytest.raises(RequestError) as caught:
-            tool_call_grammar(TOKENIZER, tools, ["f"], 1)
-        assert caught.value.param == "tools"
+@pytest.mark.parametrize("case", ["pattern", "properties"])
+def test_tools_that_take_too_long_are_refused(byte_client, case):
+    schema = {"type": "object", "properties": {"a": LARGE[case]["guided_json"]}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    found = byte_client.post(CHAT, json=chat("Hi", tools=tools, tool_choice="required"))
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "tools"), found.text
 
 
 def test_ten_thousand_choices_are_followed(byte_client):
