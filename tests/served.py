@@ -39,24 +39,14 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(
-    folder: Path, *options: object, answers: Sequence[str] | str = (), files: int | None = None
-) -> Iterator[Served]:
+def serving(folder: Path, *options: object, answers: Sequence[str] | str = ()) -> Iterator[Served]:
     """Run a server on a free port inside the block, and check that its log has no traceback.
 
     Args:
         folder: where its log is written.
         options: of the command.
         answers: texts to answer with, one after another, or "ids"; without any, the model answers.
-        files: how many files it may open; as many as this process may unless given.
     """
-
-    def limit_files() -> None:
-        """Keep this process, and so the command that it becomes, to `files`."""
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-
     log = folder / "server.log"
     command = [__file__, json.dumps(answers)] if answers else ["-m", "ssmlx.server"]
     told = map(str, (*options, "--port", 0, "--dtype", "float32"))
@@ -68,7 +58,6 @@ def serving(
             text=True,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            preexec_fn=limit_files if files is not None else None,
         )
     with process:
         try:

@@ -3,6 +3,7 @@
 Real servers on this machine; large attacks are `long`.
 """
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -17,12 +18,12 @@ import pytest
 pytest.importorskip("starlette")
 
 import httpx2 as httpx
+import mlx.core as mx
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from real import CHAT_TEMPLATE, ROOT, words, write_base
 from served import serving
-from test_server import CHAT, COMPLETIONS, ask_all, chat, client_of
-from test_server_protocols import TOKENIZER
+from test_server import CHAT, COMPLETIONS, ask_all, chat, client_of, drive
 from test_server_soak import write_byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,13 +32,13 @@ import ssmlx
 from ssmlx.errors import ContextLengthError
 from ssmlx.server import grammars
 from ssmlx.server.app import make_app
-from ssmlx.server.concurrency import SMALL, BodyBytes
+from ssmlx.server.concurrency import READING, SMALL, BodyBytes
 from ssmlx.server.handler import Limits, RequestHandler
-from ssmlx.server.requests import RequestError
 from ssmlx.server.text_lengths import most_bytes_per_token, with_length_check
-from ssmlx.server.tool_grammars import tool_call_grammar
 
 COUNT = "/v1/messages/count_tokens"
+SECONDS = 30
+"""What a token may take on a machine that is busy with tests, while others ask for too much."""
 
 
 def byte_tokenizer(normalizer=None, added=(), **more):
@@ -153,10 +154,47 @@ def test_stop_texts_are_bounded(serve):
     assert (found.status_code, found.json()["error"]["param"]) == (400, "stop")
 
 
+@pytest.mark.parametrize("path", [CHAT, COUNT])
+def test_what_a_client_that_left_asked_for_is_not_computed(serve, path, monkeypatch):
+    read = []
+    monkeypatch.setattr("ssmlx.server.app.parse_json", lambda body: read.append(body) or {})
+    held = Event()
+    blocked = READING._for_large.submit(held.wait)
+    gone = asyncio.Event()
+
+    async def ask_and_leave():
+        asyncio.get_running_loop().call_later(0.2, gone.set)
+        await drive(serve(), chat("w1 " * SMALL), gone=gone, path=path)
+
+    asyncio.run(ask_and_leave())
+    held.set()
+    blocked.result()
+    READING._for_large.submit(int).result()
+    assert read == []
+
+
+def test_a_template_that_takes_its_time_keeps_no_other_chat_waiting(serve, engine, monkeypatch):
+    slow = "{% if messages[-1].content == 'w9' %}" + "{% for a in range(99999) %}" * 3
+    slow += "{% endfor %}" * 3 + "{% endif %}"
+    monkeypatch.setattr(engine.tokenizer._tokenizer, "chat_template", slow + CHAT_TEMPLATE)
+    monkeypatch.setattr("ssmlx.templates.MAX_SECONDS", 3)
+    app = serve()
+    ended = []
+
+    async def ask(text):
+        await drive(app, chat(text, max_tokens=1))
+        ended.append(text)
+
+    async def both():
+        await asyncio.gather(ask("w9"), ask("w1"))
+
+    asyncio.run(both())
+    assert ended == ["w1", "w9"]
+
+
 # --- forms ---
 
 NAMES = [f"name {number * 7919}" for number in range(10_001)]
-DEEP = 9_000
 LARGE = {
     "choices": {"structured_outputs": {"choice": NAMES}},
     "choices by bytes": {"structured_outputs": {"choice": ["x" * 1000] * 300}},
@@ -182,13 +220,12 @@ def test_a_form_that_takes_too_long_is_refused(byte_client, case):
     assert time.monotonic() - started < 30
 
 
-def test_tools_that_take_too_long_are_refused():
-    for schema in LARGE["pattern"]["guided_json"], LARGE["properties"]["guided_json"]:
-        parameters = {"type": "object", "properties": {"a": schema}}
-        tools = [{"name": "f", "parameters": parameters}]
-        with pytest.raises(RequestError) as caught:
-            tool_call_grammar(TOKENIZER, tools, ["f"], 1)
-        assert caught.value.param == "tools"
+@pytest.mark.parametrize("case", ["pattern", "properties"])
+def test_tools_that_take_too_long_are_refused(byte_client, case):
+    schema = {"type": "object", "properties": {"a": LARGE[case]["guided_json"]}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    found = byte_client.post(CHAT, json=chat("Hi", tools=tools, tool_choice="required"))
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "tools"), found.text
 
 
 def test_ten_thousand_choices_are_followed(byte_client):
@@ -196,6 +233,16 @@ def test_ten_thousand_choices_are_followed(byte_client):
     found = byte_client.post(CHAT, json=chat("Hi", max_tokens=60, n=2, temperature=1, **form))
     assert found.status_code == 200, found.text
     assert {one["message"]["content"] for one in found.json()["choices"]} <= {*NAMES}
+
+
+def test_a_choice_may_begin_another():
+    tokenizer = byte_tokenizer()
+    form = grammars.read_grammar({"guided_choice": ['le"ft', 'le"ft\n é']})
+    mask = grammars.grammar_mask(grammars.llguidance_tokenizer(tokenizer), form)
+    for text, more in (('le"ft', "\n"), ('le"ft\n é', "")):
+        logits = mask(tokenizer.encode(text), mx.zeros((1, 264)))[0]
+        allowed = [tokenizer.decode([one]) for one in range(258) if logits[one].item() == 0]
+        assert sorted(allowed) == sorted(filter(None, ["</s>", more]))
 
 
 def test_a_form_is_compiled_once_for_all_choices_and_not_by_the_tokenizers_lock(
@@ -217,7 +264,7 @@ def test_a_form_is_compiled_once_for_all_choices_and_not_by_the_tokenizers_lock(
     assert len(made) == 1
 
 
-DEEP_FORMS = f"""
+DEEP_FORMS = """
 import sys
 sys.path[:0] = ["tests"]
 from test_server_load import byte_tokenizer
@@ -225,10 +272,10 @@ from ssmlx.errors import InputError
 from ssmlx.server import grammars
 from ssmlx.server.app import make_app
 
-chain = [f'r{{n}}:"a"r{{n + 1}}' for n in range({DEEP})]
-rules = "\\n".join(["start: r0", *chain, 'r{DEEP}: "x"'])
-refs = {{f"d{{n}}": {{"items": {{"$ref": f"#/$defs/d{{n + 1}}"}}}} for n in range({DEEP // 3})}}
-schema = {{"$ref": "#/$defs/d0", "$defs": {{**refs, "d{DEEP // 3}": {{"type": "null"}}}}}}
+chain = [f'r{n}:"a"r{n + 1}' for n in range(9000)]
+rules = "\\n".join(["start: r0", *chain, 'r9000: "x"'])
+refs = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(3000)}
+schema = {"$ref": "#/$defs/d0", "$defs": {**refs, "d3000": {"type": "null"}}}
 for grammar in (rules, grammars.json_grammar(schema)):
     try:
         grammars.grammar_mask(grammars.llguidance_tokenizer(byte_tokenizer()), grammar)
@@ -330,18 +377,18 @@ def served(bytes_model):
 
 @pytest.mark.slow
 def test_large_requests_keep_nobody_waiting(served):
-    turns = {"messages": [{"role": "user", "content": "a"}] * 50_000}
+    turns = {"messages": [{"role": "user", "content": "a"}] * 20_000}
     with Others(served) as others, ThreadPoolExecutor(8) as pool:
         for path, body in (
-            (CHAT, chat("w1 " * 700_000)),
+            (CHAT, chat("w1 " * 300_000)),
             (COUNT, turns),
             ("/v1/messages", turns),
-            (COMPLETIONS, {"prompt": [5] * 900_000}),
+            (COMPLETIONS, {"prompt": [5] * 400_000}),
         ):
             for _ in range(2):
                 pool.submit(post_and_leave, served, path, body, 1)
     assert not others.bad and others.asked > 5
-    assert max(others.slowest.values()) < 20, others.slowest
+    assert max(others.slowest.values()) < SECONDS, others.slowest
     assert served.is_idle()
 
 
@@ -374,34 +421,32 @@ def test_a_connection_is_used_again_but_not_for_ever(served):
         assert one.recv(10_000).startswith(b"HTTP/1.1 200") and is_closed(one)
 
 
-def attack_by_idle_connections(bytes_model, count, files):
-    """Open connections that say nothing, more than the server may open files."""
-    folder = bytes_model.parent
-    with serving(folder, "--model", bytes_model, files=files) as served, ExitStack() as stack:
-        httpx.post(f"{served.url}{CHAT}", json=chat(max_tokens=1), timeout=60)
-        with Others(served) as others:
-            for _ in range(count):
-                with suppress(OSError):
-                    stack.enter_context(send(served, ""))
-            time.sleep(3)
-        assert not others.bad and max(others.slowest.values()) < 20, (others.bad, others.slowest)
-        log = (folder / "server.log").read_text()
-        assert log.count("cannot be accepted") <= 1 and len(log) < 2000, log[:2000]
+def attack_by_idle_connections(served, log, count):
+    """Open connections that say nothing."""
+    with Others(served) as others, ExitStack() as stack:
+        for _ in range(count):
+            with suppress(OSError):
+                stack.enter_context(send(served, ""))
+        time.sleep(3)
+    assert not others.bad and max(others.slowest.values()) < SECONDS, (others.bad, others.slowest)
+    assert len(log.read_text()) < 2000, log.read_text()[:2000]
 
 
 @pytest.mark.slow
-def test_more_connections_than_files_do_no_harm(bytes_model):
-    attack_by_idle_connections(bytes_model, 700, 512)
+def test_more_connections_than_there_may_be_do_no_harm(served, bytes_model):
+    log = bytes_model.parent / "server.log"
+    attack_by_idle_connections(served, log, Limits().connections + 200)
 
 
 @pytest.mark.long
-def test_thousands_of_idle_connections_do_no_harm(bytes_model):
+def test_thousands_of_idle_connections_do_no_harm(served, bytes_model):
+    """More than the files that mlx-lm lets the process open."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 6000:
         pytest.skip("this process may not open that many files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 6000), hard))
-    attack_by_idle_connections(bytes_model, 5000, 1024)
+    attack_by_idle_connections(served, bytes_model.parent / "server.log", 5000)
 
 
 @pytest.mark.long
@@ -409,5 +454,5 @@ def test_the_largest_bodies_keep_nobody_waiting(served):
     with Others(served) as others, ThreadPoolExecutor(16) as pool:
         for path in (CHAT, COUNT) * 8:
             pool.submit(post_and_leave, served, path, chat("w1 " * 2_600_000), 2)
-    assert not others.bad and max(others.slowest.values()) < 30, (others.bad, others.slowest)
+    assert not others.bad and max(others.slowest.values()) < SECONDS, (others.bad, others.slowest)
     assert served.is_idle()

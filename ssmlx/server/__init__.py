@@ -15,7 +15,9 @@ as parts from `choices` through the writer of that API.
 | `requests.py` | `AnswerRequest`, a request of any API; the parts of its answer |
 | `request_prompts.py` | a request's turns or texts as tokens, and the settings of its answer |
 | `handler.py` | `RequestHandler`: answers requests with an engine, a bounded number at once |
-| `concurrency.py` | slots for open answers; the choices of one request as one stream of parts |
+| `text_lengths.py` | which texts are too long for the context, by their bytes |
+| `concurrency.py` | threads that read, slots for open answers; a request's choices as one stream |
+| `connections.py` | connections that end in time, and are not too many |
 | `choices.py` | an answer's segments as text, reasoning and tool calls |
 | `logprobs.py` | log probabilities as OpenAI's chats have them |
 | `grammars.py` | forms that an answer is held to, by llguidance |

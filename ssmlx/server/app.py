@@ -197,6 +197,7 @@ class Routes:
         Raises:
             HTTPException, InputError: as `_read_request` does, the host, origin or key is refused,
                 the prompt cannot be made into tokens, or the server is being stopped (503).
+            TimeoutError: that took more than `limits.time` seconds.
         """
         self._check_access_and_find_prompt_cache(request)
         ask, headers = await self._read_request(request, messages.read_message)
@@ -223,8 +224,9 @@ class Routes:
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), or the
-                body is too large (413) or too slow (408).
+                body is too large (413) or too slow (408), or has no room beside others (503).
             InputError: the body is no JSON object, or the request cannot be followed.
+            TimeoutError: to read it took more than `limits.time` seconds.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -238,8 +240,9 @@ class Routes:
             ask = replace(read(fields, self.config), num_bytes=len(body))
             return self.handler.with_served_model_or_404(ask), [*ignored, *ask.left_out]
 
-        reading = READING.run(len(body), read_checked)
-        ask, names = await _unless_client_leaves(request, reading)
+        async with asyncio.timeout(self.handler.limits.time):
+            reading = READING.run(len(body), read_checked)
+            ask, names = await _unless_client_leaves(request, reading)
         return ask, {IGNORED: _header_text(names)} if names else {}
 
     def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:

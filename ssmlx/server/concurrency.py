@@ -5,13 +5,13 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from prometheus_client import Gauge
 
 from .requests import StreamItem, Waiting
 
-_Args = ParamSpec("_Args")
+_Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
 
 SMALL = 64 * 2**10
@@ -31,11 +31,7 @@ class ReadingThreads:
         self._for_large = ThreadPoolExecutor(1, "ssmlx-large-requests")
 
     async def run(
-        self,
-        num_bytes: int,
-        piece: Callable[_Args, _Result],
-        *args: _Args.args,
-        **more: _Args.kwargs,
+        self, num_bytes: int, piece: Callable[[*_Args], _Result], *args: *_Args
     ) -> _Result:
         """Compute a piece, and return its result or raise its error.
 
@@ -46,7 +42,7 @@ class ReadingThreads:
             piece: is called in a thread, with the other arguments.
         """
         threads = self._for_small if num_bytes <= SMALL else self._for_large
-        return await asyncio.wrap_future(threads.submit(piece, *args, **more))
+        return await asyncio.wrap_future(threads.submit(piece, *args))
 
 
 READING = ReadingThreads()

@@ -69,12 +69,15 @@ def check_schema_size(schema: Any) -> None:
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a JSON value's objects, those inside of others too."""
-    if isinstance(value, Mapping):
-        yield value
-        value = [*value.values()]
-    for one in value if isinstance(value, list) else ():
-        yield from _objects(one)
+    """Yield a JSON value's objects, those inside of others too, however deep."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            yield one
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
 
 
 def _json_form(value: Any) -> str:

@@ -5,7 +5,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 from llguidance import LLTokenizer
@@ -27,7 +27,12 @@ from ..prompts import (
 )
 from ..settings import GenerateConfig
 from .concurrency import READING
-from .grammars import grammar_mask, llguidance_tokenizer
+from .grammars import (
+    SchemaTooLargeError,
+    check_schema_size,
+    grammar_mask,
+    llguidance_tokenizer,
+)
 from .logprobs import TokenEntries
 from .requests import AnswerRequest, RequestError, check_field
 from .text_lengths import most_bytes_per_token, with_length_check
@@ -104,14 +109,14 @@ class PromptReader:
             InputError: a prompt cannot be answered, or the answers cannot follow the grammar.
             HTTPException: the server is being stopped.
         """
-        read = partial(READING.run, ask.num_bytes)
-        first, config = await read(self.first_prompt_and_seeded_config, ask)
-        prompts = [await read(self._checked_prompt, ask, first)]
+        size = ask.num_bytes
+        first, config = await READING.run(size, self.first_prompt_and_seeded_config, ask)
+        prompts = [await READING.run(size, self._checked_prompt, ask, first)]
         for one in ask.others:
             other = replace(ask, question=one)
-            prompts.append(await read(self._read_checked_prompt, other))
+            prompts.append(await READING.run(size, self._read_checked_prompt, other))
         _check_number_of_logprobs(ask, prompts, config)
-        await read(self.make_mask_or_none, ask)
+        await READING.run(size, self._compile_grammar_if_any, ask)
         return prompts, config
 
     def _read_checked_prompt(self, ask: AnswerRequest) -> Prompt:
@@ -133,6 +138,20 @@ class PromptReader:
         echoed = ask.question if is_text else decode(tokens) if ask.echoes else ""
         keep_at = self._length_before_answer_opens(ask, model, tokens)
         return Prompt(tokens, cast("str", echoed), keep_at)
+
+    def _compile_grammar_if_any(self, ask: AnswerRequest) -> None:
+        """Compile the grammar that the answers to a request have to follow; it is kept for them.
+
+        Raises:
+            RequestError: as `make_mask_or_none` does, or a tool that may be forced is too large.
+        """
+        if ask.forced_tools:
+            try:
+                check_schema_size(ask.tools)
+            except SchemaTooLargeError as error:
+                found = f"tools are too large: {error}"
+                raise RequestError("tools", found, "smaller schemas") from error
+        self.make_mask_or_none(ask)
 
     def first_prompt_and_seeded_config(
         self, ask: AnswerRequest

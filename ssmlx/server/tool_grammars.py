@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import quoted
-from .grammars import MOST_CHARS, STYLE, SchemaTooLargeError, check_schema_size
+from .grammars import STYLE
 from .requests import RequestError, check_field
 from .schemas import (
     alternatives,
@@ -23,6 +23,7 @@ from .schemas import (
 )
 
 MAX_CALLS = 8  # in one answer, where several are allowed
+_MAX_CHARS = 4_000_000  # of a grammar
 
 Schema = Mapping[str, Any]
 _LETTER = "[^<]"
@@ -68,12 +69,12 @@ class GrammarRules:
             body: the rule's expression.
 
         Raises:
-            RequestError: all rules together get larger than `MOST_CHARS` characters.
+            RequestError: all rules together get larger than `_MAX_CHARS` characters.
         """
         self._rules.append(body)
         self._chars += len(body)
-        expected = f"schemas that make a grammar of {MOST_CHARS:,} characters at most"
-        check_field(self._chars <= MOST_CHARS, "tools are too large", expected, "tools")
+        expected = f"schemas that make a grammar of {_MAX_CHARS:,} characters at most"
+        check_field(self._chars <= _MAX_CHARS, "tools are too large", expected, "tools")
         return f"rule_{len(self._rules)}"
 
     def source(self, start: str) -> str:
@@ -405,7 +406,6 @@ def tool_call_grammar(
     functions = [one.get("function", one) for one in tools]
     rules = GrammarRules(tokenizer)
     try:
-        check_schema_size([one.get("parameters") for one in functions if one["name"] in names])
         calls = [
             rules.add_rule(
                 form.call(rules, one["name"], resolved_parameters(one.get("parameters") or {}))
@@ -413,8 +413,6 @@ def tool_call_grammar(
             for one in functions
             if one["name"] in names
         ]
-    except SchemaTooLargeError as error:
-        raise RequestError("tools", f"tools are too large: {error}", "smaller ones") from error
     except RecursionError as error:
         raise RequestError(
             "tools", "tools are nested too deeply", "schemas of fewer levels", "simplify them"
