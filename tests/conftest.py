@@ -24,6 +24,7 @@ _OF_USERS = (
     "FORCE_COLOR", "CLICOLOR", "TQDM_", "TOKENIZERS_", "MPL", "HTTP_", "HTTPS_", "ALL_", "NO_PROXY",
     "http_", "https_", "all_", "no_proxy", "PYTEST_ADDOPTS",
 )  # fmt: skip
+_OF_HUB = ("HF_", "TRANSFORMERS_")  # which may say that the Hub is not to be asked
 _OF_TESTS = ("SSMLX_PASSED", "SSMLX_TEST_DEVICE", "SSMLX_TESTS_HOME")
 _ROOT = Path(__file__).parents[1]
 _KEPT = _ROOT / ".pytest_cache" / "kept"  # what no run need fetch or make again
@@ -106,6 +107,7 @@ def pytest_collection_finish(session):
         return
     of_worker = getattr(session.config, "workerinput", {})
     user = of_worker.get("users_environment", _users_environment)
+    user = {name: value for name, value in user.items() if not name.startswith(_OF_HUB)}
     _KEPT.mkdir(parents=True, exist_ok=True)
     with (_KEPT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers do this at once

@@ -19,13 +19,14 @@ from huggingface_hub.utils import enable_progress_bars
 
 import ssmlx
 from ssmlx import bars
-from ssmlx.commands import chat, generate
+from ssmlx.commands import adapt, adapters, chat, generate
 from ssmlx.commands.callback_bars import DownloadBar
 from ssmlx.commands.decoding_options import generate_config
 from ssmlx.commands.running import logging_to_stderr
 from ssmlx.drafters.option import SHARED_KEYS
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.errors import InputError
+from ssmlx.generation import learned
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
 from ssmlx.pairs import parse_pairs
@@ -733,3 +734,42 @@ def test_a_line_is_said_once_where_a_library_listens_too(capsys, caplog):
     with logging_to_stderr():
         logging.getLogger("ssmlx").info("a line")
     assert capsys.readouterr().err == "ssmlx: a line\n" and not caplog.records
+
+
+@pytest.fixture(params=["a file", "no folder", "no account"])
+def no_home(request, monkeypatch, tmp_path):
+    """A home in which nothing can be made; of a user without an account, none at all."""
+    monkeypatch.delenv("SSMLX_CACHE")
+    (tmp_path / "home").write_text("a file is in the way")
+    monkeypatch.setenv(
+        "HOME", "/dev/null/me" if request.param == "no folder" else str(tmp_path / "home")
+    )
+    if request.param == "no account":
+        monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(learned, "_SECONDS_BETWEEN_WRITES", 0.0)
+
+
+def test_without_a_home_all_works_and_nothing_is_kept(base, no_home, capsys, monkeypatch):
+    common = ["--model", str(base), "--max-tokens", "6"]
+    assert generate.main([*common, "--prompt", "w1 w2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and "Traceback" not in err and "cannot" not in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2\n/compare\n/quit\n"))
+    assert chat.main(common) == 0
+    assert capsys.readouterr().out == out
+    with ssmlx.Engine(str(base)) as engine:
+        assert len(list(engine.stream("w1 w2", max_tokens=6))) > 1
+    assert adapters.main([]) == 0 and "0 adapters" in capsys.readouterr().out
+    # What has to be written somewhere says where it would be.
+    assert adapt.main(["--model", str(base)]) == 2
+    assert "cannot write" in real.one_line(capsys.readouterr().err, adapt.PROG)
+
+
+@pytest.mark.parametrize("module", ["ssmlx.generate", "ssmlx.adapters"])
+def test_a_process_without_a_home_runs(module, base, monkeypatch):
+    monkeypatch.delenv("SSMLX_CACHE")
+    monkeypatch.setenv("HOME", str(base / "config.json"))
+    given = ("--model", str(base), "--prompt", "w1", "--max-tokens", "4")
+    done = real.run_module(module, *(given if module == "ssmlx.generate" else ()))
+    assert done.returncode == 0 and "Traceback" not in done.stderr

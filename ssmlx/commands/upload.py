@@ -20,6 +20,7 @@ from ..loading.folders import (
     LORA_SETTINGS,
     Fetch,
     adapter_weight_files,
+    home,
 )
 from ..loading.hub import HUB_NAME
 from ..loading.names import ALIASES, resolve_adapter, resolve_model
@@ -251,7 +252,7 @@ def _hide_home_folder(text: str) -> str:
 
     It stays as it is where the home folder is the root.
     """
-    return text if Path.home() == Path("/") else text.replace(f"{Path.home()}/", "~/")
+    return text if home() == Path("/") else text.replace(f"{home()}/", "~/")
 
 
 def may_hold_private_data(figures: Mapping[str, Any]) -> bool:

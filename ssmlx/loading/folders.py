@@ -32,17 +32,27 @@ TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
 PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
 
 
+def home() -> Path:
+    """Return the user's home folder; where the system knows none, as for a user without an account,
+    a path at which nothing can be.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
+
+
 def cache_dir() -> Path:
     """Return this package's cache folder: $SSMLX_CACHE, else `ssmlx` in $XDG_CACHE_HOME or in
     ~/.cache.
 
-    It is not made.
+    It is not made. Where it cannot be, nothing is kept, and all else works.
     """
     if own := os.environ.get("SSMLX_CACHE"):
-        return Path(own).expanduser()
+        return expand_user(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "ssmlx"
-    return Path.home() / ".cache" / "ssmlx"
+        return expand_user(shared) / "ssmlx"
+    return home() / ".cache" / "ssmlx"
 
 
 def adapters_home() -> Path:

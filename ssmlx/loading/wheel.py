@@ -20,7 +20,7 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from ..bars import Progress
 from ..errors import InputError, first_line, require, unwritable_error
-from .folders import Fetch, first_missing_model_file
+from .folders import Fetch, first_missing_model_file, home
 
 _PYPI = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
@@ -196,11 +196,11 @@ def _pip_config_files() -> list[Path]:
     """Return the paths where pip's settings may lie, whether they exist or not; those of a later
     file win.
     """
-    home = Path.home()
+    user = home()
     config = os.environ.get("XDG_CONFIG_HOME")
-    mac = [home / "Library/Application Support"] if sys.platform == "darwin" else []
+    mac = [user / "Library/Application Support"] if sys.platform == "darwin" else []
     own = os.environ.get("PIP_CONFIG_FILE")
-    folders = [home / ".pip", *(f / "pip" for f in (*mac, Path(config or home / ".config")))]
+    folders = [user / ".pip", *(f / "pip" for f in (*mac, Path(config or user / ".config")))]
     files = [folder / "pip.conf" for folder in (Path("/etc"), *folders, Path(sys.prefix))]
     return [*files, *([Path(own)] if own else [])]
 
