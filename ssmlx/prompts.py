@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError, require
+from .formats.history import turns_for_template
 from .json_files import parse_json, read_text
 from .settings import StreamConfig
 from .templates import bounded_rendering
@@ -407,7 +408,8 @@ def chat_tokens(
     if continues:
         more["continue_final_message"] = True
     with bounded_rendering("these turns"):
-        return list(tokenizer.apply_chat_template(turns, **more))
+        own = turns_for_template(turns, tokenizer)
+        return list(tokenizer.apply_chat_template(own, **more))
 
 
 @dataclass(frozen=True)

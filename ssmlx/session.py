@@ -17,6 +17,9 @@ from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import require
+from .formats.families import find_format
+from .formats.history import answer_turn
+from .formats.reader import answer_begins
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
@@ -356,6 +359,7 @@ class ChatSession:
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         question: Message = {"role": "user", "content": text}
+        format = find_format(self.tokenizer)
         prompt = self._encode_turns([*self.messages, question])
         # At least one token is left to process.
         shared = common_prefix_length(self._cached_tokens, prompt[:-1])
@@ -388,7 +392,8 @@ class ChatSession:
             dropped where it has no room; a prompt cache gets a copy of what is left.
             """
             if given.last is not None:
-                self.messages.append({"role": "assistant", "content": given.text})
+                begins = answer_begins(format, self.tokenizer.decode(prompt[-16:]))
+                self.messages.append(answer_turn(given.text, format, begins))
                 self._add_to_totals(given.last, reused)
             else:  # stopped before the first token: the turn does not count
                 self.messages.pop()

@@ -33,6 +33,7 @@ ROOMS = [
     "loading",
     "model",
     "prompts",
+    "formats",
     "settings templates",
     "errors json_files blas answers mlx_thread bars report detokenizer __init__",
 ]

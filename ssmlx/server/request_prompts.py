@@ -15,6 +15,9 @@ from starlette.exceptions import HTTPException
 
 from ..decoding.batch import Mask
 from ..engine import Engine
+from ..errors import InputError
+from ..formats.answer_grammars import MAX_CALLS, form_grammar, thought_end, tool_call_grammar
+from ..formats.families import find_format
 from ..generation.answer_end import end_token_ids
 from ..generation.scoring import ScoredPrompt
 from ..generation.segments import GenerationResponse, check_prompt_length, check_tokens
@@ -30,7 +33,7 @@ from ..settings import GenerateConfig
 from .grammars import grammar_mask, llguidance_tokenizer
 from .logprobs import TokenEntries
 from .requests import AnswerRequest, RequestError, check_field
-from .tool_grammars import MAX_CALLS, tool_call_grammar
+from .thought_limit import with_thought_ended
 
 AGAIN = {"Retry-After": "1"}
 
@@ -215,7 +218,8 @@ class PromptReader:
     def make_mask_or_none(self, ask: AnswerRequest) -> Mask | None:
         """Return the mask that holds an answer to a grammar, or None; each call makes a new one.
 
-        A tool call that the request forces has precedence over another grammar.
+        A tool call that the request forces has precedence over another grammar. A thought that the
+        prompt opened is free.
 
         Raises:
             RequestError: the grammar cannot be followed, or llguidance cannot read the tokenizer.
@@ -224,11 +228,28 @@ class PromptReader:
         if ask.grammar is None and not ask.forced_tools:
             return None
         with self._tokenizing:
-            if not ask.forced_tools:
-                return grammar_mask(self._llguidance_tokenizer, ask.grammar or "")
-            most = MAX_CALLS if ask.parallel_calls else 1
-            grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
-            return grammar_mask(self._llguidance_tokenizer, grammar)
+            mask = grammar_mask(self._llguidance_tokenizer, self._grammar_of_answer(ask))
+        end_mark = thought_end(find_format(tokenizer))
+        if ask.begins == "text" or not end_mark:
+            return mask
+        most = ask.config.max_tokens * 3 // 4  # the rest is for what comes after the thought
+        return with_thought_ended(mask, tokenizer, end_mark, most)
+
+    def _grammar_of_answer(self, ask: AnswerRequest) -> str:
+        """Return the grammar of a whole answer, of a thought that it begins with too.
+
+        Raises:
+            RequestError: the form of a forced call is unknown, or a schema too large or broken.
+        """
+        tokenizer = self.engine.tokenizer
+        if not ask.forced_tools:
+            return form_grammar(ask.grammar or "", tokenizer, ask.begins)
+        most = MAX_CALLS if ask.parallel_calls else 1
+        try:
+            return tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most, ask.begins)
+        except InputError as error:
+            param = next((one for one in ("tool_choice", "tools") if one in error.found), None)
+            raise RequestError(param, error.found, error.expected, error.do) from error
 
     @cached_property
     def _llguidance_tokenizer(self) -> LLTokenizer:
