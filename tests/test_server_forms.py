@@ -10,10 +10,12 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("pydantic")
 
+import mlx.core as mx
 import real
 from mlx_lm.tool_parsers import glm47, json_tools
 from real import refusal
 from test_formats import drawn
+from test_formats import make_tokenizer as make_byte_tokenizer
 from test_server import CHAT, chat, client_of, reply, said
 from test_server_protocols import OFFERED, TOKENIZER, make_tokenizer, told
 
@@ -50,9 +52,9 @@ def test_schemas_that_are_none_are_refused_and_large_ones_in_time():
     large = {"$defs": {"0": {"enum": many}, **dict.fromkeys(many, refers)}}
     large["properties"] = {one: {"anyOf": [refers] * 9, **dict.fromkeys(many[:9])} for one in many}
     tools = [{"type": "function", "function": {"name": "f", "parameters": large}}]
-    started = time.monotonic()
+    started = time.process_time()
     assert "too large" in refusal(tool_call_grammar, glm, tools, ["f"], 1)
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_json_has_no_white_space_without_end():
@@ -225,3 +227,95 @@ def test_one_call_alone_where_several_are_not_wanted():
 
     own = replace(OFFERED, parallel_calls=False)
     assert told(AnswerParser(TOKENIZER, own), [CALL + CALL])[0] == [(ToolCallPart, ARGUMENTS)]
+
+
+def serve_bytes(folder, template, tokens, text=None):
+    """A client of a server for a random model of bytes; with `text` every answer is that."""
+    real.write_base(folder, context=2048, vocab=320)
+    own = make_byte_tokenizer(tokens=tokens)._tokenizer
+    own.chat_template = template
+    own.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (end,) = own.encode("</s>", add_special_tokens=False)
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
+    engine = ssmlx.Engine(str(folder), dtype="float32")
+    handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()])
+    if text is not None:
+        ids = [*engine.tokenizer.encode(text, add_special_tokens=False), end]
+
+        def scripted(tokens, logits):
+            wanted = ids[min(len(tokens), len(ids) - 1)]
+            return mx.where(mx.arange(logits.shape[-1]) == wanted, logits, -mx.inf)
+
+        handler.reader.make_mask_or_none = lambda ask: scripted
+    return client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=200)))
+
+
+TURNS = (
+    "{% for t in tools or [] %}{{ t|tojson }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+OPEN = TURNS + "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize("tokens", [("<think>", "</think>"), ()])
+def test_a_form_is_written_after_a_thought_that_the_prompt_opens(tmp_path, tokens):
+    template = OPEN + "{# <think> </think> <tool_call> tool_call.name #}"
+    client = serve_bytes(tmp_path / "tiny", template, tokens)
+    (chunk,) = reply(client, chat("Hi", structured_outputs={"choice": ["yes", "no"]}))
+    message = chunk["choices"][0]["message"]
+    assert message["content"] in ("yes", "no") and len(message["reasoning_content"]) > 20
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+    used = chunk["usage"]
+    assert 100 < used["completion_tokens_details"]["reasoning_tokens"] < used["completion_tokens"]
+    one = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    form = {"tools": [one], "tool_choice": "required", "parallel_tool_calls": False}
+    chunks = reply(client, chat("Hi", stream=True, max_tokens=900, **form))
+    deltas = [one["delta"] for chunk in chunks for one in chunk["choices"]]
+    assert any("reasoning_content" in one for one in deltas)
+
+
+HARMONY_TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and '<|channel|>' in m.content %}"
+    "{{ raise_exception('channel tags') }}{% endif %}<|start|>{{ m.role }}<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+SAID = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Red."
+
+
+def test_an_answer_in_channels_is_text_and_reasoning_and_goes_on(tmp_path):
+    client = serve_bytes(tmp_path / "tiny", HARMONY_TURNS, HARMONY_MARKS, SAID)
+    (chunk,) = reply(client, chat("Hi"))
+    message = chunk["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Red.", "Hm.")
+    turns = [{"role": "user", "content": "Hi"}, message, {"role": "user", "content": "And?"}]
+    chunks = reply(client, {"messages": turns, "stream": True})
+    assert said(chunks) == "Red."
+
+
+def test_a_chat_in_channels_keeps_the_text_alone(tmp_path):
+    folder = tmp_path / "tiny"
+    serve_bytes(folder, HARMONY_TURNS, HARMONY_MARKS)
+    model, tokenizer = ssmlx.load(str(folder), dtype="float32")
+    ends = {tokenizer.decode([one]) for one in tokenizer.eos_token_ids}
+    assert {"<|call|>", "<|return|>", "</s>"} == ends
+    session = ssmlx.ChatSession(model, tokenizer, ssmlx.GenerateConfig(max_tokens=8))
+    for _ in session.reply("Hi"):
+        pass
+    assert session.begins == "message" and session.messages[-1]["role"] == "assistant"
+    for _ in session.reply("And?"):
+        pass
+    assert len(session.messages) == 4
+
+
+def test_a_model_of_an_unknown_form_says_so_where_tools_are_offered(tmp_path, client):
+    unknown = serve_bytes(tmp_path / "tiny", TURNS, (), "[f(a=1)]")
+    asked = chat("Hi", tools=OPENAI)
+    found = unknown.post(CHAT, json=asked)
+    assert found.headers["x-tool-calls"] == "unknown form"
+    assert found.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert "x-tool-calls" not in unknown.post(CHAT, json=chat("Hi")).headers
+    assert (
+        "x-tool-calls" not in client.post(CHAT, json=chat("Hi", max_tokens=1, tools=OPENAI)).headers
+    )

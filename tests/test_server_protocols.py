@@ -69,6 +69,7 @@ class Scripted:
     models: ClassVar = {"tiny": None}
     prompt_caches = (None,)
     context_length = None
+    has_unknown_calls = False
 
     def __init__(self, text="Yes.", size=3, reason="stop", stop=None):
         self.metrics = PrometheusMetrics()

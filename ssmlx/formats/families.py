@@ -239,8 +239,18 @@ def message_end_ids(tokenizer: TokenizerWrapper) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(one) for one in marks if _is_token(one, tokenizer)]
 
 
+UNKNOWN_CALLS = (
+    "the form in which this model calls tools is not known: calls in other families' forms are "
+    "read, others stay text, and no call can be forced"
+)
+
+
+def offers_tools(tokenizer: TokenizerWrapper) -> bool:
+    """Whether a model's chat template has a place for tools; one that is code counts as such."""
+    template = tokenizer.chat_template
+    return "tools" in template if isinstance(template, str) else bool(tokenizer.has_chat_template)
+
+
 def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
     """Whether a model's chat template offers tools, while the form of its calls is not known."""
-    template = tokenizer.chat_template
-    offers = "tools" in template if isinstance(template, str) else tokenizer.has_chat_template
-    return offers and find_format(tokenizer).name is None
+    return offers_tools(tokenizer) and find_format(tokenizer).name is None

@@ -97,6 +97,11 @@ class AnswerReader:
         self._is_over = False
         self._may_stand_alone = bool(tools) and format.stands_alone and bool(self._forms)
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next goes on with a thought."""
+        return self._state == "thought"
+
     def read(self, text: str) -> list[Piece]:
         """Return what the next piece of the answer's text adds."""
         self._text += text

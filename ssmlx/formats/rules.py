@@ -13,6 +13,7 @@ from ..errors import quoted, require
 from .schemas import definitions, listed_values, with_closed_objects
 
 _MAX_CHARS = 4_000_000  # of a grammar
+_MAX_RULES = 20_000
 # JSON stands in one line, as templates write it: white space between its parts may otherwise be
 # repeated without end, in which small models get lost.
 STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -89,15 +90,15 @@ class GrammarRules:
             is_terminal: whether its name is `RULE_N`, as a lexeme's is.
 
         Raises:
-            InputError: all rules together get larger than `_MAX_CHARS` characters.
+            InputError: all rules together get larger than `_MAX_CHARS`, or more than `_MAX_RULES`.
         """
         name = f"{'RULE' if is_terminal else 'rule'}_{len(self._rules) + 1}"
         self._rules.append(f"{name}{options}: {body}")
         self._chars += len(self._rules[-1])
         require(
-            self._chars <= _MAX_CHARS,
+            self._chars <= _MAX_CHARS and len(self._rules) <= _MAX_RULES,
             "tools are too large",
-            expected=f"schemas that make a grammar of {_MAX_CHARS:,} characters at most",
+            expected=f"schemas that make a grammar of {_MAX_RULES:,} rules at most",
             do="simplify or drop some",
         )
         return name

@@ -65,6 +65,8 @@ _POLICY = (
 )
 IGNORED = "X-Ignored-Fields"
 """The header that names the fields of a request that are ignored: unknown ones, and hints."""
+TOOL_CALLS = "X-Tool-Calls"
+"""The header that says that the form of this model's calls is not known."""
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -209,7 +211,8 @@ class Routes:
 
         Returns:
             (ask, headers): the request, with the name of a model that is served, and headers of its
-            response: `X-Ignored-Fields`, which names the fields that are ignored, if there are any.
+            response: `X-Ignored-Fields`, which names the fields that are ignored, if there are any;
+            `X-Tool-Calls` where tools are offered to a model whose form of calls is not known.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), or the
@@ -222,7 +225,10 @@ class Routes:
         body = await self._read_json_object_in_time(request)
         ignored = check_fields_and_list_ignored(request.url.path, body)
         ask = self.handler.with_served_model_or_404(read(body, self.config))
-        return ask, {IGNORED: _header_text(ignored)} if ignored else {}
+        headers = {IGNORED: _header_text(ignored)} if ignored else {}
+        if ask.tools and self.handler.has_unknown_calls:
+            headers[TOOL_CALLS] = "unknown form"
+        return ask, headers
 
     def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
         """Return the prompt cache of the request's API key; the first one where no key is needed:
@@ -507,6 +513,10 @@ def make_app(
         ],
         exception_handlers={kind: routes.error_response for kind in failures},
     )
-    any_: Any = {"allow_headers": "*", "allow_methods": "*", "expose_headers": [IGNORED]}
+    any_: Any = {
+        "allow_headers": "*",
+        "allow_methods": "*",
+        "expose_headers": [IGNORED, TOOL_CALLS],
+    }
     app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)
     return app

@@ -118,7 +118,7 @@ class AnswerParser:
             prompt_tokens: ids of the prompt, which may have begun the answer.
         """
         format = find_format(tokenizer)
-        tail = tokenizer.decode([*prompt_tokens[-16:]])
+        tail = tokenizer.decode([*prompt_tokens[-32:]])
         last = ask.question[-1] if ask.continues else ""
         prefill = str(last.get("content")) if isinstance(last, Mapping) else ""
         self.begins = answer_begins(format, tail, prefill)
@@ -141,7 +141,9 @@ class AnswerParser:
         if self._reader is None:
             return [part]
         if isinstance(part, TextPart):
-            first, *more = self._parts(self._reader.read(part.text)) or [TextPart("")]
+            pieces = self._parts(self._reader.read(part.text))
+            empty = ReasoningPart("") if self._reader.is_thinking else TextPart("")
+            first, *more = pieces or [empty]
             if isinstance(first, TextPart):  # these are of the whole part
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
             if isinstance(first, ReasoningPart):

@@ -1,5 +1,6 @@
 """Ends a thought before a form, so that the form still fits into the answer."""
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -21,16 +22,26 @@ def with_thought_ended(
     """
     ending = list(tokenizer.encode(end_mark, add_special_tokens=False))
 
+    over_at = math.inf  # tokens with which the thought is over, once that is known
+
     def limited(tokens: Sequence[int], logits: mx.array) -> mx.array:
         """Return the logits [V] of the token after `tokens`, the whole answer so far, masked."""
+        nonlocal over_at
         masked = mask(tokens, logits)
-        place = len(tokens) - max_thought_tokens
-        if not 0 <= place < len(ending) or [*tokens[max_thought_tokens:]] != ending[:place]:
+        if len(tokens) < max_thought_tokens or len(tokens) >= over_at:
             return masked
-        is_over = end_mark in tokenizer.decode([*tokens[:max_thought_tokens]])
-        is_next = mx.arange(masked.shape[-1]) == ending[place]
+        if end_mark in tokenizer.decode([*tokens]):
+            over_at = len(tokens)
+            return masked
+        over_at = math.inf
+        begun = next(n for n in range(len(ending) - 1, -1, -1) if _ends_with(tokens, ending[:n]))
+        is_next = mx.arange(masked.shape[-1]) == ending[begun]
         forced = mx.where(is_next, masked, -mx.inf)
-        # The mask forbids the mark where the answer has no thought.
-        return masked if is_over or forced.max().item() == -mx.inf else forced
+        # The mask forbids the mark within a character, and where the answer has no thought.
+        return masked if forced.max().item() == -mx.inf else forced
 
     return limited
+
+
+def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
+    return [*tokens[len(tokens) - len(end) :]] == [*end]
