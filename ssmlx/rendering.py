@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers.utils import chat_template_utils
 
 from .errors import InputError, quoted
+from .formats.history import turns_for_template
 from .templates import TemplateBoundsError, bounded_rendering
 from .turns import (
     ROLES,
@@ -230,7 +231,8 @@ def _render_all(
     """
 
     def render(said: Sequence[Message]) -> str:
-        return str(tokenizer.apply_chat_template(form.fit(said), tokenize=False, **more))
+        own = form.fit(turns_for_template(said, tokenizer))
+        return str(tokenizer.apply_chat_template(own, tokenize=False, **more))
 
     text = render(turns)
     missing = [

@@ -17,6 +17,9 @@ from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import require
+from .formats.families import find_format
+from .formats.history import answer_turn
+from .formats.reader import Begins, answer_begins
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
@@ -110,6 +113,9 @@ class ChatSession:
         prompts: prompts that were processed before, to begin with and to add to.
         swap: gives the model with another adapter; `ssmlx.swap_adapter` unless given.
         memory_pool: where its cache counts, with what others hold; nowhere unless given.
+
+    Attributes:
+        begins: what the last reply begins with, as its prompt has it; see `formats/reader.py`.
     """
 
     def __init__(
@@ -139,6 +145,7 @@ class ChatSession:
         self._pool = memory_pool
         self._is_closed = False
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
+        self.begins: Begins = "text"
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
         given = (drafter, draft_model, heads)
         self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), *given)
@@ -359,6 +366,8 @@ class ChatSession:
         """
         question: Message = {"role": "user", "content": text}
         prompt = self._encode_turns([*self.messages, question])
+        format = find_format(self.tokenizer)
+        self.begins = answer_begins(format, self.tokenizer.decode(prompt[-32:]))
         # At least one token is left to process.
         shared = common_prefix_length(self._cached_tokens, prompt[:-1])
         reused = self._cache.longest_keepable(shared)
@@ -390,7 +399,7 @@ class ChatSession:
             dropped where it has no room; a prompt cache gets a copy of what is left.
             """
             if given.last is not None:
-                self.messages.append({"role": "assistant", "content": given.text})
+                self.messages.append(answer_turn(given.text, format, self.begins))
                 self._add_to_totals(given.last, reused)
             else:  # stopped before the first token: the turn does not count
                 self.messages.pop()

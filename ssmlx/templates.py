@@ -469,7 +469,8 @@ def _compile(template: str) -> Template:
     """transformers' compiler of templates, replaced: bounded inside `bounded_rendering`."""
     bounds = _bounds.get()
     if bounds is None:
-        return _transformers_compile(template)
+        plain: Template = _transformers_compile(template)
+        return plain
     compiled = _compile_bounded(template)
     bounds.begin_rendering()
     return compiled

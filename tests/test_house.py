@@ -34,6 +34,7 @@ ROOMS = [
     "model",
     "prompts",
     "rendering",
+    "formats",
     "settings templates turns",
     "errors json_files pairs blas answers mlx_thread bars report detokenizer __init__",
 ]

@@ -4,9 +4,6 @@ import json
 import re
 import time
 from dataclasses import replace
-from enum import Enum
-from importlib import import_module
-from typing import Annotated, Literal
 
 import pytest
 
@@ -14,23 +11,22 @@ pytest.importorskip("starlette")
 pytest.importorskip("pydantic")
 
 import mlx.core as mx
-import numpy as np
 import real
 from mlx_lm.tool_parsers import glm47, json_tools
-from pydantic import BaseModel, Field
 from real import refusal
+from test_formats import drawn
+from test_formats import make_tokenizer as make_byte_tokenizer
 from test_server import CHAT, chat, client_of, reply, said
-from test_server_protocols import LAST, OFFERED, TOKENIZER, make_tokenizer, told
+from test_server_protocols import OFFERED, TOKENIZER, make_tokenizer, told
 
 import ssmlx
+from ssmlx.formats.answer_grammars import tool_call_grammar
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
 from ssmlx.server.choices import AnswerParser
-from ssmlx.server.grammars import grammar_mask, json_grammar, llguidance_tokenizer
+from ssmlx.server.grammars import json_grammar
 from ssmlx.server.handler import RequestHandler
-from ssmlx.server.requests import ChoiceEnd, TextPart, ToolCallPart
-from ssmlx.server.schemas import tools_for_parser
-from ssmlx.server.tool_grammars import _CALL_FORMATS, tool_call_grammar
+from ssmlx.server.requests import ToolCallPart
 
 ADD = {
     "name": "add",
@@ -45,118 +41,9 @@ ADD = {
         "required": ["b", "word"],
     },
 }
-NOW = {"name": "now", "parameters": {"type": "object", "properties": {}}}
-TOOLS = [{"type": "function", "function": one} for one in (ADD, NOW)]
 
 
-def drawn(tokenizer, grammar, seed, liked="", most=3000):
-    """A text of noise that a grammar holds to its form; of likely characters that are liked."""
-    noise = np.random.default_rng(seed)
-    constrain = grammar_mask(llguidance_tokenizer(tokenizer), grammar)
-    size = len(tokenizer.get_vocab())
-    bonus = np.zeros(size, np.float32)
-    for one in liked:
-        bonus[tokenizer.encode(one, add_special_tokens=False)] = 8
-    tokens: list[int] = []
-    while len(tokens) < most:
-        logits = mx.array(noise.normal(size=size).astype(np.float32) + bonus)[None]
-        tokens.append(mx.argmax(constrain(tokens, logits)).item())
-        if tokens[-1] in tokenizer.eos_token_ids:
-            return tokenizer.decode(tokens[:-1])
-    raise AssertionError(f"no end: {tokenizer.decode(tokens)[:500]}")
-
-
-def fits(arguments):
-    """Whether the arguments are of the tool ADD."""
-    word = arguments.get("word")
-    is_known = {*arguments} <= {"a", "b", "word"} and arguments.get("a", 1) in (1, 2)
-    return is_known and type(arguments.get("b")) is bool and isinstance(word, str)
-
-
-@pytest.mark.parametrize("form", sorted(_CALL_FORMATS))
-@pytest.mark.parametrize("has_tokens", [False, True])
-def test_a_call_that_has_to_be_made_is_one_in_every_form_that_mlx_lm_reads(form, has_tokens):
-    module = import_module(f"mlx_lm.tool_parsers.{form}")
-    tokenizer = make_tokenizer(module, thinks=False)
-    if has_tokens:  # as models have them
-        markers = [one for one in (module.tool_call_start, module.tool_call_end) if one]
-        tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": markers})
-    offered = TOOLS
-    for seed in range(4):
-        for names, most in ((("add",), 1), (("now",), 1), (("add", "now"), 3)):
-            grammar = tool_call_grammar(tokenizer, offered, names, most)
-            text = drawn(tokenizer, grammar, seed, '"<,}\n')
-            calls = called(tokenizer, text, offered)
-            assert 1 <= len(calls) <= most and {name for name, _ in calls} <= {*names}, text
-            assert all(fits(own) if name == "add" else own == {} for name, own in calls), text
-
-
-def called(tokenizer, text, tools):
-    """The calls in a text, which has nothing else; each a name and arguments."""
-    parser = AnswerParser(tokenizer, replace(OFFERED, tools=tools))
-    calls = []
-    for part in parser.split_into_parts(TextPart(text, 1)) + parser.split_into_parts(
-        ChoiceEnd("stop", LAST)
-    ):
-        if isinstance(part, ToolCallPart):
-            calls.append((part.name, json.loads(part.text)))
-        else:
-            assert not getattr(part, "text", "").strip(), (text, part)
-    return calls
-
-
-class Colour(Enum):
-    RED = "red"
-    BLUE = "light blue"
-
-
-class Point(BaseModel):
-    x: bool
-    colour: Colour
-
-
-class Flat(BaseModel):
-    """What agents' tools take: schemas that refer to others, and values that may be null."""
-
-    colour: Colour
-    count: int | None
-    note: str | None
-    kind: Literal["a", "b c"]
-    name: Annotated[str, Field(min_length=1, max_length=3)]
-    other: Colour | None = None
-
-
-class Nested(Flat):
-    point: Point
-    points: Annotated[list[Point], Field(max_length=2)] | None = None
-
-
-@pytest.mark.parametrize("form", sorted(_CALL_FORMATS))
-def test_a_call_has_the_types_that_a_tool_refers_to(form):
-    module = import_module(f"mlx_lm.tool_parsers.{form}")
-    tokenizer = make_tokenizer(module, thinks=False)
-    # mlx-lm's parsers of Gemma's calls end an argument at any brace.
-    wanted = Flat if "gemma" in form else Nested
-    schema = wanted.model_json_schema()
-    for seed in range(4):
-        if seed == 2:  # as Anthropic's clients send it
-            del schema["properties"]["kind"]["type"], schema["$defs"]["Colour"]["type"]
-        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        text = drawn(tokenizer, tool_call_grammar(tokenizer, tools, ["f"], 1), seed, '"<,}\n')
-        ((_, arguments),) = called(tokenizer, text, tools)
-        wanted.model_validate_json(json.dumps(arguments), strict=True)
-
-
-def test_schemas_that_are_none_or_refer_to_themselves_do_no_harm():
-    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}, "b": 3}}
-    for schema in (
-        None, 3, {}, loop, {"properties": 3}, {"properties": {"x": loop, "y": 3}},
-        {"$defs": [], "properties": {"x": {"$ref": 3}, "y": {"$ref": "#/$defs/b"}}},
-        {"properties": {"x": {"anyOf": [3, {"type": []}, {"$ref": "#/"}]}, "y": {"type": [3]}}},
-    ):  # fmt: skip
-        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        assert [one["function"]["name"] for one in tools_for_parser([tool, tool])] == ["f", "f"]
-    assert tools_for_parser(None) is None and tools_for_parser([3]) == [3]
+def test_schemas_that_are_none_are_refused_and_large_ones_in_time():
     tools = [{"name": "f", "parameters": {"properties": 3}}]
     glm = make_tokenizer(glm47, thinks=False)
     assert "a JSON schema" in refusal(tool_call_grammar, glm, tools, ["f"], 1)
@@ -165,11 +52,9 @@ def test_schemas_that_are_none_or_refer_to_themselves_do_no_harm():
     large = {"$defs": {"0": {"enum": many}, **dict.fromkeys(many, refers)}}
     large["properties"] = {one: {"anyOf": [refers] * 9, **dict.fromkeys(many[:9])} for one in many}
     tools = [{"type": "function", "function": {"name": "f", "parameters": large}}]
-    started = time.monotonic()
-    assert tools_for_parser(tools) and "too large" in refusal(
-        tool_call_grammar, glm, tools, ["f"], 1
-    )
-    assert time.monotonic() - started < 10
+    started = time.process_time()
+    assert "too large" in refusal(tool_call_grammar, glm, tools, ["f"], 1)
+    assert time.process_time() - started < 10
 
 
 def test_json_has_no_white_space_without_end():
@@ -278,9 +163,6 @@ def test_a_choice_that_no_tool_fits_is_refused(client):
         assert (found.status_code, found.json()["error"]["param"]) == (400, "tool_choice"), choice
     found = client.post(CHAT, json=chat("Hi", tool_choice="required"))
     assert (found.status_code, found.json()["error"]["param"]) == (400, "tool_choice")
-    unknown = make_tokenizer(json_tools, thinks=False)
-    unknown._tool_parser = lambda text, tools: None
-    assert "is not known" in refusal(tool_call_grammar, unknown, TOOLS, ["add"], 1)
 
 
 @pytest.mark.parametrize(("more", "pattern"), [
@@ -345,3 +227,95 @@ def test_one_call_alone_where_several_are_not_wanted():
 
     own = replace(OFFERED, parallel_calls=False)
     assert told(AnswerParser(TOKENIZER, own), [CALL + CALL])[0] == [(ToolCallPart, ARGUMENTS)]
+
+
+def serve_bytes(folder, template, tokens, text=None):
+    """A client of a server for a random model of bytes; with `text` every answer is that."""
+    real.write_base(folder, context=2048, vocab=320)
+    own = make_byte_tokenizer(tokens=tokens)._tokenizer
+    own.chat_template = template
+    own.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (end,) = own.encode("</s>", add_special_tokens=False)
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
+    engine = ssmlx.Engine(str(folder), dtype="float32")
+    handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()])
+    if text is not None:
+        ids = [*engine.tokenizer.encode(text, add_special_tokens=False), end]
+
+        def scripted(tokens, logits):
+            wanted = ids[min(len(tokens), len(ids) - 1)]
+            return mx.where(mx.arange(logits.shape[-1]) == wanted, logits, -mx.inf)
+
+        handler.reader.make_mask_or_none = lambda ask: scripted
+    return client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=200)))
+
+
+TURNS = (
+    "{% for t in tools or [] %}{{ t|tojson }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+OPEN = TURNS + "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize("tokens", [("<think>", "</think>"), ()])
+def test_a_form_is_written_after_a_thought_that_the_prompt_opens(tmp_path, tokens):
+    template = OPEN + "{# <think> </think> <tool_call> tool_call.name #}"
+    client = serve_bytes(tmp_path / "tiny", template, tokens)
+    (chunk,) = reply(client, chat("Hi", structured_outputs={"choice": ["yes", "no"]}))
+    message = chunk["choices"][0]["message"]
+    assert message["content"] in ("yes", "no") and len(message["reasoning_content"]) > 20
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+    used = chunk["usage"]
+    assert 100 < used["completion_tokens_details"]["reasoning_tokens"] < used["completion_tokens"]
+    one = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    form = {"tools": [one], "tool_choice": "required", "parallel_tool_calls": False}
+    chunks = reply(client, chat("Hi", stream=True, max_tokens=900, **form))
+    deltas = [one["delta"] for chunk in chunks for one in chunk["choices"]]
+    assert any("reasoning_content" in one for one in deltas)
+
+
+HARMONY_TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and '<|channel|>' in m.content %}"
+    "{{ raise_exception('channel tags') }}{% endif %}<|start|>{{ m.role }}<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+SAID = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Red."
+
+
+def test_an_answer_in_channels_is_text_and_reasoning_and_goes_on(tmp_path):
+    client = serve_bytes(tmp_path / "tiny", HARMONY_TURNS, HARMONY_MARKS, SAID)
+    (chunk,) = reply(client, chat("Hi"))
+    message = chunk["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Red.", "Hm.")
+    turns = [{"role": "user", "content": "Hi"}, message, {"role": "user", "content": "And?"}]
+    chunks = reply(client, {"messages": turns, "stream": True})
+    assert said(chunks) == "Red."
+
+
+def test_a_chat_in_channels_keeps_the_text_alone(tmp_path):
+    folder = tmp_path / "tiny"
+    serve_bytes(folder, HARMONY_TURNS, HARMONY_MARKS)
+    model, tokenizer = ssmlx.load(str(folder), dtype="float32")
+    ends = {tokenizer.decode([one]) for one in tokenizer.eos_token_ids}
+    assert {"<|call|>", "<|return|>", "</s>"} == ends
+    session = ssmlx.ChatSession(model, tokenizer, ssmlx.GenerateConfig(max_tokens=8))
+    for _ in session.reply("Hi"):
+        pass
+    assert session.begins == "message" and session.messages[-1]["role"] == "assistant"
+    for _ in session.reply("And?"):
+        pass
+    assert len(session.messages) == 4
+
+
+def test_a_model_of_an_unknown_form_says_so_where_tools_are_offered(tmp_path, client):
+    unknown = serve_bytes(tmp_path / "tiny", TURNS, (), "[f(a=1)]")
+    asked = chat("Hi", tools=OPENAI)
+    found = unknown.post(CHAT, json=asked)
+    assert found.headers["x-tool-calls"] == "unknown form"
+    assert found.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert "x-tool-calls" not in unknown.post(CHAT, json=chat("Hi")).headers
+    assert (
+        "x-tool-calls" not in client.post(CHAT, json=chat("Hi", max_tokens=1, tools=OPENAI)).headers
+    )

@@ -69,6 +69,7 @@ class Scripted:
     models: ClassVar = {"tiny": None}
     prompt_caches = (None,)
     context_length = None
+    has_unknown_calls = False
 
     def __init__(self, text="Yes.", size=3, reason="stop", stop=None):
         self.metrics = PrometheusMetrics()
@@ -199,7 +200,7 @@ def test_other_models_markers():
     assert told(AnswerParser(TOKENIZER, replace(OFFERED, tools=None)), [CALL])[0] == [
         (TextPart, INNER)
     ], "none are offered"
-    opened = AnswerParser(TOKENIZER, OFFERED, TOKENIZER.encode("Hello <think>\n"))
+    opened = AnswerParser(TOKENIZER, replace(OFFERED, begins="thought"))
     assert told(opened, ["Hm</thi", "nk>So"])[0] == [(ReasoningPart, "Hm"), (TextPart, "So")]
 
 

@@ -6,7 +6,7 @@ import argparse
 import atexit
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -46,7 +46,7 @@ EPILOG = """examples:
   echo "What is a monsoon?" | python -m ssmlx.chat
 
 Ctrl-C stops an answer, and the chat goes on. Ctrl-D or /quit ends the chat. Answers go to standard
-output, everything else to standard error. In the chat, /help lists its commands."""
+output; thoughts and everything else to standard error. In the chat, /help lists its commands."""
 HELP = """/help            show this list
 /reset           forget the conversation
 /system TEXT     start a new conversation with the system prompt TEXT; without TEXT, the default one
@@ -92,6 +92,9 @@ class Screen:
 
     def reply(self, text: str) -> None:
         print(text, end="", flush=True)
+
+    def think(self, text: str) -> None:
+        print_note(text, end="")
 
     def read_line_or_none_at_end(self) -> str | None:
         """Return the user's next line, or None at the end of input.
@@ -160,9 +163,36 @@ class Chat:
     adapter: str | None  # what the user calls it; None for a fused model's own streams
 
 
+class AnswerPieces:
+    """Shows an answer as it comes: its text, and what the model thinks, apart and without marks."""
+
+    def __init__(self, session: ChatSession, screen: Screen) -> None:
+        """Begin the answer of the session's open reply."""
+        from ..formats.families import find_format
+        from ..formats.reader import AnswerReader
+
+        format = find_format(session.tokenizer)
+        self._reader = AnswerReader(format, begins=session.begins, reads_calls=False)
+        self._screen = screen
+        self._is_thinking = False
+
+    def show(self, text: str) -> None:
+        self._show_pieces(self._reader.read(text))
+
+    def end(self) -> None:
+        self._show_pieces(self._reader.end(is_cut=False))
+
+    def _show_pieces(self, pieces: Sequence[Any]) -> None:
+        for piece in pieces:
+            if self._is_thinking and not piece.is_thought:
+                self._screen.note("\n")
+            self._is_thinking = piece.is_thought
+            (self._screen.think if piece.is_thought else self._screen.reply)(piece.text)
+
+
 def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
-    """Answer a message: print the text as it comes on standard output, then a line of figures on
-    standard error.
+    """Answer a message: print the text as it comes on standard output, what the model thinks and
+    then a line of figures on standard error.
 
     Ctrl-C stops the answer, and its text until then stays in the conversation. A second Ctrl-C, or
     the first with a model that is split over processes, raises KeyboardInterrupt.
@@ -182,8 +212,10 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     # Ranks would stop at different calls, and wait for each other: there, Ctrl-C ends them all.
     is_split = session.model.backbone.group is not None
     with nullcontext() if is_split else call_on_first_interrupt(responses.cancel), responses:
+        pieces = AnswerPieces(session, screen)
         for last in responses:
-            screen.reply(last.text)
+            pieces.show(last.text)
+        pieces.end()
     print(flush=True)
     if last is not None:
         cut = " · stopped" if last.finish_reason is None else ""

@@ -243,6 +243,7 @@ def time_and_describe_model(
         "learned": {"costs": known, "acceptance": prior.to_dict()["ratios"]},
         "template": source,
         "sampling": sampling_line(GenerateConfig(), backbone.origin.sampling),
+        "tool_calls": _tool_calls_line(tokenizer),
         "end_tokens": {
             token: tokenizer.decode([token]) for token in sorted(end_token_ids(model, tokenizer))
         },
@@ -251,6 +252,17 @@ def time_and_describe_model(
             "cache": cache_size_of(model).per_token * SHOWN_TOKENS,
         },
     }
+
+
+def _tool_calls_line(tokenizer: Any) -> str:
+    """Return words that say in which form a model's calls of tools are read."""
+    from ..formats.families import UNKNOWN_CALLS, find_format, has_unknown_calls, offers_tools
+
+    if has_unknown_calls(tokenizer):
+        return UNKNOWN_CALLS
+    if not offers_tools(tokenizer):
+        return "none: the chat template offers no tools"
+    return f"read in the form {find_format(tokenizer).name}"
 
 
 def time_tree_sizes_and_estimate_speedup(
@@ -350,6 +362,7 @@ def report_lines(found: dict[str, Any]) -> list[str]:
         *_learned_lines(found),
         f"prompt template: {found['template']}",
         f"without options: {found['sampling']}",
+        f"tool calls: {found['tool_calls']}",
         f"end tokens: {ends or 'none'}",
         f"memory: {memory['weights'] / MIB:.1f} MiB of weights, and a cache of "
         f"{memory['cache'] / MIB:.1f} MiB for {SHOWN_TOKENS:,} tokens",

@@ -140,13 +140,13 @@ class Terminal:
         return getattr(self.unfiltered, name)
 
 
-def print_note(text: str) -> None:
-    """Print a text on standard error, dimmed where that is a terminal."""
-    before, after = ("\033[2m", "\033[0m\n") if isinstance(sys.stderr, Terminal) else ("", "\n")
+def print_note(text: str, end: str = "\n") -> None:
+    """Print a text on standard error, dimmed if that is a terminal."""
+    before, after = ("\033[2m", "\033[0m") if isinstance(sys.stderr, Terminal) else ("", "")
     stream = getattr(sys.stderr, "unfiltered", sys.stderr)
     stream.write(before)
     sys.stderr.write(text)
-    stream.write(after)
+    stream.write(after + end)
     sys.stderr.flush()
 
 

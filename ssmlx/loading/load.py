@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
+from ..formats.families import message_end_ids
 from ..json_files import read_json
 from ..mlx_thread import claim_process_for_mlx
 from ..model import opt
@@ -405,7 +406,9 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         is_fine = ends is None or all(isinstance(end, int) for end in every)
         require(is_fine, what, expected="a token id, or a list of them", do=_AGAIN)
         arguments = tokenizer_arguments(path, settings)
-        return utils.load_tokenizer(path, arguments, eos_token_ids=ends)
+        found = utils.load_tokenizer(path, arguments, eos_token_ids=ends)
+        found.eos_token_ids = {*found.eos_token_ids, *message_end_ids(found)}
+        return found
 
 
 def load(

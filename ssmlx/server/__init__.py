@@ -21,7 +21,6 @@ as parts from `choices` through the writer of that API.
 | `choices.py` | an answer's segments as text, reasoning and tool calls |
 | `logprobs.py` | log probabilities as OpenAI's chats have them |
 | `grammars.py` | forms that an answer is held to, by llguidance |
-| `schemas.py` | JSON schemas made ready for llguidance and for mlx-lm's parsers |
 | `tool_choice.py` | which tools are offered, and whether one has to be called |
-| `tool_grammars.py` | grammars of tool calls that have to be made |
+| `thought_limit.py` | ends thoughts before a form, so that the form still fits |
 """

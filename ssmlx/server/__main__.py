@@ -223,6 +223,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise missing_package_error("the server", error, "server") from error
     from ..engine import Engine
+    from ..formats.families import UNKNOWN_CALLS
     from ..generation.plan import make_plan
     from ..mlx_thread import run_on_mlx_thread
     from ..model import metal
@@ -257,7 +258,9 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     _print_warning_address_and_example(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
-    print(*lines, *answer_lines(asked, model, engine.tokenizer), sep="\n", flush=True)
+    calls = [UNKNOWN_CALLS] if handler.has_unknown_calls else []
+    answers = answer_lines(asked, model, engine.tokenizer)
+    print(*lines, *answers, *calls, sep="\n", flush=True)
 
     class Server(uvicorn.Server):
         """uvicorn's server, which cancels open answers before it waits for their requests to

@@ -68,6 +68,8 @@ _POLICY = (
 )
 IGNORED = "X-Ignored-Fields"
 """The header that names the fields of a request that are ignored: unknown ones, and hints."""
+TOOL_CALLS = "X-Tool-Calls"
+"""The header that says that the form of this model's calls is not known."""
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -220,7 +222,8 @@ class Routes:
         Returns:
             (ask, headers): the request, with the name of a model that is served, and headers of its
             response: `X-Ignored-Fields`, which names the fields that are ignored, and tools and
-            blocks that are left out, if there are any.
+            blocks that are left out, if there are any; `X-Tool-Calls` if tools are offered to a
+            model whose form of calls is not known.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), or the
@@ -243,7 +246,10 @@ class Routes:
         async with asyncio.timeout(self.handler.limits.time):
             reading = READING.run(len(body), read_checked)
             ask, names = await _unless_client_leaves(request, reading)
-        return ask, {IGNORED: _header_text(names)} if names else {}
+        headers = {IGNORED: _header_text(names)} if names else {}
+        if ask.tools and self.handler.has_unknown_calls:
+            headers[TOOL_CALLS] = "unknown form"
+        return ask, headers
 
     def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
         """Return the prompt cache of the request's API key; the first one where no key is needed:
@@ -593,6 +599,10 @@ def make_app(
         exception_handlers={kind: routes.error_response for kind in failures},
     )
     app.add_middleware(_HoldBodies, bodies=BodyBytes(handler.limits.bodies))
-    any_: Any = {"allow_headers": "*", "allow_methods": "*", "expose_headers": [IGNORED]}
+    any_: Any = {
+        "allow_headers": "*",
+        "allow_methods": "*",
+        "expose_headers": [IGNORED, TOOL_CALLS],
+    }
     app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)
     return app

@@ -1,25 +1,21 @@
-"""One answer of a request: its responses become text, reasoning and tool calls.
+"""One answer of a request: its responses become text, reasoning and tool calls."""
 
-mlx-lm's parsers find reasoning and tool calls in the text.
-"""
-
-import json
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..formats.arguments import json_text
+from ..formats.families import find_format
+from ..formats.history import call_id
+from ..formats.reader import AnswerReader, Piece, Text
 from ..generation.segments import GenerationResponse
-from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
 from .logprobs import TokenEntries
 from .request_prompts import Prompt
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
-from .schemas import tools_for_parser
 
 
 class Choice:
@@ -48,14 +44,14 @@ class Choice:
             prompt_cache: of the client.
         """
         own = number % ask.choices
-        self.ask = ask
         self.number = number
         self.prompt = prompt
         self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
         self.prompt_cache = prompt_cache
         self.is_first = own == 0  # of its prompt
         self._token_entries = token_entries
-        self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
+        self.ask = replace(ask, begins=prompt.begins)
+        self._parser = AnswerParser(tokenizer, self.ask)
 
     def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
@@ -103,45 +99,29 @@ class Choice:
 
 
 class AnswerParser:
-    """Splits a choice's text into text, reasoning and tool calls, by mlx-lm's parsers.
+    """Splits a choice's text into text, reasoning and tool calls, as the model writes them.
 
-    Text is passed on at once, but for an end that may begin a marker; white space after a marker is
-    dropped. A call is held back until it is whole. A call that cannot be parsed becomes text, and
-    so does any call if the request has no tools.
+    What a model writes, and how it is read, `formats/reader.py` says.
     """
 
-    def __init__(
-        self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt_tokens: Sequence[int] = ()
-    ) -> None:
-        """Begin a text: of a new turn in the state that the tokenizer names for these, if it names
-        one; else inside of reasoning where the prompt's end opens it.
+    def __init__(self, tokenizer: TokenizerWrapper, ask: AnswerRequest) -> None:
+        """Begin a text.
 
-        A text completion, or an answer that follows a grammar other than a forced call's, is not
-        split.
+        A text completion is not split; of an answer that follows a grammar other than a forced
+        call's, only what is thought before it is told from the text.
 
         Args:
-            tokenizer: of the model; knows its markers and its parser of calls.
-            ask: the request.
-            prompt_tokens: ids of the prompt.
+            tokenizer: of the model, whose answers it tells the format of.
+            ask: the request, which says what the answer begins with.
         """
-        self._tokenizer = tokenizer
-        self._tools = ask.tools
+        format = find_format(tokenizer)
         self._most_calls = None if ask.parallel_calls else 1
-        self._call = ""
-        self._is_behind_marker = False
         self._has_called = False
         self._reasoning_tokens = 0
-        self._name = "normal"
-        machine = TextStateMachine()
-        if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
-            # A template may open reasoning at the prompt's end.
-            machine = make_text_state_machine(tokenizer)
-            prompt_end = tokenizer.decode([*prompt_tokens[-16:]])
-            opens = tokenizer.has_thinking and prompt_end.rstrip().endswith(tokenizer.think_start)
-            begun = "reasoning" if opens else "normal"
-            is_new = not ask.continues and not ask.forced_tools
-            self._name = (is_new and tokenizer.response_initial_state) or begun
-        self._state = machine.make_state(self._name)
+        is_free = ask.grammar is None or bool(ask.forced_tools)
+        self._reader: AnswerReader | None = None
+        if ask.is_chat or ask.forced_tools:
+            self._reader = AnswerReader(format, ask.tools, ask.begins, reads_text=is_free)
 
     def split_into_parts(self, part: TextPart | ChoiceEnd) -> list[Part]:
         """Return the parts of the next piece of text, or of the end of the answer.
@@ -151,90 +131,33 @@ class AnswerParser:
         end last; its `reason` is "tool_calls" if the answer stopped by itself and has called a
         tool, and its `reasoning_tokens` are those of all pieces whose first part was reasoning.
         """
+        if self._reader is None:
+            return [part]
         if isinstance(part, TextPart):
-            self._state, segments = TextStateMachine.split(self._state, part.text)
-            first, *more = self._parts_of_segments(segments) or [TextPart("")]
+            pieces = self._parts(self._reader.read(part.text))
+            empty = ReasoningPart("") if self._reader.is_thinking else TextPart("")
+            first, *more = pieces or [empty]
             if isinstance(first, TextPart):  # these are of the whole part
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
             if isinstance(first, ReasoningPart):
                 self._reasoning_tokens += first.tokens
             return [first, *more]
-        self._state, text, _ = TextStateMachine.flush(self._state)
-        found = self._parts_of_segments([(self._name, text)])
-        if self._name == "tool":
-            # Where the text was cut, only a call without an end marker can be whole.
-            is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
-            found += self._parse_collected_calls_or_text(is_cut=is_cut)
+        found = self._parts(self._reader.end(is_cut=part.reason == "length"))
         is_call = self._has_called and part.reason == "stop"
         reason = "tool_calls" if is_call else part.reason
         end = replace(part, reason=reason, reasoning_tokens=self._reasoning_tokens)
         return [*found, end]
 
-    def _parts_of_segments(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
-        """Return the parts of (state, text) segments of mlx-lm's state machine; none for empty
-        texts.
-
-        Text of a call is collected, and parsed when the call's segments end. White space of text
-        behind a marker is left out.
+    def _parts(self, pieces: Sequence[Piece]) -> list[Part]:
+        """Return the parts of pieces of the answer; without calls after the first one where the
+        request allows only one.
         """
         found: list[Part] = []
-        for name, text in segments:
-            if name != self._name:
-                found += self._parse_collected_calls_or_text() if self._name == "tool" else []
-                self._name = name
-                self._is_behind_marker = True
-            if name == "tool":
-                self._call += text
-            elif name == "reasoning":
-                found += [ReasoningPart(text)] if text else []
-            elif rest := text.lstrip() if self._is_behind_marker else text:
-                self._is_behind_marker = False
-                found.append(TextPart(rest))
+        for piece in pieces:
+            if isinstance(piece, Text):
+                found.append((ReasoningPart if piece.is_thought else TextPart)(piece.text))
+            elif not (self._has_called and self._most_calls):
+                self._has_called = True
+                id = call_id(piece)
+                found.append(ToolCallPart(id, piece.name, json_text(piece.arguments)))
         return found
-
-    def _parse_collected_calls_or_text(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the calls in the text that was collected between markers, and forget that text.
-
-        Args:
-            is_cut: whether the answer was cut inside of it, so that it cannot be a whole call.
-
-        Returns:
-            The calls. Where the text cannot be parsed, is cut, or the request has no tools: the
-            text as one part, without its markers; nothing where it is white space. Nothing, too,
-            for every call behind the first where the request allows only one.
-        """
-        text = self._call
-        self._call = ""
-        try:
-            if is_cut or self._tools is None:
-                raise ValueError("it is no call")
-            found = self._tokenizer.tool_parser(text, tools_for_parser(self._tools))
-            found = found if isinstance(found, list) else [found]
-            calls = [*map(_checked_call_with_id, found)][: self._most_calls]
-        except Exception:  # whatever a parser makes of a model's words
-            return [TextPart(text)] if text.strip() else []
-        if self._has_called and self._most_calls:
-            return []
-        self._has_called = True
-        return [*calls]
-
-
-def _checked_call_with_id(parsed: Mapping[str, Any]) -> ToolCallPart:
-    """Make a part of what mlx-lm's parser returned, with an id if it has none.
-
-    Args:
-        parsed: "name", "arguments" (an object or its JSON text; none count as an empty object), and
-            perhaps "id".
-
-    Raises:
-        Exception: of any type, where that is no call with a name and an object of arguments.
-    """
-    name = parsed["name"]
-    arguments = parsed.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments)
-    if not isinstance(arguments, dict) or not isinstance(name, str):
-        raise ValueError("a call has a name, and an object of arguments")
-    arguments_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    id = str(parsed.get("id") or f"call_{secrets.token_hex(12)}")
-    return ToolCallPart(id, name, arguments_text)

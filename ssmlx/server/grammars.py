@@ -13,13 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.batch import Mask
 from ..errors import first_line, quoted
+from ..formats.rules import STYLE
+from ..formats.schemas import with_closed_objects
 from . import requests
 from .requests import Body, RequestError
-from .schemas import with_closed_objects
-
-# JSON stands in one line, as templates write it: white space between its parts may otherwise be
-# repeated without end, in which small models get lost.
-STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 # Nothing interrupts llguidance, so its input is bounded: what passes compiles in a second or two.
 MOST_CHARS = 256 * 2**10

@@ -14,6 +14,7 @@ from ..answers import Answer
 from ..bars import Progress
 from ..drafters.registry import Loaded
 from ..engine import Engine
+from ..formats.families import has_unknown_calls
 from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
 from ..generation.segments import GenerationResponse
@@ -98,6 +99,7 @@ class RequestHandler:
         count, and give all users the engine's prompt cache where no caches are given.
         """
         self.context_length: int | None = self.engine.model().backbone.context_length
+        self.has_unknown_calls = has_unknown_calls(self.engine.tokenizer)
         self.prompt_caches = self.prompt_caches or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
         self.metrics = PrometheusMetrics()

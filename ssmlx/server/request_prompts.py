@@ -14,6 +14,10 @@ from starlette.exceptions import HTTPException
 
 from ..decoding.batch import Mask
 from ..engine import Engine
+from ..errors import InputError
+from ..formats.answer_grammars import MAX_CALLS, form_grammar, thought_end, tool_call_grammar
+from ..formats.families import find_format
+from ..formats.reader import Begins, answer_begins
 from ..generation.answer_end import end_token_ids
 from ..generation.scoring import ScoredPrompt
 from ..generation.segments import GenerationResponse, check_prompt_length, check_tokens
@@ -36,7 +40,7 @@ from .grammars import (
 from .logprobs import TokenEntries
 from .requests import AnswerRequest, RequestError, check_field
 from .text_lengths import most_bytes_per_token, with_length_check
-from .tool_grammars import MAX_CALLS, tool_call_grammar
+from .thought_limit import with_thought_ended
 
 AGAIN = {"Retry-After": "1"}
 MOST_LOGPROBS = 1_000_000
@@ -55,6 +59,7 @@ class Prompt:
     tokens: list[int]
     text: str  # what is echoed of it
     keep_at: int | None  # see `Engine.stream`
+    begins: Begins = "text"  # what its answers begin with
     # whether other answers to it find it in the prompt cache, as far as it can be kept there
     is_read: asyncio.Event = field(default_factory=asyncio.Event)
     logprobs: list[dict[str, Any]] | None = None  # of its tokens, once it is scored
@@ -116,7 +121,8 @@ class PromptReader:
             other = replace(ask, question=one)
             prompts.append(await READING.run(size, self._read_checked_prompt, other))
         _check_number_of_logprobs(ask, prompts, config)
-        await READING.run(size, self._compile_grammar_if_any, ask)
+        asked = replace(ask, begins=prompts[0].begins)
+        await READING.run(size, self._compile_grammar_if_any, asked)
         return prompts, config
 
     def _read_checked_prompt(self, ask: AnswerRequest) -> Prompt:
@@ -137,7 +143,14 @@ class PromptReader:
         decode = self.engine.tokenizer.decode
         echoed = ask.question if is_text else decode(tokens) if ask.echoes else ""
         keep_at = self._length_before_answer_opens(ask, model, tokens)
-        return Prompt(tokens, cast("str", echoed), keep_at)
+        return Prompt(tokens, cast("str", echoed), keep_at, self._answer_begins(ask, tokens))
+
+    def _answer_begins(self, ask: AnswerRequest, prompt: list[int]) -> Begins:
+        """Return what an answer begins with: its prompt may have opened a thought."""
+        tokenizer = self.engine.tokenizer
+        last = ask.question[-1] if ask.continues else ""
+        prefill = str(last.get("content")) if isinstance(last, Mapping) else ""
+        return answer_begins(find_format(tokenizer), tokenizer.decode(prompt[-32:]), prefill)
 
     def _compile_grammar_if_any(self, ask: AnswerRequest) -> None:
         """Compile the grammar that the answers to a request have to follow; it is kept for them.
@@ -252,7 +265,8 @@ class PromptReader:
     def make_mask_or_none(self, ask: AnswerRequest) -> Mask | None:
         """Return the mask that holds an answer to a grammar, or None; each call makes a new one.
 
-        A tool call that the request forces has precedence over another grammar.
+        A tool call that the request forces has precedence over another grammar. A thought that the
+        prompt opened is free.
 
         Raises:
             RequestError: the grammar cannot be followed, or llguidance cannot read the tokenizer.
@@ -260,11 +274,28 @@ class PromptReader:
         tokenizer = self.engine.tokenizer
         if ask.grammar is None and not ask.forced_tools:
             return None
+        mask = grammar_mask(self._llguidance_tokenizer, self._grammar_of_answer(ask))
+        end_mark = thought_end(find_format(tokenizer))
+        if ask.begins == "text" or not end_mark:
+            return mask
+        most = ask.config.max_tokens * 3 // 4  # the rest is for what comes after the thought
+        return with_thought_ended(mask, tokenizer, end_mark, most)
+
+    def _grammar_of_answer(self, ask: AnswerRequest) -> str:
+        """Return the grammar of a whole answer, of a thought that it begins with too.
+
+        Raises:
+            RequestError: the form of a forced call is unknown, or a schema too large or broken.
+        """
+        tokenizer = self.engine.tokenizer
         if not ask.forced_tools:
-            return grammar_mask(self._llguidance_tokenizer, ask.grammar or "")
+            return form_grammar(ask.grammar or "", tokenizer, ask.begins)
         most = MAX_CALLS if ask.parallel_calls else 1
-        grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
-        return grammar_mask(self._llguidance_tokenizer, grammar)
+        try:
+            return tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most, ask.begins)
+        except InputError as error:
+            param = next((one for one in ("tool_choice", "tools") if one in error.found), None)
+            raise RequestError(param, error.found, error.expected, error.do) from error
 
     @cached_property
     def _llguidance_tokenizer(self) -> LLTokenizer:

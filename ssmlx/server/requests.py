@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 
 from ..drafters.lookup import EXPECTED
 from ..errors import InputError, quoted
+from ..formats.reader import Begins
 from ..generation.segments import GenerationResponse
 from ..prompts import Tools
 from ..settings import Allowed, GenerateConfig
@@ -44,6 +45,7 @@ class AnswerRequest:
     parallel_calls: bool = True  # whether it may call several
     continues: bool = False  # whether it goes on from the last turn, the assistant's
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
+    begins: Begins = "text"  # what the answer begins with, once its prompt is known
     ignores_end: bool = False  # whether end tokens are never chosen
     prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
     stream: bool = False  # whether the answer is sent part by part

@@ -1,10 +1,6 @@
-"""JSON schemas as they are asked for, made ready for llguidance and for mlx-lm's parsers of calls.
+"""JSON schemas as they are asked for, made ready for llguidance."""
 
-The parsers look for the `type` of an argument: they follow no reference to a definition, and know
-no type of listed values that has none beside them, or of one that may be null as well.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _CHOICES = ("anyOf", "oneOf")
@@ -78,45 +74,6 @@ def _close_objects(schema: Any) -> Any:
     found |= {name: _close_objects(schema[name]) for name in _SINGLE if name in schema}
     names_some = "properties" in schema or "patternProperties" in schema
     return {"additionalProperties": False, **found} if names_some else found
-
-
-def tools_for_parser(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Return copies of tools with a `type` for each argument, which mlx-lm's parsers look for.
-
-    References are resolved, and an argument that may be null gets its other type. What is no schema
-    stays as it is. None stays None.
-    """
-    return None if tools is None else [*map(_tool_for_parser, tools)]
-
-
-def _tool_for_parser(tool: Any) -> Any:
-    """Return a copy of a tool whose arguments have types; the tool itself if it has no schema of
-    properties.
-    """
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping):
-        return tool
-    schema = resolved_parameters(function.get("parameters"))
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return tool
-    own = {name: _with_type_of_only_nonnull_choice(one) for name, one in properties.items()}
-    return {**tool, "function": {**function, "parameters": {**schema, "properties": own}}}
-
-
-def _with_type_of_only_nonnull_choice(schema: Any) -> Any:
-    """Return a copy of a schema with the type of its only alternative beside null; else the schema
-    itself.
-
-    A text's type is left out, as the parsers take an argument without a type for a text. A type
-    that the schema has is written over.
-    """
-    lists = [schema[name] for name in _CHOICES if isinstance(schema, Mapping) and name in schema]
-    every = lists[0] if lists and isinstance(lists[0], list) else []
-    kinds = [one.get("type") for one in every if isinstance(one, Mapping)]
-    others = [kind for kind in kinds if kind != "null"]
-    is_one = len(others) == 1 and isinstance(others[0], str) and others[0] != "string"
-    return {**schema, "type": others[0]} if is_one else schema
 
 
 def resolved_parameters(schema: Any) -> Any:

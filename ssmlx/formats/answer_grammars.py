@@ -1,0 +1,113 @@
+"""Grammars of whole answers: calls that have to be made, and forms, each after a free thought."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..errors import InputError
+from .call_form import any_call
+from .families import AnswerFormat, find_format
+from .json_calls import write_arguments
+from .reader import Begins
+from .rules import GrammarRules
+
+MAX_CALLS = 8  # in one answer, where several are allowed
+_NEW_LINES = r"/\n{0,2}/"  # which models write after a thought
+
+
+def tool_call_grammar(
+    tokenizer: TokenizerWrapper,
+    tools: Sequence[Any],
+    names: Sequence[str],
+    max_calls: int,
+    begins: Begins = "text",
+) -> str:
+    """Return the grammar of one or more tool calls, in the model's own form, with its marks.
+
+    A thought that the prompt opened, or that has a channel of its own, is free before them. Else
+    nothing may stand before, between or after the calls but what the form has there.
+
+    Args:
+        tokenizer: of the model, which tells the form.
+        tools: those that the request offers.
+        names: of the tools that may be called, one or more of them.
+        max_calls: calls at most; one at least is made.
+        begins: what the answer begins with.
+
+    Raises:
+        InputError: the form of this model's calls is unknown, or a schema is too large or broken.
+    """
+    format = find_format(tokenizer)
+    rules = GrammarRules(tokenizer)
+    if format.channels is not None and format.channels.calls_in_header:
+        before = _before_text(rules, format, begins, format.channels.call_header)
+        return rules.source(f"{before} {any_call(rules, write_arguments, tools, names)}")
+    if format.name is None:
+        raise InputError(
+            "tool_choice asks for a call",
+            expected="auto or none: the form in which this model calls tools is not known",
+            do="correct or drop it",
+        )
+    (form,) = format.calls
+    before = "" if format.channels else _before_text(rules, format, begins)
+    return rules.source(f"{before} {form.grammar(rules, tools, names, max_calls)}".strip())
+
+
+def form_grammar(grammar: str, tokenizer: TokenizerWrapper, begins: Begins) -> str:
+    """Return the grammar of an answer whose text follows another grammar, after a free thought.
+
+    Args:
+        grammar: of llguidance.
+        tokenizer: of the model.
+        begins: what the answer begins with.
+    """
+    rules = GrammarRules(tokenizer)
+    format = find_format(tokenizer)
+    header = format.channels.text_header if format.channels else ""
+    before = _before_text(rules, format, begins, header)
+    if not before:
+        return grammar
+    try:
+        inner = json.loads(grammar)["grammars"]
+    except ValueError:
+        inner = [{"lark_grammar": grammar}]
+    whole = {"lark_grammar": rules.source(f"{before} @form")}
+    return json.dumps({"grammars": [whole, {**inner[0], "name": "form"}, *inner[1:]]})
+
+
+def _before_text(
+    rules: GrammarRules, format: AnswerFormat, begins: Begins, header: str = ""
+) -> str:
+    """Return the expression of what stands before the text of an answer; empty for nothing.
+
+    Args:
+        rules: of the grammar, to which some are added.
+        format: the model's.
+        begins: what the answer begins with.
+        header: of the message that has the text, in a format with channels.
+    """
+    channels = format.channels
+    if channels is None:
+        if begins != "thought" or format.thought is None:
+            return ""
+        return f"{rules.text_up_to(format.thought[1], {})} {_NEW_LINES}"
+    end = channels.ends[0]
+    opens = channels.message_opens
+    if begins == "text":
+        return "" if header == channels.text_header else rules.literal(end + opens + header)
+    ended = f"{rules.text_up_to(end, {})} {rules.literal(opens)}"
+    if begins == "thought":
+        return f"{ended} {rules.literal(header)}"
+    whole = rules.add(f"{rules.literal(channels.thought_header)} {ended}")
+    return f"{whole}? {rules.literal(header)}"
+
+
+def thought_end(format: AnswerFormat) -> str:
+    """Return the mark that ends a thought; empty for models that have none."""
+    if format.channels is not None:
+        return format.channels.ends[0]
+    return format.thought[1] if format.thought else ""

@@ -1,0 +1,202 @@
+"""Arguments of calls by the schemas of the tools that are offered: what a written value stands for.
+
+A value that may be a text is the text, as the model wrote it: "10001", "true" and "None" too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+from .cursor import PYTHON_QUOTES, Cursor, NotACallError
+from .schemas import definitions, listed_values
+
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+ANYTHING = frozenset(_TYPES)
+_OTHER_NAMES = {"str": "string", "text": "string", "integer": "number", "int": "number"}
+_OTHER_NAMES |= {"float": "number", "double": "number", "bool": "boolean", "list": "array"}
+_OTHER_NAMES |= {"dict": "object", "none": "null"}
+_TYPE_OF = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+_TYPE_OF |= {list: "array", dict: "object"}
+_HINTS = {"properties": "object", "additionalProperties": "object", "items": "array"}
+_MOST_LEVELS = 12  # of schemas in schemas that are looked at
+_MOST_CHOICES = 200
+_TRUTH = {"true": True, "false": False}
+
+
+class OfferedTools:
+    """The tools that a request offers, by name, for those who read calls of them.
+
+    Attributes:
+        names: of the tools.
+    """
+
+    def __init__(self, tools: Sequence[Any] | None) -> None:
+        """Take the tools as a chat template gets them; what is no tool is left out."""
+        functions = [one.get("function", one) for one in tools or () if isinstance(one, Mapping)]
+        known = [one for one in functions if isinstance(one, Mapping)]
+        self._parameters = {str(one.get("name")): one.get("parameters") for one in known}
+        self.names = tuple(self._parameters)
+
+    def schema(self, tool: str, argument: str) -> Any:
+        """Return the schema of an argument, with the definitions it may refer to; None where there
+        is none."""
+        parameters = self._parameters.get(tool)
+        if not isinstance(parameters, Mapping):
+            return None
+        properties = parameters.get("properties")
+        own = properties.get(argument) if isinstance(properties, Mapping) else None
+        own = parameters.get("additionalProperties") if own is None else own
+        return {**definitions(parameters), **own} if isinstance(own, Mapping) else None
+
+    def has_argument(self, tool: str, argument: str) -> bool:
+        """Whether the schema of a tool names an argument."""
+        parameters = self._parameters.get(tool)
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        return isinstance(properties, Mapping) and argument in properties
+
+
+def argument_value(text: str, schema: Any) -> Any:
+    """Return the value of an argument that stands in a call without quotes.
+
+    Where the schema allows a text, it is the text, unless it is null, a list or an object, and the
+    schema names that type too; without a schema, unless it is a list or an object. Else it is what
+    the text says in JSON, or in Python's words, and the text itself where that is nothing.
+
+    Args:
+        text: as the model wrote it.
+        schema: of the argument; what is no schema allows anything.
+    """
+    listed = listed_values(schema)
+    short = text.strip()
+    if listed is not None:
+        for one in (text, short, *_written_values(short)):
+            if any(one == known and type(one) is type(known) for known in listed):
+                return one
+    allowed = allowed_types(schema)
+    is_text_allowed = "string" in allowed
+    for value in _written_values(short, in_python=not is_text_allowed):
+        kind = _TYPE_OF[type(value)]
+        is_plain = kind in ("number", "boolean") or (kind == "null" and allowed == ANYTHING)
+        if kind in allowed and not (is_text_allowed and is_plain):
+            return _as_whole_number_if_asked(value, schema)
+    if "boolean" in allowed and not is_text_allowed:
+        return _TRUTH.get(short.lower(), text)
+    return text
+
+
+def _written_values(text: str, *, in_python: bool = False) -> list[Any]:
+    """Return what a text says in JSON, or in Python's words; nothing where it is no such value."""
+    for quotes in ((), PYTHON_QUOTES)[: 1 + in_python]:
+        cursor = Cursor(text)
+        try:
+            value = cursor.value(quotes) if quotes else cursor.json()
+        except NotACallError:
+            continue
+        if cursor.is_at_end and not isinstance(value, str):
+            return [value]
+    return []
+
+
+def _as_whole_number_if_asked(value: Any, schema: Any) -> Any:
+    """Return 3 for 3.0 where a schema asks for an integer; else the value."""
+    is_asked = isinstance(schema, Mapping) and schema.get("type") in ("integer", "int")
+    return int(value) if is_asked and isinstance(value, float) and value.is_integer() else value
+
+
+def allowed_types(schema: Any) -> frozenset[str]:
+    """Return the JSON types that a schema allows, "number" for integers too.
+
+    `ANYTHING` where it says nothing of them, refers to itself, or is none.
+    """
+    return _allowed(schema, definitions(schema) if isinstance(schema, Mapping) else {}, {}, 0)
+
+
+def _allowed(
+    schema: Any, known: Mapping[str, Any], referenced: dict[str, frozenset[str]], level: int
+) -> frozenset[str]:
+    """Return the types that a schema allows.
+
+    Args:
+        schema: any value.
+        known: definitions that it may refer to.
+        referenced: types that these allow, by reference, as far as they were looked at.
+        level: how many schemas it stands in.
+    """
+    if not isinstance(schema, Mapping) or level > _MOST_LEVELS:
+        return ANYTHING
+
+    def union(schemas: Any) -> frozenset[str]:
+        types = [_allowed(one, known, referenced, level + 1) for one in _listed(schemas)]
+        return frozenset().union(*types) if types else ANYTHING
+
+    place = str(schema.get("$ref"))
+    if "$ref" in schema and place not in referenced:
+        referenced[place] = ANYTHING  # as long as it is not known
+        target = _definition(place, known)
+        referenced[place] = _allowed(target, known, referenced, level + 1)
+    found = [
+        *_types_of_keywords(schema),
+        *(union(schema[name]) for name in ("anyOf", "oneOf") if name in schema),
+        *(_allowed(one, known, referenced, level + 1) for one in _listed(schema.get("allOf"))),
+        referenced.get(place, ANYTHING),
+    ]
+    allowed = reduce(frozenset.__and__, found, ANYTHING) or ANYTHING
+    return allowed | {"null"} if schema.get("nullable") is True else allowed
+
+
+def _types_of_keywords(schema: Mapping[str, Any]) -> list[frozenset[str]]:
+    """Return the types that `type`, listed values and keywords of one type allow, each alone."""
+    found = []
+    kinds = schema.get("type")
+    names = [kinds] if isinstance(kinds, str) else _listed(kinds)
+    known = {_OTHER_NAMES.get(str(one).lower(), str(one).lower()) for one in names}
+    if known & ANYTHING:
+        found.append(frozenset(known & ANYTHING))
+    if listed := listed_values(schema):
+        found.append(frozenset(_TYPE_OF.get(type(one), "string") for one in listed))
+    if "type" not in schema and (hint := next((_HINTS[n] for n in _HINTS if n in schema), None)):
+        found.append(frozenset([hint]))
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return a list of bounded length; an empty one for what is none, or longer."""
+    return value if isinstance(value, list) and len(value) <= _MOST_CHOICES else []
+
+
+def _definition(place: str, known: Mapping[str, Any]) -> Any:
+    """Return the definition at a place such as "#/$defs/name"; None where there is none."""
+    found: Any = known
+    for name in place.removeprefix("#/").split("/"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def referenced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema with the definitions that it refers to merged in; its own keywords count
+    more. Where they refer to each other, some reference is left."""
+    found = schema
+    places = set[str]()
+    while "$ref" in found and str(found["$ref"]) not in places:
+        places.add(str(found["$ref"]))
+        target = _definition(str(found["$ref"]), schema)
+        if isinstance(target, Mapping):
+            found = {**target, **{name: found[name] for name in found if name != "$ref"}}
+    return found
+
+
+def json_text(arguments: Any) -> str:
+    """Return the JSON of a call's arguments.
+
+    Raises:
+        NotACallError: they are no object, or hold what JSON has no word for.
+    """
+    try:
+        if isinstance(arguments, dict):
+            return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise NotACallError()

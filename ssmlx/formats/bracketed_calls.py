@@ -1,0 +1,165 @@
+"""Calls whose arguments stand in brackets: Python's, and Gemma's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from .arguments import OfferedTools, allowed_types, argument_value, referenced
+from .call_form import Call, CallForm, read_until_end
+from .cursor import PYTHON_QUOTES, Cursor
+from .rules import GrammarRules, Schema, joined_arguments, parameters_required_first
+from .schemas import alternatives
+
+_PYTHON_CALL = regex.compile(r"\s*(?P<name>[\w.-]+)\s*\(")
+_PYTHON_NAME = regex.compile(r"\s*(?P<name>[^\s=(),'\"\[\]{}]+)\s*=(?!=)")
+
+
+def read_python_calls(
+    cursor: Cursor, tools: OfferedTools, end: str = "", *, is_listed: bool = True
+) -> list[Call]:
+    """Go past [name(argument=value, ...), ...] and the mark that ends it, and return the calls.
+
+    Args:
+        cursor: before them.
+        tools: those that are offered.
+        end: the mark, which may be missing at the end of a whole text.
+        is_listed: whether they stand in square brackets; else in lines.
+
+    Raises:
+        NotACallError: there are none; see `CallReader`.
+    """
+    cursor.skip_space()
+    if not is_listed:
+        return read_until_end(cursor, end, lambda: _read_python_call(cursor, tools))
+    cursor.take("[")
+    found: list[Call] = []
+    while True:
+        found.append(_read_python_call(cursor, tools))
+        cursor.skip_space()
+        if not cursor.has(","):
+            cursor.take("]")
+            break
+    cursor.skip_space()
+    if end:
+        cursor.take_or_end(end)
+    return found
+
+
+def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:
+    """Read name(argument=value, ...); Llama's models write name.call(...), too."""
+    name = str(cursor.match(_PYTHON_CALL)["name"])
+    name = name if name in tools.names else name.removesuffix(".call")
+    found: dict[str, Any] = {}
+    cursor.skip_space()
+    while not cursor.has(")"):
+        argument = cursor.match(_PYTHON_NAME)["name"]
+        found[argument] = cursor.value(PYTHON_QUOTES)
+        cursor.skip_space()
+        if not cursor.has(","):
+            cursor.take(")")
+            break
+        cursor.skip_space()
+    return Call(name, found)
+
+
+def _write_python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
+    """Return the expression of a call in Python's form, with values in JSON."""
+    items = []
+    for one in parameters_required_first(schema):
+        head = rules.literal(f"{one.name}=")
+        items.append((rules.add(f"{head} {rules.json_value(one.schema)}"), one.is_required))
+    inner = joined_arguments(rules, items, rules.literal(", "))
+    return " ".join(filter(None, [rules.literal(f"{name}("), inner, rules.literal(")")]))
+
+
+def _make_python_form(open: str, end: str, *signs: str, **more: Any) -> CallForm:
+    return CallForm(
+        opens=(open,),
+        ends=(end,),
+        read=partial(read_python_calls, end=end, is_listed=more.pop("is_listed", True)),
+        signs=(open, *signs),
+        call=_write_python_call,
+        end=end,
+        **{"before": "[", "between": ", ", "after": "]", **more},
+    )
+
+
+LFM = _make_python_form("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>")
+OLMO = _make_python_form(
+    "<function_calls>",
+    "</function_calls>",
+    is_listed=False,
+    before="\n",
+    between="\n",
+    after="\n",
+)
+
+_GEMMA_CALL = regex.compile(r"\s*call:(?P<name>[^\s{}]+?)\s*\{")
+_GEMMA_NAME = regex.compile(r"\s*(?P<name>[^\s:,{}\[\]]+?)\s*:")
+
+
+def _read_gemma_calls(cursor: Cursor, tools: OfferedTools, quote: str, end: str) -> list[Call]:
+    """Read call:name{argument:value,...} and the mark that ends it."""
+    return read_until_end(cursor, end, lambda: _read_gemma_call(cursor, tools, quote))
+
+
+def _read_gemma_call(cursor: Cursor, tools: OfferedTools, quote: str) -> Call:
+    name = cursor.match(_GEMMA_CALL)["name"]
+    found: dict[str, Any] = {}
+    cursor.skip_space()
+    while not cursor.has("}"):
+        argument = cursor.match(_GEMMA_NAME)["name"].removeprefix(quote).removesuffix(quote)
+        cursor.skip_space()
+        start = cursor.at
+        value = cursor.value((quote, '"'), allows_bare=True)
+        written = cursor.text[start : cursor.at]
+        if not isinstance(value, dict | list) and written[:1] not in (quote[:1], '"'):
+            # A word without quotes: a text where nothing else is allowed.
+            schema = tools.schema(name, argument)
+            is_text = allowed_types(schema) == {"string"}
+            value = argument_value(written, schema) if is_text else value
+        found[argument] = value
+        cursor.skip_space()
+        if not cursor.has(","):
+            cursor.take("}")
+            break
+        cursor.skip_space()
+    return Call(name, found)
+
+
+def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:
+    """Return the form of calls of one of Gemma's families, in which texts stand in `quote`."""
+
+    def write(rules: GrammarRules, name: str, schema: Schema) -> str:
+        items = []
+        for argument, own, is_required in parameters_required_first(schema):
+            ways = []
+            for one in alternatives(own):
+                if isinstance(one, Mapping) and allowed_types(one) == {"string"}:
+                    ways.append(
+                        f"{rules.literal(quote)} {rules.text_up_to(quote, referenced(one))}"
+                    )
+                else:
+                    ways.append(rules.json_value(one))
+            value = rules.add(" | ".join(ways))
+            items.append((rules.add(f"{rules.literal(f'{argument}:')} {value}"), is_required))
+        inner = joined_arguments(rules, items, rules.literal(","))
+        parts = [rules.literal(f"call:{name}{{"), inner, rules.literal("}")]
+        return " ".join(filter(None, parts))
+
+    return CallForm(
+        opens=(open,),
+        ends=(end,),
+        read=partial(_read_gemma_calls, quote=quote, end=end),
+        signs=(open,),
+        call=write,
+        end=end,
+    )
+
+
+GEMMA = _make_gemma_form("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = _make_gemma_form("<start_function_call>", "<end_function_call>", "<escape>")

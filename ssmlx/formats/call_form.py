@@ -1,0 +1,155 @@
+"""A form in which models write calls of tools: how it is told from text, read, and held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from .arguments import OfferedTools
+from .cursor import Cursor, NotACallError, UnfinishedError
+from .rules import GrammarRules, Schema
+from .schemas import resolved_parameters
+
+
+class Call(NamedTuple):
+    """A whole call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None  # that the model wrote
+
+
+CallReader = Callable[[Cursor, OfferedTools], list[Call]]
+"""Goes past the calls after an opening mark, and past their end, and returns them; raises
+`NotACallError` where there are none, `UnfinishedError` where more text may make some."""
+CallWriter = Callable[[GrammarRules, str, Schema], str]
+"""Returns the expression of one call, of a tool's name and parameters; rules that it needs are
+added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """A form of calls.
+
+    Attributes:
+        opens: marks that open calls, the usual one first.
+        begins: marks that a call itself begins with, by which it is found where nothing opened it.
+            Such calls count only if their tools are offered.
+        ends: marks after which calls may be whole; without any they are at the answer's end.
+        read: reads the calls after one of `opens`, or one from one of `begins` on.
+        signs: texts of a chat template, or tokens, any of which, or all of a tuple of which, tell
+            that a model has this form.
+        stands_alone: whether calls may be an answer's whole text, without any mark.
+        call: the grammar of one call; None where there is no grammar.
+        before, between, after, end: what a grammar has after the mark that opens, between two
+            calls, after the last one, and at the end. Where `between` is None, each call has marks
+            of its own.
+    """
+
+    opens: Sequence[str]
+    ends: Sequence[str]
+    read: CallReader
+    signs: Sequence[str | tuple[str, ...]] = ()
+    begins: Sequence[str] = ()
+    stands_alone: bool = False
+    call: CallWriter | None = None
+    before: str = ""
+    between: str | None = None
+    after: str = ""
+    end: str = ""
+
+    def grammar(
+        self, rules: GrammarRules, tools: Sequence[Any], names: Sequence[str], most: int
+    ) -> str:
+        """Return the expression of one or more calls, with their marks; rules are added.
+
+        Args:
+            rules: of the grammar.
+            tools: those that the request offers.
+            names: of the tools that may be called, one or more of them.
+            most: calls at most; one at least is made.
+
+        Raises:
+            InputError: a schema is too large or broken.
+        """
+        open = "" if self.stands_alone or not self.opens else self.opens[0]
+        start = rules.literal(open + self.before)
+        end = rules.literal(self.after + self.end)
+        one = any_call(rules, self.call, tools, names)
+        if self.between is None:
+            whole = rules.add(" ".join(filter(None, [start, one, end])))
+            more = rules.add(f'"\\n"? {whole}')
+            return f"{whole} {more}{{0,{most - 1}}}" if most > 1 else whole
+        more = rules.add(f"{rules.literal(self.between)} {one}".strip())
+        inner = f"{one} {more}{{0,{most - 1}}}" if most > 1 else one
+        return " ".join(filter(None, [start, inner, end]))
+
+
+def read_until_end(cursor: Cursor, end: str, read_call: Callable[[], Call]) -> list[Call]:
+    """Go past calls, and past the mark that ends them; past one where no mark opened it.
+
+    The mark may be missing before other text, or at the end of a whole text.
+
+    Args:
+        cursor: before the first call.
+        end: the mark.
+        read_call: goes past one call, and returns it.
+
+    Raises:
+        NotACallError: there is none; see `CallReader`.
+    """
+    found: list[Call] = []
+    while True:
+        cursor.skip_space()
+        if found and not cursor.is_opened:
+            return found
+        if found and (cursor.has(end) or (cursor.is_at_end and cursor.is_whole)):
+            return found
+        before = cursor.at
+        try:
+            found.append(read_call())
+        except UnfinishedError:
+            raise
+        except NotACallError:
+            if not found:
+                raise
+            if end.startswith(cursor.text[before:]):
+                raise UnfinishedError() from None
+            cursor.at = before
+            return found
+
+
+def any_call(
+    rules: GrammarRules, write: CallWriter | None, tools: Sequence[Any], names: Sequence[str]
+) -> str:
+    """Add a rule for a call of any of the tools that are named; return its name.
+
+    Args:
+        rules: of the grammar.
+        write: of one call.
+        tools: those that the request offers.
+        names: of the tools that may be called.
+
+    Raises:
+        InputError: a schema is too large or broken, or calls of this form have no grammar.
+    """
+    if write is None:
+        raise InputError(
+            "a call is asked for",
+            expected="none: the form in which this model calls tools is not known",
+            do="let the model choose, or ask another model",
+        )
+    functions = [one.get("function", one) for one in tools]
+    try:
+        calls = [
+            rules.add(write(rules, one["name"], resolved_parameters(one.get("parameters") or {})))
+            for one in functions
+            if one["name"] in names
+        ]
+    except RecursionError as error:
+        raise InputError(
+            "tools are nested too deeply", expected="schemas of fewer levels", do="simplify them"
+        ) from error
+    return rules.add(" | ".join(calls))

@@ -1,0 +1,256 @@
+"""The forms in which families of models answer, by name, and which of them a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .arguments import OfferedTools
+from .bracketed_calls import FUNCTION_GEMMA, GEMMA, LFM, OLMO, read_python_calls
+from .call_form import Call, CallForm
+from .channels import HARMONY, MUSE, Channels
+from .cursor import Cursor, NotACallError
+from .json_calls import (
+    APERTUS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI,
+    MISTRAL,
+    make_json_form,
+    read_json_calls,
+    write_json_call,
+)
+from .tagged_calls import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    GLM_4,
+    HERMES,
+    KIMI_K3,
+    LONGCAT,
+    MINICPM,
+    MINIMAX,
+    MUSE_SPARK,
+    QWEN_CODER,
+    SEED,
+    STEP_3,
+)
+
+_LLAMA_END = "<|python_end|>"
+
+
+def _read_llama_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
+    """Read calls of Llama's models, which stand in JSON or in Python's form."""
+    start = cursor.at
+    try:
+        return read_json_calls(cursor, tools, _LLAMA_END)
+    except NotACallError:
+        cursor.at = start
+        cursor.skip_space()
+        is_listed = cursor.text.startswith("[", cursor.at)
+        return read_python_calls(cursor, tools, _LLAMA_END, is_listed=is_listed)
+
+
+_ACTION = regex.compile(r"\s*Action:\s*```json\s*")
+
+
+def _read_action(cursor: Cursor, tools: OfferedTools) -> list[Call]:
+    """Read the calls of Command R, a JSON list in a fence."""
+    cursor.match(_ACTION)
+    return read_json_calls(cursor, tools, "```")
+
+
+def _read_functools(cursor: Cursor, tools: OfferedTools) -> list[Call]:
+    """Read the calls of Phi-4 mini, a JSON list after a mark, or after a word."""
+    cursor.has("functools")
+    return read_json_calls(cursor, tools, "<|/tool_call|>", may_lack_end=True)
+
+
+LLAMA = CallForm(
+    opens=("<|python_tag|>", "<|python_start|>"),
+    ends=(_LLAMA_END,),
+    read=_read_llama_calls,
+    signs=("<|python_tag|>", "<|python_start|>", '"parameters": dictionary of argument name'),
+    stands_alone=True,
+    call=write_json_call(arguments_key="parameters"),
+    between="; ",
+)
+_TOOL_KEYS = ("tool_name", "parameters")
+_PHI = make_json_form(
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    signs=("<|/tool_call|>",),
+    begins=("functools[",),
+    read=_read_functools,
+)
+_COMMAND_R = make_json_form(
+    "Action: ```json\n",
+    "\n```",
+    opens=(),
+    begins=("Action: ```json", "Action:```json"),
+    ends=("```",),
+    signs=("directly_answer", "directly-answer"),
+    read=_read_action,
+    call=write_json_call(*_TOOL_KEYS),
+    before="Action: ```json\n[",
+)
+
+CALL_FORMS: Mapping[str, CallForm] = {
+    "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "step_3": STEP_3,
+    "minimax_m2": MINIMAX,
+    "seed_oss": SEED,
+    "muse_spark": MUSE_SPARK,
+    "longcat": LONGCAT,
+    "kimi_k2": KIMI,
+    "kimi_k3": KIMI_K3,
+    "gemma4": GEMMA,
+    "function_gemma": FUNCTION_GEMMA,
+    "pythonic": LFM,
+    "apertus": APERTUS,
+    "mistral": MISTRAL,
+    "command_a": make_json_form(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        call=write_json_call(*_TOOL_KEYS),
+        before="[\n    ",
+        between=",\n    ",
+        after="\n]",
+    ),
+    "internlm": make_json_form(
+        "<|action_start|><|plugin|>",
+        "<|action_end|>",
+        call=write_json_call(arguments_key="parameters"),
+        before="\n",
+        after="\n",
+        between=None,
+    ),
+    "nemotron": make_json_form("<TOOLCALL>", "</TOOLCALL>"),
+    "hunyuan": make_json_form("<tool_calls>", "</tool_calls>"),  # and Jamba, MiniMax M1
+    "olmo3": OLMO,
+    "minicpm5": MINICPM,
+    "qwen3_coder": QWEN_CODER,
+    "glm47": GLM_4,
+    "laguna": GLM_4,
+    "phi4_mini": _PHI,
+    "granite": replace(_PHI, signs=("<|tool_call|>",), end=""),
+    "command_r": _COMMAND_R,
+    "json_tools": HERMES,
+    "llama": LLAMA,
+}
+
+_THOUGHT_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+)
+_TEXT_MARKS = (
+    "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>",
+    "<|START_TEXT|>",
+    "<|END_TEXT|>",
+    "<answer>",
+    "</answer>",
+    "<response>",
+    "</response>",
+)
+"""Marks that some families put around the text of an answer."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model writes its answers.
+
+    Attributes:
+        name: of the form of its calls, in `CALL_FORMS`, or of its channels; None where it is
+            unknown.
+        calls: forms of calls that are looked for: its own; where that is unknown, all.
+        thought: the marks around what it thinks; None without any.
+        text_marks: other marks, which belong to no text.
+        channels: how messages of an answer are told apart; None where an answer is one.
+    """
+
+    name: str | None
+    calls: Sequence[CallForm]
+    thought: tuple[str, str] | None
+    text_marks: Sequence[str] = ()
+    channels: Channels | None = None
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether calls may be an answer's whole text, without any mark."""
+        return self.name is None or any(one.stands_alone for one in self.calls)
+
+
+def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
+    """Return how the model of a tokenizer writes its answers, by its chat template and tokens.
+
+    The form of calls that its configuration names, or that mlx-lm finds, goes first.
+
+    Args:
+        tokenizer: as `load` returns it.
+    """
+    template = tokenizer.chat_template
+    template = template if isinstance(template, str) else ""
+
+    def is_told(sign: str | tuple[str, ...]) -> bool:
+        texts = (sign,) if isinstance(sign, str) else sign
+        return all(one in template or _is_token(one, tokenizer) for one in texts)
+
+    if is_told(HARMONY.signs):
+        return AnswerFormat("harmony", (), None, channels=HARMONY)
+    parser: Any = tokenizer.tool_parser
+    named = str(getattr(parser, "__module__", "")).rpartition(".")[2]
+    name = named if named in CALL_FORMS else None
+    for other, form in CALL_FORMS.items() if name is None else ():
+        if any(map(is_told, form.signs)):
+            name = other
+            break
+    known = tokenizer.think_start, tokenizer.think_end
+    thought = known if tokenizer.has_thinking else next(filter(is_told, _THOUGHT_MARKS), None)
+    return AnswerFormat(
+        name,
+        tuple(CALL_FORMS.values()) if name is None else (CALL_FORMS[name],),
+        thought,
+        (*filter(is_told, _TEXT_MARKS), *tokenizer.structural_markers),
+        MUSE if name == "muse_spark" else None,
+    )
+
+
+def _is_token(text: str, tokenizer: TokenizerWrapper) -> bool:
+    """Whether a text is a token by itself."""
+    token = tokenizer.convert_tokens_to_ids(text)
+    return token is not None and tokenizer.convert_ids_to_tokens(token) == text
+
+
+def message_end_ids(tokenizer: TokenizerWrapper) -> list[int]:
+    """Return the ids of tokens that end an answer in channels: a call's end is one, whatever the
+    model's configuration says. None for other models."""
+    channels = find_format(tokenizer).channels
+    marks = channels.end_tokens if channels else ()
+    return [tokenizer.convert_tokens_to_ids(one) for one in marks if _is_token(one, tokenizer)]
+
+
+UNKNOWN_CALLS = (
+    "the form in which this model calls tools is not known: calls in other families' forms are "
+    "read, others stay text, and no call can be forced"
+)
+
+
+def offers_tools(tokenizer: TokenizerWrapper) -> bool:
+    """Whether a model's chat template has a place for tools; one that is code counts as such."""
+    template = tokenizer.chat_template
+    return "tools" in template if isinstance(template, str) else bool(tokenizer.has_chat_template)
+
+
+def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
+    """Whether a model's chat template offers tools, while the form of its calls is not known."""
+    return offers_tools(tokenizer) and find_format(tokenizer).name is None

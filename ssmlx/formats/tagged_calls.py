@@ -1,0 +1,362 @@
+"""Calls whose arguments stand between tags, one after the other: texts as they are, without quotes.
+
+Only what a form itself puts around a text is taken off it.
+"""
+
+# ruff: noqa: RUF001  (the bars of DeepSeek's marks are wide)
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from .arguments import OfferedTools, allowed_types, argument_value, referenced
+from .call_form import Call, CallForm, CallWriter, read_until_end
+from .cursor import Cursor, NotACallError, UnfinishedError
+from .json_calls import calls_in_json, read_json_calls, write_json_call
+from .rules import GrammarRules, Schema, parameters_required_first
+from .schemas import alternatives
+
+_CDATA = regex.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", regex.DOTALL)
+_PLAIN_TYPES = {"number", "boolean"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tags:
+    """The tags of such calls. In them `{}` stands for a name, `{type}` for a value's type.
+
+    Attributes:
+        head: before the arguments.
+        argument: before an argument's value.
+        value_end: after a value.
+        foot: after the arguments; empty where nothing stands there.
+        end: the mark that ends all calls; empty where each call is alone.
+        gap: what stands between these parts.
+        any: what `{any}` stands for where calls are written; in what is read, for anything.
+        has_lines: whether the value stands in lines of its own.
+        types: what `{type}` is of a text, and of other values; None names the value's JSON type.
+        json_marks: around the JSON of all arguments, where that may stand in their place.
+        has_cdata: whether texts may stand in <![CDATA[...]]>.
+        needs_arguments: whether a call without arguments counts only of a tool that is offered.
+    """
+
+    head: str
+    argument: str
+    value_end: str
+    foot: str = ""
+    end: str = ""
+    gap: str = "\n"
+    any: str = ""
+    has_lines: bool = False
+    types: tuple[str, str | None] = ("", "")
+    json_marks: tuple[str, str] = ("", "")
+    has_cdata: bool = False
+    needs_arguments: bool = False
+
+    @cached_property
+    def _head_pattern(self) -> Any:
+        return regex.compile(_pattern(self.head, r"\s"))
+
+    @cached_property
+    def _argument_pattern(self) -> Any:
+        return regex.compile(_pattern(self.argument, r"\n"))
+
+    @cached_property
+    def _cut_pattern(self) -> Any:
+        """Finds where a value may end whose own end is missing: before another argument, the end of
+        the call, or that of the text."""
+        line = r"\n\s*" if self.has_lines else r"\s*"
+        argument = rf"(?P<argument>{line}{_pattern(self.argument, chr(92) + 'n')})"
+        end = regex.escape(self.end) if self.end else r"(?!)"
+        foot = regex.escape(self.foot) if self.foot else r"(?!)"
+        head = _pattern(self.head, r"\s", named=False)
+        call = rf"(?P<call>\s*{foot}\s*(?:{end}|{head}))"
+        return regex.compile(rf"{argument}|{call}|(?P<text>\s*(?:{foot}\s*(?:{end})?|{end})\s*$)")
+
+    def read(self, cursor: Cursor, tools: OfferedTools) -> list[Call]:
+        """Read calls; see `CallReader`."""
+        return read_until_end(cursor, self.end, lambda: self._read_call(cursor, tools))
+
+    def _read_call(self, cursor: Cursor, tools: OfferedTools) -> Call:
+        name = html.unescape(cursor.match(self._head_pattern)["name"].strip())
+        cursor.skip_space()
+        if not self.foot and cursor.text.startswith("{", cursor.at):
+            return calls_in_json({"name": name, "arguments": cursor.json()})[0]
+        found: dict[str, Any] = {}
+        if cursor.has(self.json_marks[0]):
+            found = calls_in_json({"name": name, "arguments": cursor.json()})[0].arguments
+            cursor.take(self.json_marks[1])
+        while not self._is_past_arguments(cursor):
+            tag = cursor.match(self._argument_pattern)
+            key = html.unescape(tag["name"].strip())
+            text = self._value_text(cursor, name, found, tools)
+            found[key] = self._value(text, tag.groupdict().get("type"), tools.schema(name, key))
+        if self.needs_arguments and not found and name not in tools.names:
+            raise NotACallError()
+        return Call(name, found)
+
+    def _is_past_arguments(self, cursor: Cursor) -> bool:
+        """Go past white space, and past the foot if it is here; whether the arguments are over."""
+        cursor.skip_space()
+        if cursor.has(self.foot) or (cursor.is_at_end and cursor.is_whole):
+            return True
+        return bool(self.end) and cursor.text.startswith(self.end, cursor.at)
+
+    def _value_text(
+        self, cursor: Cursor, name: str, given: dict[str, Any], tools: OfferedTools
+    ) -> str:
+        """Go past a value and the mark that ends it, and return its text.
+
+        Where the mark is missing, the value ends before the next argument of the tool's that was
+        not given yet, before the call's end, or with a whole text.
+        """
+        end = cursor.text.find(self.value_end, cursor.at)
+        limit = len(cursor.text) if end < 0 else end
+        for cut in self._cut_pattern.finditer(cursor.text, cursor.at, limit):
+            key = html.unescape(cut["name"].strip()) if cut["argument"] else ""
+            is_next = tools.has_argument(name, key) and key not in given
+            is_last = cut["text"] is not None and cursor.is_whole and end < 0
+            if is_next or is_last or cut["call"]:
+                # A line end that the form has before its tags is taken off with the value's.
+                line = 1 if self.has_lines and cut[0].startswith("\n") else 0
+                text = cursor.text[cursor.at : cut.start() + line]
+                cursor.at = cut.start() + line
+                return text
+        if end >= 0:
+            return cursor.text_until(self.value_end)
+        if not cursor.is_whole:
+            raise UnfinishedError()
+        text = cursor.rest
+        cursor.at = len(cursor.text)
+        return text
+
+    def _value(self, text: str, type: str | None, schema: Any) -> Any:
+        """Return the value of an argument's text, of the type that the tag names, if it does."""
+        if self.has_lines:
+            text = text.removeprefix("\n").removesuffix("\n")
+        if self.has_cdata and (inner := _CDATA.fullmatch(text)):
+            text = inner[1]
+        if type and type == self.types[0]:
+            return text
+        if type and "string" in allowed_types(schema) != {"string"}:
+            schema = {"type": ["number", "boolean", "null", "array", "object"]}
+        return argument_value(text, schema)
+
+    def write(self, rules: GrammarRules, name: str, schema: Schema) -> str:
+        """Return the expression of one call; see `CallWriter`."""
+        parts = [rules.literal(self.head.replace("{any}", self.any).format(name) + self.gap)]
+        for parameter in parameters_required_first(schema):
+            ways = self._write_argument(rules, parameter.name, parameter.schema)
+            one = f"{rules.add(' | '.join(ways))} {rules.literal(self.gap)}"
+            parts.append(rules.add(one) + ("" if parameter.is_required else "?"))
+        return " ".join([*parts, rules.literal(self.foot)]) if self.foot else " ".join(parts)
+
+    def _write_argument(self, rules: GrammarRules, name: str, schema: Any) -> list[str]:
+        """Return the expressions of an argument with its tags, one for each way to write it."""
+        line = "\n" if self.has_lines else ""
+
+        def before(type: str | None) -> str:
+            tag = self.argument.replace("{type}", str(type)).format(name)
+            return rules.literal(tag + line)
+
+        ways = []
+        every = [one if isinstance(one, Mapping) else {} for one in alternatives(schema)]
+        types = [*map(allowed_types, every)]
+        has_text = any("string" in one for one in types)
+        for one, allowed in zip(every, types, strict=True):
+            if "string" in allowed:
+                text = rules.text_up_to(self.value_end, referenced(one), in_lines=self.has_lines)
+                ways.append(f"{before(self.types[0])} {text}")
+            # Without a type in the tag, a number is a text where that is allowed.
+            elif self.types[0] or not (has_text and allowed <= _PLAIN_TYPES):
+                kind = min(allowed) if self.types[1] is None else self.types[1]
+                after = rules.literal(line + self.value_end)
+                ways.append(f"{before(kind)} {rules.json_value(one)} {after}")
+        return ways
+
+
+def _pattern(tag: str, not_in_name: str, *, named: bool = True) -> str:
+    """Return the regular expression of a tag, in which quotes may be others, or missing.
+
+    Args:
+        tag: as those of `Tags`.
+        not_in_name: letters that the name has not.
+        named: whether the name is a group of the expression.
+    """
+    name = rf"[^\"'<>{{}}{not_in_name}]+?"
+    own = {"{}": f"(?P<name>{name})" if named else name, '"': r"[\"']?"}
+    own["{any}"] = r"(?:\s[^<>\n]*)?"
+    own["{type}"] = r"(?P<type>[^\"'<>\n]*)" if named else r"[^<>\n]*"
+    parts = regex.split(r"(\{\}|\{type\}|\{any\}|\"|\s+)", tag)
+    found = "".join(own.get(one, r"\s*" if one.isspace() else regex.escape(one)) for one in parts)
+    return found + r"(?=\s*(?:[<{]|$))" if tag.endswith("{}") else found
+
+
+GLM = Tags(
+    head="{}",
+    argument="<arg_key>{}</arg_key>\n<arg_value>",
+    value_end="</arg_value>",
+    end="</tool_call>",
+    needs_arguments=True,
+)
+QWEN = Tags(
+    head="<function={}>",
+    argument="<parameter={}>",
+    value_end="</parameter>",
+    foot="</function>",
+    end="</tool_call>",
+    has_lines=True,
+)
+_CALL_MARKS = ("<tool_call>", "</tool_call>")
+
+
+def _read_tool_call(cursor: Cursor, tools: OfferedTools) -> list[Call]:
+    """Read calls after `<tool_call>`, which stands before JSON, Qwen's tags and GLM's."""
+    cursor.skip_space()
+    if cursor.is_at_end:
+        raise UnfinishedError()
+    if cursor.text[cursor.at] in "[{":
+        # Granite's models write a list, and nothing after it.
+        is_list = cursor.text[cursor.at] == "["
+        return read_json_calls(cursor, tools, _CALL_MARKS[1], may_lack_end=is_list)
+    is_qwen = cursor.text.startswith("<", cursor.at)
+    return (QWEN if is_qwen else GLM).read(cursor, tools)
+
+
+def _make_tool_call_form(call: CallWriter, **more: Any) -> CallForm:
+    """Return a form of calls between `<tool_call>` and `</tool_call>`, which reads all of them."""
+    return CallForm(
+        opens=_CALL_MARKS[:1],
+        ends=(_CALL_MARKS[1], "</function>"),
+        begins=("<function=",),
+        read=_read_tool_call,
+        call=call,
+        end=_CALL_MARKS[1],
+        **more,
+    )
+
+
+HERMES = _make_tool_call_form(write_json_call(), before="\n", after="\n", signs=("<tool_call>",))
+QWEN_CODER = _make_tool_call_form(
+    QWEN.write, before="\n", after="\n", signs=(("<tool_call>", "<function="),)
+)
+GLM_4 = _make_tool_call_form(GLM.write, signs=(("<tool_call>", "<arg_key>"),))
+
+
+def _make_form(open: str, tags: Tags, **more: Any) -> CallForm:
+    """Return the form of calls between tags that a mark opens."""
+    return CallForm(
+        opens=(open,),
+        ends=(tags.end, tags.foot) if tags.foot else (tags.end,),
+        read=tags.read,
+        signs=(open,),
+        call=tags.write,
+        between=tags.gap if tags.foot else None,
+        before=tags.gap if tags.foot else "",
+        after=tags.gap if tags.foot else "",
+        end=tags.end,
+        **more,
+    )
+
+
+LONGCAT = _make_form(
+    "<longcat_tool_call>",
+    Tags(
+        head="{}",
+        argument="<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
+        value_end="</longcat_arg_value>",
+        end="</longcat_tool_call>",
+        needs_arguments=True,
+    ),
+)
+MINIMAX = _make_form(
+    "<minimax:tool_call>",
+    Tags(
+        head='<invoke name="{}">',
+        argument='<parameter name="{}">',
+        value_end="</parameter>",
+        foot="</invoke>",
+        end="</minimax:tool_call>",
+    ),
+)
+MUSE_SPARK = _make_form(
+    "<atem:function_calls>",
+    Tags(
+        head='<atem:invoke name="{}">',
+        argument='<atem:parameter name="{}">',
+        value_end="</atem:parameter>",
+        foot="</atem:invoke>",
+        end="</atem:function_calls>",
+    ),
+)
+SEED = _make_form(
+    "<seed:tool_call>",
+    Tags(
+        head="<function={}>",
+        argument="<parameter={}>",
+        value_end="</parameter>",
+        foot="</function>",
+        end="</seed:tool_call>",
+    ),
+)
+
+
+def _deepseek_tags(section: str) -> Tags:
+    """Return the tags of DeepSeek since V3.2, which say of each argument whether it is a text."""
+    return Tags(
+        head='<｜DSML｜invoke name="{}">',
+        argument='<｜DSML｜parameter name="{}" string="{type}">',
+        value_end="</｜DSML｜parameter>",
+        foot="</｜DSML｜invoke>",
+        end=f"</｜DSML｜{section}>",
+        types=("true", "false"),
+    )
+
+
+DEEPSEEK_V32 = _make_form("<｜DSML｜function_calls>", _deepseek_tags("function_calls"))
+DEEPSEEK_V4 = _make_form("<｜DSML｜tool_calls>", _deepseek_tags("tool_calls"))
+KIMI_K3 = _make_form(
+    "<|open|>tools<|sep|>",
+    Tags(
+        head='<|open|>call tool="{}"{any}<|sep|>',
+        any=' index="1"',
+        argument='<|open|>argument key="{}" type="{type}"<|sep|>',
+        value_end="<|close|>argument<|sep|>",
+        foot="<|close|>call<|sep|>",
+        end="<|close|>tools<|sep|>",
+        gap="",
+        types=("string", None),
+        json_marks=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
+    ),
+)
+STEP_3 = _make_form(
+    "<｜tool_calls_begin｜>",
+    Tags(
+        head='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">',
+        argument='<steptml:parameter name="{}">',
+        value_end="</steptml:parameter>",
+        foot="</steptml:invoke><｜tool_call_end｜>",
+        end="<｜tool_calls_end｜>",
+        gap="",
+    ),
+)
+_MINICPM = Tags(
+    head='<function name="{}">',
+    argument='<param name="{}">',
+    value_end="</param>",
+    foot="</function>",
+    gap="",
+    has_cdata=True,
+)
+MINICPM = CallForm(
+    opens=(),
+    begins=("<function name=",),
+    ends=("</function>",),
+    read=_MINICPM.read,
+    signs=(('<function name="', '<param name="'),),
+    call=_MINICPM.write,
+)
