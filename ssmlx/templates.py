@@ -468,11 +468,10 @@ def _compile_bounded(template: str) -> Template:
 def _compile(template: str) -> Template:
     """transformers' compiler of templates, replaced: bounded inside `bounded_rendering`."""
     bounds = _bounds.get()
-    if bounds is None:
-        plain: Template = _transformers_compile(template)
-        return plain
-    compiled = _compile_bounded(template)
-    bounds.begin_rendering()
+    compile_ = _transformers_compile if bounds is None else _compile_bounded
+    compiled: Template = compile_(template)
+    if bounds is not None:
+        bounds.begin_rendering()
     return compiled
 
 
