@@ -168,6 +168,13 @@ def test_a_fused_folder_is_a_model_of_mlx_lm(base, trained, convert, tmp_path):
     assert found == expected and last.target_calls <= 20
 
 
+def test_a_fused_folder_is_sampled_as_its_base(base, trained, convert, tmp_path):
+    asking = shutil.copytree(base, tmp_path / "asking")
+    (asking / "generation_config.json").write_text('{"temperature": 0.6}')
+    fused = convert(trained, "--fuse", base=asking)
+    assert (fused / "generation_config.json").read_text() == '{"temperature": 0.6}'
+
+
 def test_an_adapter_is_replaced_and_an_empty_folder_used(base, trained, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
