@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -239,19 +240,20 @@ def parse(
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         raise _Parsed(options)
 
-    original = argparse.ArgumentParser.parse_args
     said = io.StringIO()
     try:
-        argparse.ArgumentParser.parse_args = parse_args  # type: ignore[assignment]
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with (
+            patch.object(argparse.ArgumentParser, "parse_args", parse_args),
+            patch.object(argparse.ArgumentParser, "parse_intermixed_args", parse_args),
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(said),
+        ):
             _main_of(command.module)(words)
     except _Parsed as parsed:
         return parsed.options
     except SystemExit as exit:
         if not exit.code:
             return None
-    finally:
-        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
     raise ValueError(f"{command} does not parse: {said.getvalue().strip()}")
 
 
