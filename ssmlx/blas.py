@@ -1,8 +1,8 @@
 """A fast matrix library for MLX's CPU backend on Linux, and what computes on this machine.
 
 MLX's Linux wheel carries the reference BLAS, with which several rows cost some fifteen times as
-much as with OpenBLAS. A library that is loaded first and for all has precedence over it: what
-`LD_PRELOAD` does, without the variable. Nothing of this happens on macOS.
+much as with OpenBLAS. So MLX's library is loaded here, with OpenBLAS in its place. Nothing of this
+happens on macOS.
 """
 
 import ctypes
@@ -27,38 +27,63 @@ HINT = (
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
+_openblas: ctypes.CDLL | None = None
+"""The OpenBLAS that MLX computes with; of the process, as MLX is."""
+
+
 def load_openblas_before_mlx() -> None:
-    """Load OpenBLAS for MLX's CPU backend on Linux: the installed wheel's, or else the system's.
+    """Have MLX's CPU backend on Linux compute with OpenBLAS: the installed wheel's, or else the
+    system's.
 
-    It does nothing if the process has loaded one already, or MLX, which then keeps its own.
+    It does nothing if the process has one for all already, as by `LD_PRELOAD`, or has imported MLX.
     """
-    if sys.platform != "linux" or "mlx.core" in sys.modules or _openblas_name() is not None:
+    global _openblas
+    if sys.platform != "linux":
         return
-    with suppress(OSError):
-        _load_from_wheel()
+    everything = ctypes.CDLL(None)
+    if hasattr(everything, "openblas_get_config"):
+        _openblas = everything
         return
-    if name := ctypes.util.find_library("openblas"):
-        with suppress(OSError):
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    if "mlx.core" in sys.modules:
+        return
+    for find in (_openblas_of_wheel, _openblas_of_system):
+        with suppress(OSError, StopIteration):
+            _openblas = _load_mlx_with(find())
+            return
 
 
-def _load_from_wheel() -> None:
-    """Load the OpenBLAS of the wheel ngsolve-openblas; OSError if there is none that loads.
+def _openblas_of_wheel() -> Path:
+    return next(_files_in("ngsolve_openblas", ".", "libopenblas*.so*"))
 
-    It needs GCC's Fortran library, which few machines have. MLX's wheel carries one under another
-    name, and OpenBLAS looks beside itself first: so it is loaded from a folder of links.
+
+def _openblas_of_system() -> Path:
+    ctypes.CDLL(ctypes.util.find_library("openblas") or "libopenblas.so.0")
+    loaded = Path("/proc/self/maps").read_text().split()
+    return next(Path(one) for one in loaded if Path(one).name.startswith("libopenblas"))
+
+
+def _load_mlx_with(openblas: Path) -> ctypes.CDLL:
+    """Load MLX's library with this OpenBLAS as its BLAS, and return the latter.
+
+    MLX's library looks for its BLAS in a folder beside itself, and so does OpenBLAS for GCC's
+    Fortran library, which few machines have, and MLX's wheel under another name. So they are loaded
+    from a folder of links to them. Other libraries of the process keep the BLAS that they have.
     """
-    openblas = next(_files_in("ngsolve_openblas", ".", "libopenblas*.so*"), None)
-    if openblas is None:
-        raise OSError("ngsolve-openblas is not installed")
     with TemporaryDirectory(prefix="ssmlx-openblas-") as name:
-        folder = Path(name)
+        libraries = Path(name) / "mlx_cpu.libs"
+        libraries.mkdir()
         for file in _files_in("mlx", "../mlx_cpu.libs", "lib*.so*"):
-            is_fortran = file.name.startswith("libgfortran")
-            (folder / ("libgfortran.so.5" if is_fortran else file.name)).symlink_to(file)
-        linked = folder / openblas.name
-        linked.symlink_to(openblas)
-        ctypes.CDLL(str(linked), mode=ctypes.RTLD_GLOBAL)
+            is_blas = file.name.startswith("libblas")
+            (libraries / file.name).symlink_to(openblas if is_blas else file)
+            if file.name.startswith("libgfortran"):
+                (libraries / "libgfortran.so.5").symlink_to(file)
+        (mlx,) = _files_in("mlx", "lib", "libmlx.so")
+        linked = Path(name) / "mlx" / "lib" / mlx.name
+        linked.parent.mkdir(parents=True)
+        linked.symlink_to(mlx)
+        blas = ctypes.CDLL(str(next(libraries.glob("libblas*"))))
+        ctypes.CDLL(str(linked))
+    return blas
 
 
 def _files_in(package: str, folder: str, pattern: str) -> Iterator[Path]:
@@ -68,24 +93,17 @@ def _files_in(package: str, folder: str, pattern: str) -> Iterator[Path]:
         yield from (Path(place) / folder).resolve().glob(pattern)
 
 
-def _openblas_name() -> str | None:
-    """Which OpenBLAS the process has loaded for all, such as "OpenBLAS 0.3.33 (SkylakeX)"."""
-    everything = ctypes.CDLL(None)
-    try:
-        config, core = everything.openblas_get_config, everything.openblas_get_corename
-    except AttributeError:
-        return None
-    config.restype = core.restype = ctypes.c_char_p
-    return f"{' '.join(config().decode().split()[:2])} ({core().decode()})"
-
-
 @lru_cache(maxsize=1)
 def blas_name() -> str:
     """Which library multiplies matrices on the CPU: "Accelerate", "OpenBLAS 0.3.33 (SkylakeX)",
     whose kernels are those of the core in brackets, or "the reference BLAS"."""
     if sys.platform == "darwin":
         return "Accelerate"
-    return _openblas_name() or "the reference BLAS"
+    if _openblas is None:
+        return "the reference BLAS"
+    config, core = _openblas.openblas_get_config, _openblas.openblas_get_corename
+    config.restype = core.restype = ctypes.c_char_p
+    return f"{' '.join(config().decode().split()[:2])} ({core().decode()})"
 
 
 def has_fast_blas() -> bool:
@@ -104,7 +122,7 @@ class OpenBlasThreads:
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
-        self._library = ctypes.CDLL(None) if _openblas_name() else None
+        self._library = _openblas
         self._most = self._library.openblas_get_num_threads() if self._library else 1
         self._used = self._most
         self._looked = monotonic()

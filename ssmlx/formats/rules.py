@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import quoted, require
 from .schemas import definitions, listed_values, with_closed_objects
 
-_MAX_CHARS = 4_000_000  # of a grammar
+_MAX_CHARS = 256 * 2**10  # of a grammar; more is refused where it is compiled
 _MAX_RULES = 20_000
 # JSON stands in one line, as templates write it: white space between its parts may otherwise be
 # repeated without end, in which small models get lost.
