@@ -117,8 +117,8 @@ def parse_json(
 
 
 def found_in_json(value: Any) -> str:
-    """A JSON value as a message shows it: as JSON, cut to 80 characters."""
-    return json.dumps(value, ensure_ascii=False)[:80]
+    """A value as a message shows it: as JSON, cut to 80 characters; of Python's own, its `repr`."""
+    return json.dumps(value, ensure_ascii=False, default=repr)[:80]
 
 
 def read_json_rows(path: Path, option: str, expected: str) -> list[tuple[str, dict[str, Any]]]:

@@ -433,6 +433,7 @@ def encode_user_text(
             chat's; or the chat template refuses the question, see `chat_tokens`.
     """
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
+    check_text(text)
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":

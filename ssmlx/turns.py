@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import InputError, quoted
-from .json_files import parse_json
+from .json_files import found_in_json, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -63,23 +63,26 @@ def normalise_turns(messages: Any, place: str = "messages") -> list[dict[str, An
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     _require(
-        is_list, place, f"is {quoted(messages)}", "a list of turns, each with role and content"
+        is_list,
+        place,
+        f"is {found_in_json(messages)}",
+        "a list of turns, each with role and content",
     )
     return [_normalise_turn(turn, f"{place}[{n}]") for n, turn in enumerate(messages)]
 
 
 def _normalise_turn(turn: Any, place: str) -> dict[str, Any]:
     is_object = isinstance(turn, Mapping)
-    _require(is_object, place, f"is {quoted(turn)}", "an object with role and content")
+    _require(is_object, place, f"is {found_in_json(turn)}", "an object with role and content")
     own = {name: value for name, value in turn.items() if value is not None}
     for name in ("role", "name", *_REASONING):
         ok = isinstance(own.get(name, ""), str) and (name != "role" or bool(own.get(name)))
-        _require(ok, f"{place}.{name}", f"is {quoted(turn.get(name))}", "a text")
+        _require(ok, f"{place}.{name}", f"is {found_in_json(turn.get(name))}", "a text")
     if own["role"] == "function":
         own["role"] = "tool"
     calls = own.pop("tool_calls", [])
     is_list = isinstance(calls, list | tuple)
-    _require(is_list, f"{place}.tool_calls", f"is {quoted(calls)}", "a list of calls")
+    _require(is_list, f"{place}.tool_calls", f"is {found_in_json(calls)}", "a list of calls")
     made = [_normalise_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
     if "function_call" in own:
         call = {"type": "function", "function": own.pop("function_call")}
@@ -108,7 +111,7 @@ def read_content(turn: Message, place: str) -> tuple[str, str]:
         return "", ""
     if isinstance(content, str):
         return content, ""
-    fault = "is null or missing" if content is None else f"is {quoted(content)}"
+    fault = "is null or missing" if content is None else f"is {found_in_json(content)}"
     if not isinstance(content, list | tuple):
         raise TurnError(place, fault, "a text, or parts of type text")
     texts = []
@@ -142,13 +145,13 @@ def part_text(part: Any, place: str) -> str:
     """
     if isinstance(part, str):
         return part
-    _require(isinstance(part, Mapping), place, f"is {quoted(part)}", "a part of type text")
+    _require(isinstance(part, Mapping), place, f"is {found_in_json(part)}", "a part of type text")
     kind = part.get("type", "text" if "text" in part else None)
     if kind not in _TEXT_TYPES:
         expected = "text alone: models are run here without what sees or hears"
         raise TurnError(place, f"is {kind_in_words(kind)}", expected)
     text = part.get("text")
-    _require(isinstance(text, str), f"{place}.text", f"is {quoted(text)}", "a text")
+    _require(isinstance(text, str), f"{place}.text", f"is {found_in_json(text)}", "a text")
     return str(text)
 
 
@@ -169,17 +172,19 @@ def _normalise_call(call: Any, place: str) -> dict[str, Any]:
 
     Its name and arguments stand in its "function", or in the call itself.
     """
-    _require(isinstance(call, Mapping), place, f"is {quoted(call)}", "a call: an object")
+    _require(isinstance(call, Mapping), place, f"is {found_in_json(call)}", "a call: an object")
     own = {name: value for name, value in call.items() if value is not None}
     if isinstance(custom := own.pop("custom", None), Mapping):
         own["type"] = "function"
         own["function"] = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     inner = own.get("function", own)
     inside = f"{place}.function" if "function" in own else place
-    _require(isinstance(inner, Mapping), inside, f"is {quoted(inner)}", "an object with a name")
+    _require(
+        isinstance(inner, Mapping), inside, f"is {found_in_json(inner)}", "an object with a name"
+    )
     name = inner.get("name")
     ok = isinstance(name, str) and bool(name)
-    _require(ok, f"{inside}.name", f"is {quoted(name)}", "the name of a function")
+    _require(ok, f"{inside}.name", f"is {found_in_json(name)}", "the name of a function")
     arguments = parse_arguments(inner.get("arguments"), f"{inside}.arguments")
     made = {**inner, "arguments": arguments}
     return {**own, "function": made} if "function" in own else made
@@ -204,7 +209,7 @@ def parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
     if found is None:
         return {}
     expected = 'an object such as {"a": 1}, or its JSON text'
-    _require(isinstance(found, Mapping), place, f"is {quoted(arguments)}", expected)
+    _require(isinstance(found, Mapping), place, f"is {found_in_json(arguments)}", expected)
     return dict(found)
 
 

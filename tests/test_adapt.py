@@ -491,7 +491,7 @@ def test_bad_input_is_told_in_one_line(packed, own_cache, tmp_path, capsys):
     assert "does not exist" in refused(capsys, "--model", tmp_path / "none", "--name", "x")
     assert "none.jsonl" in refused(capsys, *model, "--data", tmp_path / "none.jsonl")
     (tmp_path / "own.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w1 \\ud800"}')
-    assert "prompt 2 of your files: " in refused(capsys, *model, "--data", tmp_path / "own.jsonl")
+    assert "own.jsonl, line 2" in refused(capsys, *model, "--data", tmp_path / "own.jsonl")
     recurrent = write_family(tmp_path / "lfm2", "lfm2")
     assert "cannot be run one by one" in refused(capsys, "--model", recurrent)
     assert adapters_made_here() == {} and not list(own_cache.rglob("plan.json"))

@@ -289,9 +289,9 @@ def test_options_become_settings():
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "line 3, has no prompt"),
-    ('{"prompt": "w1"}\nnot JSON\n', "line 2, is not JSON"),
-    ("\n", "holds no prompts"),
+    ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "line 3, has question"),
+    ('{"prompt": "w1"}\nnot JSON\n', "line 2: it is not JSON"),
+    ("\n", "is empty"),
     (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": real.words(300)}), "has 30"),
 ])  # fmt: skip
 def test_a_bad_line_is_told_before_anything_is_answered(run, tmp_path, text, said):

@@ -339,9 +339,9 @@ def test_a_part_of_other_prompts_or_of_something_else_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3, is not JSON"),
+    ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3: it is not JSON"),
     ('{"prompt": "w1", "messages": []}\n', "line 1, has both"),
-    ('{"prompt": 3}\n', 'line 1, has a bad "prompt"'),
+    ('{"prompt": 3}\n', 'line 1, has 3 for "prompt"'),
     ('{"messages": []}\n', 'line 1, has a bad "messages"'),
     ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', 'bad "messages"'),
     ('{"messages": [{"role": "system", "content": "w1"}]}\n', 'bad "messages"'),

@@ -1308,7 +1308,9 @@ def test_typical_acceptance_says_that_it_is_lossy():
         assert summary_line(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
     assert calls["typical"] < calls["exact"]
     with pytest.raises(InputError, match="greedy decoding has no use for"):
-        GenerateConfig(acceptance=lossy)
+        GenerateConfig(temp=0, acceptance=lossy)
+    with pytest.raises(InputError, match="greedy decoding has no use for"):
+        stream_generate(model, make_tokenizer(), PROMPT, GenerateConfig(acceptance=lossy))
 
 
 def test_a_bias_of_an_unknown_token():

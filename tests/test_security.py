@@ -228,7 +228,7 @@ def test_a_fair_template_says_what_transformers_says(words):
 def test_a_template_ends(case, words, monkeypatch):
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.3)
     said = template_refusal(words, LONG[case])
-    assert "takes more than" in said or "recursion" in said
+    assert any(one in said for one in ("takes more than", "makes too much", "recursion"))
 
 
 @pytest.mark.parametrize("case", LARGE)

@@ -541,7 +541,7 @@ def test_blocks_of_anthropics_own_tools_are_used_or_left_out_and_told():
     ("responses", {"input": [{"role": "usr", "content": "a"}]}, "input[0].role", "is 'usr'"),
     ("responses", {"input": [{"role": "user", "content": None}]}, "input[0].content", "is null"),
     ("responses", {"input": [{"type": "function_call", "call_id": "c", "name": "add",
-                              "arguments": "[1]"}]}, "input[0].arguments", "is '[1]'"),
+                              "arguments": "[1]"}]}, "input[0].arguments", 'is "[1]"'),
     ("messages", {"messages": [{"role": "assistant", "content": [
         {"type": "tool_use", "id": "c", "name": "add", "input": [1]}]}]},
      "messages[0].content[0].input", "is [1]"),

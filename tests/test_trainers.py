@@ -818,10 +818,10 @@ def test_what_cannot_be_read_or_written_is_told(base, data, tmp_path, capsys):
     good = '{"prompt": "w1", "completion": "w2 w3"}\n'
     for line, said in (
         ("{", "train.jsonl, line 2"),
-        ('{"question": "w1"}', "train.jsonl, line 2: it has question"),
+        ('{"question": "w1"}', "train.jsonl, line 2, has question"),
         ('{"prompt_tokens": ["w"], "completion_tokens": [3]}', "train.jsonl, line 2"),
         ('{"prompt_tokens": [1], "completion_tokens": [64]}', "train.jsonl has the token id 64"),
-        ('{"prompt_tokens": [-1], "completion_tokens": [3]}', "train.jsonl has the token id -1"),
+        ('{"prompt_tokens": [-1], "completion_tokens": [3]}', "train.jsonl, line 2, has -1"),
     ):
         (tmp_path / "train.jsonl").write_text(good + line + "\n")
         (tmp_path / "valid.jsonl").write_text(good)

@@ -1,5 +1,7 @@
 """Turns of every form, under templates of every kind: each word arrives, or its place is told."""
 
+import json
+
 import pytest
 from tiny import make_tokenizer
 
@@ -206,10 +208,10 @@ def of_call(call):
 
 WRONG = [
     (3, "messages", "is 3"),
-    ("Hi", "messages", "is 'Hi'"),
+    ("Hi", "messages", 'is "Hi"'),
     ([3], "messages[0]", "is 3"),
-    ([{"content": "a"}], "messages[0].role", "is None"),
-    ([{"role": "", "content": "a"}], "messages[0].role", "is ''"),
+    ([{"content": "a"}], "messages[0].role", "is null"),
+    ([{"role": "", "content": "a"}], 'messages[0].role', 'is ""'),
     ([USER, {"role": "usr", "content": "a"}], "messages[1].role", "is 'usr'"),
     ([{**USER, "name": 3}], "messages[0].name", "is 3"),
     ([{"role": "user"}], "messages[0].content", "is null or missing"),
@@ -226,8 +228,8 @@ WRONG = [
     ([{**ASSISTANT, "reasoning_content": 3}], "messages[0].reasoning_content", "is 3"),
     ([{**ASSISTANT, "tool_calls": {}}], "messages[0].tool_calls", "is {}"),
     (of_call(3), "messages[0].tool_calls[0]", "is 3"),
-    (of_call({"function": {}}), "messages[0].tool_calls[0].function.name", "is None"),
-    *((calling(one), "messages[1].tool_calls[0].function.arguments", f"is {one!r}")
+    (of_call({"function": {}}), "messages[0].tool_calls[0].function.name", "is null"),
+    *((calling(one), "messages[1].tool_calls[0].function.arguments", f"is {json.dumps(one)}")
       for one in ("[1]", "abc", '"abc"', "1", 1, [1], True, '{"a": NaN', "{'a': 1}")),
 ]  # fmt: skip
 
