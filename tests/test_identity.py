@@ -218,6 +218,8 @@ CHANGES = {
     "bits of packed weights": ("packed", lambda one: write_packed(one, one.parent / "raw", bits=8)),
 }  # fmt: skip
 
+SEEN_FIRST = "one value of an embedding"
+
 
 @pytest.fixture
 def shelf(tmp_path):
@@ -237,7 +239,9 @@ def engine_tokens(folder, kept, prompt=PROMPT, **settings):
 
 @pytest.mark.parametrize("dtype", ["float32", *slow("stored")])
 @pytest.mark.parametrize("place", ["memory", "folder"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [SEEN_FIRST, *slow(*[one for one in CHANGES if one != SEEN_FIRST])]
+)
 def test_a_changed_model_takes_no_prompt_of_the_former_one(shelf, change, place, dtype):
     name, apply = CHANGES[change]
     second = shutil.copytree(shelf / name, shelf / "second")

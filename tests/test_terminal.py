@@ -90,6 +90,7 @@ def hostile(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_answers_with_codes_are_shown_without(hostile, monkeypatch, capsys):
     prompt = "w1\x1b]52;c;eA==\x07"
     common = ("--model", str(hostile), "--max-tokens", "8", "--adapter", "none")

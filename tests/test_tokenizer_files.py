@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import real
+from tiny import slow
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import trainers as training
 from transformers import AutoTokenizer
@@ -116,7 +117,9 @@ def test_settings_that_transformers_refuses_leave_the_tokenizer_alone(tokenizers
 CLASSES = (None, "PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "NobodysTokenizer")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "mistral", "internlm2", "zzz"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "zzz", *slow("qwen3", "phi3", "mistral", "internlm2")]
+)
 @pytest.mark.parametrize("kind", ["byte level", "sentence pieces"])
 def test_a_tokenizer_is_the_one_that_transformers_makes(tokenizers, tmp_path, kind, model_type):
     for name in CLASSES:
