@@ -237,7 +237,7 @@ def engine_tokens(folder, kept, prompt=PROMPT, **settings):
     return [token for one in found for token in one.tokens], found[-1].cached_tokens
 
 
-@pytest.mark.parametrize("dtype", ["float32", *slow("stored")])
+@pytest.mark.parametrize("dtype", ["float32", *slow("stored", mark=pytest.mark.long)])
 @pytest.mark.parametrize("place", ["memory", "folder"])
 @pytest.mark.parametrize(
     "change", [SEEN_FIRST, *slow(*[one for one in CHANGES if one != SEEN_FIRST])]
