@@ -611,6 +611,7 @@ def test_a_model_says_the_same_by_every_route(base, tmp_path):
     assert message["stop_reason"] == "max_tokens" and response.status == "incomplete"
 
 
+@pytest.mark.real
 @pytest.mark.slow
 def test_smollm2_keeps_to_a_schema_by_every_route():
     prompt = "Describe a person."
