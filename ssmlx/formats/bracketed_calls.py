@@ -53,17 +53,11 @@ def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:
     """Read name(argument=value, ...); Llama's models write name.call(...), too."""
     name = str(cursor.match(_PYTHON_CALL)["name"])
     name = name if name in tools.names else name.removesuffix(".call")
-    found: dict[str, Any] = {}
-    cursor.skip_space()
-    while not cursor.has(")"):
-        argument = cursor.match(_PYTHON_NAME)["name"]
-        found[argument] = cursor.value(PYTHON_QUOTES)
-        cursor.skip_space()
-        if not cursor.has(","):
-            cursor.take(")")
-            break
-        cursor.skip_space()
-    return Call(name, found)
+
+    def read_argument() -> tuple[str, Any]:
+        return cursor.match(_PYTHON_NAME)["name"], cursor.value(PYTHON_QUOTES)
+
+    return Call(name, dict(cursor.items(")", read_argument)))
 
 
 def _write_python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
@@ -109,9 +103,8 @@ def _read_gemma_calls(cursor: Cursor, tools: OfferedTools, quote: str, end: str)
 
 def _read_gemma_call(cursor: Cursor, tools: OfferedTools, quote: str) -> Call:
     name = cursor.match(_GEMMA_CALL)["name"]
-    found: dict[str, Any] = {}
-    cursor.skip_space()
-    while not cursor.has("}"):
+
+    def read_argument() -> tuple[str, Any]:
         argument = cursor.match(_GEMMA_NAME)["name"].removeprefix(quote).removesuffix(quote)
         cursor.skip_space()
         start = cursor.at
@@ -122,13 +115,9 @@ def _read_gemma_call(cursor: Cursor, tools: OfferedTools, quote: str) -> Call:
             schema = tools.schema(name, argument)
             is_text = allowed_types(schema) == {"string"}
             value = argument_value(written, schema) if is_text else value
-        found[argument] = value
-        cursor.skip_space()
-        if not cursor.has(","):
-            cursor.take("}")
-            break
-        cursor.skip_space()
-    return Call(name, found)
+        return argument, value
+
+    return Call(name, dict(cursor.items("}", read_argument)))
 
 
 def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:

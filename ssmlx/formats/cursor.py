@@ -7,13 +7,14 @@ takes all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import regex  # type: ignore[import-untyped]
 
 Pattern = Any
 """A compiled pattern of `regex`, which tells texts that may go on to match from others."""
+_Item = TypeVar("_Item")
 _DECODER = json.JSONDecoder(strict=False)  # a raw line end in a text is the text's
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "True": True}
 _WORDS |= {"False": False, "None": None}
@@ -163,14 +164,18 @@ class Cursor:
                 return self._quoted_text(quote)
         inner: Any = {"quotes": quotes, "allows_bare": allows_bare, "level": level + 1}
         if self.has("{"):
-            return dict(self._items("}", lambda: (self._key(quotes), self.value(**inner))))
+            return dict(self.items("}", lambda: (self._key(quotes), self.value(**inner))))
         for opening, closing in (("[", "]"), ("(", ")")):
             if self.has(opening):
-                return self._items(closing, lambda: self.value(**inner))
+                return self.items(closing, lambda: self.value(**inner))
         return self._word(allows_bare)
 
-    def _items(self, closing: str, read: Any) -> list[Any]:
-        """Read items, which commas separate, and the bracket that closes them."""
+    def items(self, closing: str, read: Callable[[], _Item]) -> list[_Item]:
+        """Go past items, which commas separate, and the bracket that closes them; return them.
+
+        Raises:
+            NotACallError: there are none such; or `read`, which goes past an item, raises it.
+        """
         found = []
         self.skip_space()
         while not self.has(closing):
