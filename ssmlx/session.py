@@ -19,7 +19,7 @@ from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .formats.families import find_format
 from .formats.history import answer_turn
-from .formats.reader import Begins, answer_begins
+from .formats.reader import Begins, begins_after
 from .generation.answer_end import end_token_ids
 from .generation.divergence import Divergence, find_divergence
 from .generation.memory import Memory, measure_memory
@@ -367,7 +367,7 @@ class ChatSession:
         question: Message = {"role": "user", "content": text}
         prompt = self._encode_turns([*self.messages, question])
         format = find_format(self.tokenizer)
-        self.begins = answer_begins(format, self.tokenizer.decode(prompt[-32:]))
+        self.begins = begins_after(prompt, self.tokenizer)
         # At least one token is left to process.
         shared = common_prefix_length(self._cached_tokens, prompt[:-1])
         reused = self._cache.longest_keepable(shared)

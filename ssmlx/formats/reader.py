@@ -7,12 +7,14 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import regex  # type: ignore[import-untyped]
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .arguments import OfferedTools, json_text
 from .call_form import Call, CallForm
 from .cursor import Cursor, NotACallError, UnfinishedError
-from .families import LLAMA, AnswerFormat
+from .families import LLAMA, AnswerFormat, find_format
 
+_PROMPT_END = 32  # tokens, in which the header of an answer stands
 _MOST_TRIES = 64  # to read one call, each time that a mark ends it
 
 
@@ -27,6 +29,12 @@ Piece = Text | Call
 Begins = Literal["message", "thought", "text"]
 """What an answer begins with: a message, with its header, of a format with channels; a thought that
 the prompt opened; or text."""
+
+
+def begins_after(prompt: Sequence[int], tokenizer: TokenizerWrapper, prefill: str = "") -> Begins:
+    """Return what an answer to a prompt's tokens begins with, see `answer_begins`."""
+    end = tokenizer.decode([*prompt[-_PROMPT_END:]])
+    return answer_begins(find_format(tokenizer), end, prefill)
 
 
 def answer_begins(format: AnswerFormat, prompt_end: str, prefill: str = "") -> Begins:

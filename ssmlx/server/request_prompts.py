@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..errors import InputError
 from ..formats.answer_grammars import MAX_CALLS, form_grammar, thought_end, tool_call_grammar
 from ..formats.families import find_format
-from ..formats.reader import Begins, answer_begins
+from ..formats.reader import Begins, begins_after
 from ..generation.answer_end import end_token_ids
 from ..generation.scoring import ScoredPrompt
 from ..generation.segments import GenerationResponse, check_prompt_length, check_tokens
@@ -147,10 +147,9 @@ class PromptReader:
 
     def _answer_begins(self, ask: AnswerRequest, prompt: list[int]) -> Begins:
         """Return what an answer begins with: its prompt may have opened a thought."""
-        tokenizer = self.engine.tokenizer
         last = ask.question[-1] if ask.continues else ""
         prefill = str(last.get("content")) if isinstance(last, Mapping) else ""
-        return answer_begins(find_format(tokenizer), tokenizer.decode(prompt[-32:]), prefill)
+        return begins_after(prompt, self.engine.tokenizer, prefill)
 
     def _compile_grammar_if_any(self, ask: AnswerRequest) -> None:
         """Compile the grammar that the answers to a request have to follow; it is kept for them.

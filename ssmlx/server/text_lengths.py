@@ -50,15 +50,6 @@ class LengthCheckedTokenizer:
             raise ContextLengthError(fewest, self._limit)
         return list(self._checked.encode(text, **more))
 
-    def apply_chat_template(self, turns: Any, tokenize: bool = True, **more: Any) -> Any:
-        """Return turns under the chat template, as text or as its tokens.
-
-        Raises:
-            ContextLengthError: as `encode` does.
-        """
-        text = self._checked.apply_chat_template(turns, tokenize=False, **more)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
-
 
 def with_length_check(
     tokenizer: TokenizerWrapper, bytes_per_token: int | None, limit: int | None
