@@ -19,6 +19,7 @@ from huggingface_hub.utils import tqdm
 
 from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
+from ssmlx.drafters.registry import registered_drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.generation.segments import check_prompt_length
 from ssmlx.loading.identity import weights_and_configs_digest
@@ -38,7 +39,6 @@ from .target import (
     DRAFT_ALONE,
     DRAFT_MODEL,
     MLX_LM,
-    MTP,
     PLAIN,
     STREAMS,
     System,
@@ -411,10 +411,12 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
     if not drafters:
         return {}
     drafter = drafters[0]  # the first where several may draft
-    config = asdict(system.config)
-    names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree", MTP: "drafter_settings"}
-    own = names.get(system.kind, system.kind.replace("-", "_"))
-    shapes = {name: config[name] for name in ("tree", "prune", own) if name in config}
+    config = system.config
+    shapes = {name: asdict(config)[name] for name in ("tree", "prune")}
+    if config.drafter is not None:
+        registered = registered_drafter(config.drafter)
+        if (own := registered.own_settings_or_default(config)) is not None:
+            shapes[registered.config_field] = asdict(own)
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 
