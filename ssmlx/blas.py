@@ -7,6 +7,7 @@ happens on macOS.
 
 import ctypes
 import ctypes.util
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def _load_mlx_with(openblas: Path) -> ctypes.CDLL:
             (libraries / file.name).symlink_to(openblas if is_blas else file)
             if file.name.startswith("libgfortran"):
                 (libraries / "libgfortran.so.5").symlink_to(file)
-        (mlx,) = _files_in("mlx", "lib", "libmlx.so")
+        mlx = next(_files_in("mlx", "lib", "libmlx.so"))
         linked = Path(name) / "mlx" / "lib" / mlx.name
         linked.parent.mkdir(parents=True)
         linked.symlink_to(mlx)
@@ -122,36 +123,33 @@ class OpenBlasThreads:
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
-        self._library = _openblas
-        self._most = self._library.openblas_get_num_threads() if self._library else 1
+        self._most = _openblas.openblas_get_num_threads() if _openblas else 1
         self._used = self._most
-        self._looked = monotonic()
-        self._others = self._own = 0.0
-        if self._most > 1:
-            try:
-                self._others, self._own = self._busy_seconds()
-            except (OSError, ValueError):  # no such file, or another system's
-                self._most = 1
+        self._looked = -math.inf
+        self._others_busy = 0.0
 
     def adjust(self) -> None:
         """Look at what others used since the last time, if that was long enough ago.
 
-        Not to be called by two threads at once; products may run meanwhile.
+        Nothing changes where the system does not say. Not to be called by two threads at once;
+        products may run meanwhile.
         """
-        passed = monotonic() - self._looked
-        if self._most == 1 or passed < self._SECONDS:  # with one thread there is nothing to choose
+        now = monotonic()
+        passed = now - self._looked
+        if _openblas is None or self._most == 1 or passed < self._SECONDS:
             return
-        others, own = self._busy_seconds()
-        busy = max(0.0, others - self._others - (own - self._own)) / passed
-        self._looked, self._others, self._own = self._looked + passed, others, own
-        # a core of which others use a quarter still counts as idle
-        threads = max(1, min(self._most, int(len(_usable_cores()) - busy + 0.25)))
-        if threads != self._used and self._library is not None:
-            self._library.openblas_set_num_threads(threads)
-            self._used = threads
+        with suppress(OSError, ValueError):  # no such file, no more files to open, another form
+            busy = self._seconds_of_others()
+            share = max(0.0, busy - self._others_busy) / passed
+            self._looked, self._others_busy = now, busy
+            # a core of which others use a quarter still counts as idle
+            threads = max(1, min(self._most, int(len(_usable_cores()) - share + 0.25)))
+            if threads != self._used:
+                _openblas.openblas_set_num_threads(threads)
+                self._used = threads
 
-    def _busy_seconds(self) -> tuple[float, float]:
-        """Seconds that the usable cores were busy, with anybody's work and with this process's."""
+    def _seconds_of_others(self) -> float:
+        """Seconds that the usable cores were busy with other processes' work."""
         names = {f"cpu{number}" for number in _usable_cores()}
         ticks = 0
         for name, *counts in map(str.split, self._stat.read_text().splitlines()):
@@ -159,7 +157,7 @@ class OpenBlasThreads:
                 user, nice, system, _idle, _waiting, irq, soft, stolen, *_ = map(int, counts)
                 ticks += user + nice + system + irq + soft + stolen
         own = os.times()
-        return ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system
+        return ticks / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def _usable_cores() -> set[int]:

@@ -81,6 +81,7 @@ def test_threads_are_as_many_as_others_leave_cores_idle(tmp_path):
         "most = blas._openblas.openblas_get_num_threads()",
         "write(0)",
         "threads = blas.OpenBlasThreads(stat)",
+        "threads.adjust()",  # the first look
         "used = []",
         "for ticks in (1000, 1000, 1000 + 3):",  # all busy, idle, hardly busy
         "    write(ticks)",
@@ -95,6 +96,25 @@ def test_threads_are_as_many_as_others_leave_cores_idle(tmp_path):
 
 
 @has_wheel
-def test_a_machine_that_does_not_say_is_left_alone():
-    run("import ssmlx", "from pathlib import Path", "from ssmlx.blas import OpenBlasThreads",
-        "OpenBlasThreads(Path('/nowhere')).adjust()")  # fmt: skip
+@pytest.mark.parametrize("said", [None, "cpu0 1 2\n", "words\n"])
+def test_a_machine_that_does_not_say_is_left_alone(tmp_path, said):
+    stat = tmp_path / "stat"
+    if said:
+        stat.write_text(said)
+    run(
+        "import ssmlx",
+        "from pathlib import Path",
+        "from ssmlx import blas",
+        f"threads = blas.OpenBlasThreads(Path({str(stat)!r}))",
+        "threads.adjust(); threads._SECONDS = 0; threads.adjust()",
+        "assert blas._openblas.openblas_get_num_threads() == threads._most",
+        OPENBLAS_NUM_THREADS="2",
+    )
+
+
+def test_without_mlxs_cpu_backend_there_is_nothing_to_load(tmp_path):
+    package = tmp_path / "mlx"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    lines = ("import ssmlx", "from ssmlx import blas", "print(blas._openblas)")
+    assert run(*lines, PYTHONPATH=f"{tmp_path}{os.pathsep}{Path.cwd()}") == ["None"]
