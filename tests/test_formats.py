@@ -55,7 +55,12 @@ def marks_of(name):
         return [*HARMONY.begins, HARMONY.message, *HARMONY.ends]
     form = CALL_FORMS[name]
     marks = [*form.opens, *form.ends, '<|"|>' if name == "gemma4" else ""]
-    return [one for one in marks if one[:1] in "<[" and " " not in one and one != "</function>"]
+    marks += [NS] if name == "minimax_m3" else []
+    return [
+        one
+        for one in marks
+        if one == NS or (one[:1] in "<[" and " " not in one and one != "</function>")
+    ]
 
 
 @cache
@@ -137,6 +142,22 @@ GLM = one_by_one(
     in_tags("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
     "<tool_call>", "</tool_call>",
 )  # fmt: skip
+NS = "]<]minimax[>["  # before each tag of MiniMax M3
+
+
+def in_m3s_tags(value):
+    if isinstance(value, dict):
+        return "".join(f"{NS}<{k}>{in_m3s_tags(v)}{NS}</{k}>" for k, v in value.items())
+    if isinstance(value, list):
+        return "".join(f"{NS}<item>{in_m3s_tags(one)}{NS}</item>" for one in value)
+    return raw(value)
+
+
+def in_m3(name, arguments):
+    inner = "".join(f"{NS}<{k}>{in_m3s_tags(v)}{NS}</{k}>\n" for k, v in arguments.items())
+    return f'{NS}<invoke name="{name}">\n{inner}{NS}</invoke>'
+
+
 V32 = typed('<｜DSML｜parameter name="{}" string="{}">', "</｜DSML｜parameter>\n", deepseek_types)
 K3 = typed(
     '<|open|>argument key="{}" type="{}"<|sep|>', "<|close|>argument<|sep|>", kimi_types
@@ -175,6 +196,7 @@ WRITERS = {
         ),
         "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", "",
     ),
+    "minimax_m3": listed(in_m3, f"{NS}<tool_call>\n", f"\n{NS}</tool_call>", "\n"),
     "minimax_m2": listed(
         in_tags('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>"),
         "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n",
@@ -214,6 +236,7 @@ WRITERS = {
     "mistral": listed(
         lambda name, own: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(own)}", "", "", ""
     ),
+    "mistral_v3": listed(in_json(), "[TOOL_CALLS][", "]"),
     "command_a": listed(
         in_json("tool_name", "parameters"),
         "<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>", ",\n    ",
@@ -356,12 +379,14 @@ def test_a_call_that_is_cut_or_not_offered_is_text(name):
     text = WRITERS[name]([("edit", {"old": "abc"})])
     for size in (1, 7, None):
         whole = read(name, text, None, size)
-        assert len(whole) == 1 and "abc" in whole[0].text
+        assert whole == [Text(text)] or (name == "harmony" and "abc" in whole[0].text)
         cut = text[: text.index("abc") + 2]
         (said,) = read(name, cut, tools, size, is_cut=True)
         assert isinstance(said, Text) and "ab" in said.text
 
 
+A = ("edit", {"old": "a"})
+B = ("edit", {"old": "b"})
 CUTS = {
     "qwen3_coder": "<tool_call>\n<function=edit>\n<parameter=old>\na",
     "glm47": "<tool_call>edit\n<arg_key>old</arg_key>\n<arg_value>a</arg_value>",
@@ -381,9 +406,29 @@ def test_marks_may_be_missing_at_an_answers_end(name):
     assert arguments_in(found) == [("edit", {"old": "a"})]
 
 
+SEVERAL = ("mistral", "minimax_m2", "minimax_m3", "deepseek_v32", "seed_oss", "kimi_k2", "olmo3")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_calls_before_one_that_is_cut_count(name):
+    text = WRITERS[name]([A, ("edit", {"old": "long"})])
+    text = text[: text.rindex("long") + 2]
+    for size in (1, None):
+        call, *said = read(name, text, tools_of(old=STRING), size, is_cut=True)
+        assert call[:2] == A and "lo" in "".join(one.text for one in said)
+
+
+def test_a_call_is_read_however_many_ends_its_arguments_hold():
+    page = "<x></function>\n" * 300 + "A page" + "</tool_call>" * 300
+    for name in ("json_tools", "qwen3_coder", "minimax_m2", "command_r"):
+        value = page.replace("x", "</invoke>") + "```\n" * 200
+        text = WRITERS[name]([("edit", {"old": value})])
+        for size in (40, None):
+            found = read(name, text, tools_of(old=STRING), size)
+            assert arguments_in(found) == [("edit", {"old": value})]
+
+
 ONE = "<function=edit>\n<parameter=old>\n{}\n</parameter>\n</function>\n"
-A = ("edit", {"old": "a"})
-B = ("edit", {"old": "b"})
 
 
 @pytest.mark.parametrize(("name", "text", "wanted"), [
@@ -424,6 +469,25 @@ B = ("edit", {"old": "b"})
      "<|tool_call_end|>", [A]),
     ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="edit"<|sep|><|open|>json type="object"'
      '<|sep|>{"old": "a"}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>', [A]),
+    ("json_tools", '<tool_call>{"name": "edit", "arguments": {"old": "a"}}}</tool_call>', [A]),
+    ("json_tools", '<tool_call>{"name": "edit", "arguments": {"old": "a"}}\n<tool_call>'
+     '{"name": "edit", "arguments": {"old": "b"}}</tool_call>', [A, B]),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="edit">{"old": "a"}'
+     "</｜DSML｜invoke></｜DSML｜function_calls>", [A]),
+    ("qwen3_coder", '<tool_call><function=edit>{"old": "a"}</function></tool_call>', [A]),
+    ("pythonic", '<|tool_call_start|>[{"name": "edit", "arguments": {"old": "a"}}]'
+     "<|tool_call_end|>", [A]),
+    ("pythonic", '<|tool_call_start|>\n```python\nedit(old="a")\nedit(old="b")\n```\n'
+     "<|tool_call_end|>", [A, B]),
+    ("hunyuan", '<tool_calls>\n<tool_call>edit\n```json\n{"old": "a"}\n```</tool_call>\n'
+     '<tool_call>edit\n```json\n{"old": "b"}\n```</tool_call>\n</tool_calls>', [A, B]),
+    ("hunyuan", "<tool_calls>\n<tool_call>edit<tool_sep>\n<arg_key>old</arg_key>\n"
+     "<arg_value>a</arg_value>\n</tool_call>\n</tool_calls>", [A]),
+    ("llama", 'edit\n{"old": "a"}', [A]),
+    ("gemma4", "<|tool_call>call:edit{old:see (this), new:b}<tool_call|>",
+     [("edit", {"old": "see (this)", "new": "b"})]),
+    ("minimax_m3", f'{NS}<tool_call>{NS}<invoke name="edit">{NS}<old>a{NS}</old>{NS}</invoke>'
+     f"{NS}</tool_call>", [A]),
     ("phi4_mini", 'functools[{"name": "edit", "arguments": {"old": "a"}}]', [A]),
     ("llama", '<|python_tag|>{"name": "edit", "parameters": {"old": "a"}}', [A]),
     ("llama", '{"type": "function", "name": "edit", "parameters": {"old": "a"}}', [A]),
@@ -449,24 +513,68 @@ def test_calls_that_are_nearly_right_are_read(name, text, wanted):
         assert arguments_in(read(name, text, tools_of(old=STRING, new=STRING), size)) == wanted
 
 
-@pytest.mark.parametrize(("name", "text", "said"), [
-    ("qwen3_coder", "Write <tool_call> so, and </tool_call>.", "Write so, and ."),
-    ("qwen3_coder", "A `<function=name>` opens it, `</function>` ends it.", None),
-    ("qwen3_coder", "<function=other>\n<parameter=old>\na\n</parameter>\n</function>", None),
-    ("json_tools", '{"name": "edit", "arguments": {"old": "a"}}', None),
-    ("llama", '{"name": "other", "parameters": {"old": "a"}}', None),
-    ("llama", '{"name": "edit", "colour": "red"} is what I found', None),
-    ("llama", '{"name": "edit", "parameters": {"old": "a"}} is a call', None),
-    ("llama", "[edit the file](a.md)", None),
-    ("llama", '{"x": 1}', None),
-    ("glm47", "The <tool_call> tag", "The tag"),
-    ("minicpm5", 'A <function name="x"> tag', None),
-    ("harmony", "Red, to=you.", None),
-    ("mistral", "[TOOL_CALLS] is a mark", "is a mark"),
+@pytest.mark.parametrize(("name", "text"), [
+    ("qwen3_coder", "Write <tool_call> so, and </tool_call>."),
+    ("qwen3_coder", "A `<function=name>` opens it, `</function>` ends it."),
+    ("qwen3_coder", "<function=other>\n<parameter=old>\na\n</parameter>\n</function>"),
+    ("json_tools", '{"name": "edit", "arguments": {"old": "a"}}'),
+    ("json_tools", "```\n<tool_call>\n{broken}\n</tool_call>\n```"),
+    ("llama", '{"name": "other", "parameters": {"old": "a"}}'),
+    ("llama", '{"name": "edit", "colour": "red"} is what I found'),
+    ("llama", '{"name": "edit", "description": "Edits a file"}'),
+    ("llama", '{"name": "edit", "parameters": {"old": "a"}} is a call'),
+    ("llama", "[edit the file](a.md)"),
+    ("llama", "edit\n{a} and {b}"),
+    ("llama", '{"x": 1}'),
+    ("glm47", "The <tool_call> tag"),
+    ("minicpm5", 'A <function name="x"> tag'),
+    ("harmony", "Red, to=you."),
+    ("mistral", "[TOOL_CALLS] is a mark"),
 ])  # fmt: skip
-def test_what_is_no_call_stays_text(name, text, said):
+def test_what_is_no_call_stays_text(name, text):
     for size in (1, 6, None):
-        assert read(name, text, tools_of(old=STRING), size) == [Text(said or text)]
+        assert read(name, text, tools_of(old=STRING), size) == [Text(text)]
+
+
+def test_marks_that_a_text_names_are_text():
+    """Of thoughts amid a text, and of calls where no tools are offered."""
+    format = find_format(make_tokenizer("<tool_call> <think> </think>"))
+    for text, tools in (
+        ("The `<think>` tag opens a thought, `</think>` ends it.", tools_of(old=STRING)),
+        (f"```\n{WRITERS['json_tools']([A])}\n```", None),
+    ):
+        for size in (1, 99):
+            reader = AnswerReader(format, tools)
+            found = [
+                x for at in range(0, len(text), size) for x in reader.read(text[at : at + size])
+            ]
+            assert joined(found + reader.end(is_cut=False)) == [Text(text)]
+
+
+def test_the_tool_of_command_r_that_does_nothing_says_nothing():
+    text = WRITERS["command_r"]([("directly_answer", {})])
+    assert read("command_r", f"{text}", tools_of(old=STRING), 3) == []
+
+
+def test_the_forms_of_templates_with_names_are_known():
+    both = make_tokenizer()
+    templates = {"default": "{{ messages }}", "tool_use": "{# tools directly_answer #}"}
+    templates = {"default": "{{ messages }}", "tool_use": "{# tools directly_answer #}"}
+    both._tokenizer.chat_template = templates
+    assert find_format(both).name == "command_r" and not has_unknown_calls(both)
+    older, newer = make_tokenizer("[TOOL_CALLS]"), make_tokenizer("[TOOL_CALLS]", ["[ARGS]"])
+    assert [find_format(one).name for one in (older, newer)] == ["mistral_v3", "mistral"]
+    by_code = make_tokenizer("", ["｜DSML｜", "<｜tool▁calls▁begin｜>"])
+    assert find_format(by_code).name == "deepseek_v32"
+
+
+def test_tools_that_are_broken_are_refused():
+    broken = {"type": "function", "function": {"description": "has no name"}}
+    tokenizer = tokenizer_of("json_tools")
+    tool_call_grammar(tokenizer, [*tools_of(old=STRING), broken], ["edit"], 1)
+    for parameters in ("none", True, [3]):
+        tools = [{"type": "function", "function": {"name": "edit", "parameters": parameters}}]
+        assert "edit" in refusal(tool_call_grammar, tokenizer, tools, ["edit"], 1)
 
 
 def test_a_call_after_a_mark_without_one_is_found():
@@ -480,6 +588,7 @@ def test_a_call_after_a_mark_without_one_is_found():
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Red.",
      [Text("Hm.", True), Text("Red.")]),
     ("<|channel|>final<|message|> Red.\n<|return|>", [Text(" Red.\n")]),
+    ("<|channel|>final Red is the answer.", [Text("Red is the answer.")]),
     ("<|channel|>analysis<|message|>Hm", [Text("Hm", True)]),
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|message|>Red.",
      [Text("Hm.", True), Text("Red.")]),
@@ -526,7 +635,7 @@ def test_a_call_in_a_thought_ends_it_and_what_is_none_stays_in_it():
     for text, wanted in (
         (f"<think>Hm.{call}", [Text("Hm.", True), Call(*A)]),
         (f"<think>Hm.{call}</think>\nRed.", [Text("Hm.", True), Call(*A), Text("Red.")]),
-        ("<think>A <tool_call> b</think>c", [Text("A  b", True), Text("c")]),
+        ("<think>A <tool_call> b</think>c", [Text("A <tool_call> b", True), Text("c")]),
     ):
         for size in (1, 99):
             reader = AnswerReader(format, tools_of(old=STRING))
@@ -539,7 +648,7 @@ def test_a_call_in_a_thought_ends_it_and_what_is_none_stays_in_it():
 def test_a_model_of_an_unknown_form_has_the_calls_of_every_other():
     unknown = make_tokenizer("no marks")
     assert has_unknown_calls(unknown) and not has_unknown_calls(tokenizer_of("llama"))
-    assert "is not known" in refusal(tool_call_grammar, unknown, tools_of(old=STRING), ["edit"], 1)
+    assert "tool_choice" in refusal(tool_call_grammar, unknown, tools_of(old=STRING), ["edit"], 1)
     tools = tools_of(old=STRING)
     for name in CALL_FORMS:
         for size in (1, 99):

@@ -1,4 +1,4 @@
-"""Grammars of whole answers: calls that have to be made, and forms, each after a free thought."""
+"""Grammars of whole answers: forced calls, or a given form, each after an unconstrained thought."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def tool_call_grammar(
 ) -> str:
     """Return the grammar of one or more tool calls, in the model's own form, with its marks.
 
-    A thought that the prompt opened, or that has a channel of its own, is free before them. Else
-    nothing may stand before, between or after the calls but what the form has there.
+    A thought that the prompt opened, or that has a channel of its own, is unconstrained. Otherwise
+    only what the form has there may be before, between and after the calls.
 
     Args:
         tokenizer: of the model, which tells the form.
         tools: those that the request offers.
         names: of the tools that may be called, one or more of them.
-        max_calls: calls at most; one at least is made.
+        max_calls: the largest number of calls; at least one is made.
         begins: what the answer begins with.
 
     Raises:
@@ -49,8 +49,8 @@ def tool_call_grammar(
     if format.name is None:
         raise InputError(
             "tool_choice asks for a call",
-            expected="auto or none: the form in which this model calls tools is not known",
-            do="correct or drop it",
+            expected="auto or none, as this model's tool-call format is unknown",
+            do="use one of these",
         )
     (form,) = format.calls
     before = "" if format.channels else _before_text(rules, format, begins)
@@ -58,7 +58,8 @@ def tool_call_grammar(
 
 
 def form_grammar(grammar: str, tokenizer: TokenizerWrapper, begins: Begins) -> str:
-    """Return the grammar of an answer whose text follows another grammar, after a free thought.
+    """Return the grammar of an answer whose text follows another grammar, after an unconstrained
+    thought.
 
     Args:
         grammar: of llguidance.
@@ -82,7 +83,7 @@ def form_grammar(grammar: str, tokenizer: TokenizerWrapper, begins: Begins) -> s
 def _before_text(
     rules: GrammarRules, format: AnswerFormat, begins: Begins, header: str = ""
 ) -> str:
-    """Return the expression of what stands before the text of an answer; empty for nothing.
+    """Return the expression of what is before the text of an answer; empty for nothing.
 
     Args:
         rules: of the grammar, to which some are added.
@@ -107,7 +108,7 @@ def _before_text(
 
 
 def thought_end(format: AnswerFormat) -> str:
-    """Return the mark that ends a thought; empty for models that have none."""
+    """Return the mark that ends a thought; empty if the model has none."""
     if format.channels is not None:
         return format.channels.ends[0]
     return format.thought[1] if format.thought else ""

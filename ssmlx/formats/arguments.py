@@ -34,15 +34,14 @@ class OfferedTools:
     """
 
     def __init__(self, tools: Sequence[Any] | None) -> None:
-        """Take the tools as a chat template gets them; what is no tool is left out."""
+        """Take the tools as a chat template gets them; anything else is ignored."""
         functions = [one.get("function", one) for one in tools or () if isinstance(one, Mapping)]
         known = [one for one in functions if isinstance(one, Mapping)]
         self._parameters = {str(one.get("name")): one.get("parameters") for one in known}
         self.names = tuple(self._parameters)
 
     def schema(self, tool: str, argument: str) -> Any:
-        """Return the schema of an argument, with the definitions it may refer to; None where there
-        is none."""
+        """Return the schema of an argument, with the definitions it may refer to, or None."""
         parameters = self._parameters.get(tool)
         if not isinstance(parameters, Mapping):
             return None
@@ -58,16 +57,27 @@ class OfferedTools:
         return isinstance(properties, Mapping) and argument in properties
 
 
-def argument_value(text: str, schema: Any) -> Any:
-    """Return the value of an argument that stands in a call without quotes.
+def inner_schema(schema: Any, name: str) -> Any:
+    """Return the schema of an object's property, or of a list's items; None if there is none."""
+    if not isinstance(schema, Mapping):
+        return None
+    known = referenced(schema)
+    properties = known.get("properties")
+    own = properties.get(name) if isinstance(properties, Mapping) else None
+    own = known.get("items") if own is None else own
+    return {**definitions(schema), **own} if isinstance(own, Mapping) else None
 
-    Where the schema allows a text, it is the text, unless it is null, a list or an object, and the
-    schema names that type too; without a schema, unless it is a list or an object. Else it is what
-    the text says in JSON, or in Python's words, and the text itself where that is nothing.
+
+def argument_value(text: str, schema: Any) -> Any:
+    """Return the value of an argument that is written without quotes.
+
+    If the schema allows a text, it is the text, unless it is null, a list or an object, and the
+    schema names that type as well; without a schema, unless it is a list or an object. Else it is
+    what the text says in JSON, or in Python's words, or else the text itself.
 
     Args:
         text: as the model wrote it.
-        schema: of the argument; what is no schema allows anything.
+        schema: of the argument; anything that is not a schema allows any value.
     """
     listed = listed_values(schema)
     short = text.strip()
@@ -88,7 +98,7 @@ def argument_value(text: str, schema: Any) -> Any:
 
 
 def _written_values(text: str, *, in_python: bool = False) -> list[Any]:
-    """Return what a text says in JSON, or in Python's words; nothing where it is no such value."""
+    """Return what a text says in JSON, or in Python's words; nothing if it is not such a value."""
     for quotes in ((), PYTHON_QUOTES)[: 1 + in_python]:
         cursor = Cursor(text)
         try:
@@ -109,7 +119,7 @@ def _as_whole_number_if_asked(value: Any, schema: Any) -> Any:
 def allowed_types(schema: Any) -> frozenset[str]:
     """Return the JSON types that a schema allows, "number" for integers too.
 
-    `ANYTHING` where it says nothing of them, refers to itself, or is none.
+    `ANYTHING` if it does not restrict them, refers to itself, or is not a schema.
     """
     return _allowed(schema, definitions(schema) if isinstance(schema, Mapping) else {}, {}, 0)
 
@@ -122,8 +132,8 @@ def _allowed(
     Args:
         schema: any value.
         known: definitions that it may refer to.
-        referenced: types that these allow, by reference, as far as they were looked at.
-        level: how many schemas it stands in.
+        referenced: types that these allow, by reference, as far as they are resolved.
+        level: nesting depth.
     """
     if not isinstance(schema, Mapping) or level > _MOST_LEVELS:
         return ANYTHING
@@ -163,7 +173,7 @@ def _types_of_keywords(schema: Mapping[str, Any]) -> list[frozenset[str]]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list of bounded length; an empty one for what is none, or longer."""
+    """Return a list of bounded length; an empty one if it is not a list, or longer."""
     return value if isinstance(value, list) and len(value) <= _MOST_CHOICES else []
 
 
@@ -176,8 +186,8 @@ def _definition(place: str, known: Mapping[str, Any]) -> Any:
 
 
 def referenced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with the definitions that it refers to merged in; its own keywords count
-    more. Where they refer to each other, some reference is left."""
+    """Return a schema with the definitions that it refers to merged in; its own keywords take
+    precedence. If they refer to each other, one reference remains."""
     found = schema
     places = set[str]()
     while "$ref" in found and str(found["$ref"]) not in places:
@@ -192,7 +202,7 @@ def json_text(arguments: Any) -> str:
     """Return the JSON of a call's arguments.
 
     Raises:
-        NotACallError: they are no object, or hold what JSON has no word for.
+        NotACallError: they are not an object, or contain a value that JSON cannot represent.
     """
     try:
         if isinstance(arguments, dict):

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in brackets: Python's, and Gemma's."""
+"""Calls whose arguments are in brackets: Python's, and Gemma's."""
 
 from __future__ import annotations
 
@@ -10,47 +10,56 @@ import regex  # type: ignore[import-untyped]
 
 from .arguments import OfferedTools, allowed_types, argument_value, referenced
 from .call_form import Call, CallForm, read_until_end
-from .cursor import PYTHON_QUOTES, Cursor
+from .cursor import PYTHON_QUOTES, Cursor, NotACallError, UnfinishedError
+from .json_calls import read_json_calls
 from .rules import GrammarRules, Schema, joined_arguments, parameters_required_first
 from .schemas import alternatives
 
+JSON_BEGINS = regex.compile(r"\s*\[?\s*\{")
 _PYTHON_CALL = regex.compile(r"\s*(?P<name>[\w.-]+)\s*\(")
 _PYTHON_NAME = regex.compile(r"\s*(?P<name>[^\s=(),'\"\[\]{}]+)\s*=(?!=)")
 
 
-def read_python_calls(
-    cursor: Cursor, tools: OfferedTools, end: str = "", *, is_listed: bool = True
-) -> list[Call]:
+def read_python_calls(cursor: Cursor, tools: OfferedTools, end: str = "") -> list[Call]:
     """Go past [name(argument=value, ...), ...] and the mark that ends it, and return the calls.
+
+    They may be in lines of their own, without brackets, in a fence, or JSON.
 
     Args:
         cursor: before them.
         tools: those that are offered.
-        end: the mark, which may be missing at the end of a whole text.
-        is_listed: whether they stand in square brackets; else in lines.
+        end: the mark, which may be missing at the end of the text.
 
     Raises:
         NotACallError: there are none; see `CallReader`.
     """
     cursor.skip_space()
-    if not is_listed:
-        return read_until_end(cursor, end, lambda: _read_python_call(cursor, tools))
-    cursor.take("[")
-    found: list[Call] = []
-    while True:
-        found.append(_read_python_call(cursor, tools))
-        cursor.skip_space()
-        if not cursor.has(","):
-            cursor.take("]")
-            break
-    cursor.skip_space()
-    if end:
-        cursor.take_or_end(end)
+    if cursor.is_at_end:
+        raise UnfinishedError()
+    if JSON_BEGINS.match(cursor.text, cursor.at):
+        return read_json_calls(cursor, tools, end)
+    is_fenced = cursor.has_fence()
+    mark = "```" if is_fenced else end
+    if cursor.has("["):
+        found = cursor.items("]", lambda: _read_python_call(cursor, tools))
+        _take_end(cursor, mark)
+    else:
+        found = read_until_end(cursor, mark, lambda: _read_python_call(cursor, tools))
+    if is_fenced:
+        _take_end(cursor, end)
+    if not found:
+        raise NotACallError()
     return found
 
 
+def _take_end(cursor: Cursor, mark: str) -> None:
+    cursor.skip_space()
+    if mark:
+        cursor.take_or_end(mark)
+
+
 def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:
-    """Read name(argument=value, ...); Llama's models write name.call(...), too."""
+    """Read name(argument=value, ...); Llama's models also write name.call(...)."""
     name = str(cursor.match(_PYTHON_CALL)["name"])
     name = name if name in tools.names else name.removesuffix(".call")
 
@@ -74,7 +83,7 @@ def _make_python_form(open: str, end: str, *signs: str, **more: Any) -> CallForm
     return CallForm(
         opens=(open,),
         ends=(end,),
-        read=partial(read_python_calls, end=end, is_listed=more.pop("is_listed", True)),
+        read=partial(read_python_calls, end=end),
         signs=(open, *signs),
         call=_write_python_call,
         end=end,
@@ -86,7 +95,6 @@ LFM = _make_python_form("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list
 OLMO = _make_python_form(
     "<function_calls>",
     "</function_calls>",
-    is_listed=False,
     before="\n",
     between="\n",
     after="\n",
@@ -111,7 +119,7 @@ def _read_gemma_call(cursor: Cursor, tools: OfferedTools, quote: str) -> Call:
         value = cursor.value((quote, '"'), allows_bare=True)
         written = cursor.text[start : cursor.at]
         if not isinstance(value, dict | list) and written[:1] not in (quote[:1], '"'):
-            # A word without quotes: a text where nothing else is allowed.
+            # A bare word is a text if only a text is allowed.
             schema = tools.schema(name, argument)
             is_text = allowed_types(schema) == {"string"}
             value = argument_value(written, schema) if is_text else value

@@ -1,12 +1,12 @@
-"""A form in which models write calls of tools: how it is told from text, read, and held to."""
+"""A format in which models write tool calls: how it is recognised, read and enforced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import InputError
+from ..errors import InputError, quoted, require
 from .arguments import OfferedTools
 from .cursor import Cursor, NotACallError, UnfinishedError
 from .rules import GrammarRules, Schema
@@ -23,10 +23,10 @@ class Call(NamedTuple):
 
 CallReader = Callable[[Cursor, OfferedTools], list[Call]]
 """Goes past the calls after an opening mark, and past their end, and returns them; raises
-`NotACallError` where there are none, `UnfinishedError` where more text may make some."""
+`NotACallError` if there are none, `UnfinishedError` if more text might complete one."""
 CallWriter = Callable[[GrammarRules, str, Schema], str]
-"""Returns the expression of one call, of a tool's name and parameters; rules that it needs are
-added."""
+"""Returns the grammar expression of one call, by the tool's name and parameters; adds the rules
+that it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +35,18 @@ class CallForm:
 
     Attributes:
         opens: marks that open calls, the usual one first.
-        begins: marks that a call itself begins with, by which it is found where nothing opened it.
-            Such calls count only if their tools are offered.
-        ends: marks after which calls may be whole; without any they are at the answer's end.
+        begins: marks that are part of a call, by which it is found if nothing opened it. Such calls
+            count only if their tools are offered.
+        ends: marks after which the calls may be complete; if empty, only the answer's end completes
+            them.
         read: reads the calls after one of `opens`, or one from one of `begins` on.
-        signs: texts of a chat template, or tokens, any of which, or all of a tuple of which, tell
-            that a model has this form.
+        signs: texts in the chat template, or tokens, that identify this form; one suffices, but all
+            of a tuple are needed.
         stands_alone: whether calls may be an answer's whole text, without any mark.
-        call: the grammar of one call; None where there is no grammar.
+        call: the grammar of one call; None if there is no grammar.
         before, between, after, end: what a grammar has after the mark that opens, between two
-            calls, after the last one, and at the end. Where `between` is None, each call has marks
-            of its own.
+            calls, after the last one, and at the end. If `between` is None, each call has marks of
+            its own.
     """
 
     opens: Sequence[str]
@@ -69,7 +70,7 @@ class CallForm:
             rules: of the grammar.
             tools: those that the request offers.
             names: of the tools that may be called, one or more of them.
-            most: calls at most; one at least is made.
+            most: the largest number of calls; at least one is made.
 
         Raises:
             InputError: a schema is too large or broken.
@@ -88,9 +89,10 @@ class CallForm:
 
 
 def read_until_end(cursor: Cursor, end: str, read_call: Callable[[], Call]) -> list[Call]:
-    """Go past calls, and past the mark that ends them; past one where no mark opened it.
+    """Go past calls, and past the mark that ends them; past one call if no mark opened it.
 
-    The mark may be missing before other text, or at the end of a whole text.
+    The mark may be missing before other text, or at the end of a whole text. In a text that was
+    cut, calls count up to the one that is cut.
 
     Args:
         cursor: before the first call.
@@ -105,17 +107,16 @@ def read_until_end(cursor: Cursor, end: str, read_call: Callable[[], Call]) -> l
         cursor.skip_space()
         if found and not cursor.is_opened:
             return found
-        if found and (cursor.has(end) or (cursor.is_at_end and cursor.is_whole)):
+        if found and (cursor.has(end) or cursor.is_over):
             return found
         before = cursor.at
         try:
             found.append(read_call())
-        except UnfinishedError:
-            raise
-        except NotACallError:
-            if not found:
+        except NotACallError as error:
+            is_unfinished = isinstance(error, UnfinishedError)
+            if not found or (is_unfinished and not cursor.is_cut):
                 raise
-            if end.startswith(cursor.text[before:]):
+            if end.startswith(cursor.text[before:]) and not cursor.is_cut:
                 raise UnfinishedError() from None
             cursor.at = before
             return found
@@ -137,19 +138,28 @@ def any_call(
     """
     if write is None:
         raise InputError(
-            "a call is asked for",
-            expected="none: the form in which this model calls tools is not known",
-            do="let the model choose, or ask another model",
+            "a forced tool call",
+            expected="a model whose tool-call format is known",
+            do="let the model choose, or use another model",
         )
     functions = [one.get("function", one) for one in tools]
+    named = [
+        (one["name"], one.get("parameters") or {}) for one in functions if one.get("name") in names
+    ]
+    for name, parameters in named:
+        require(
+            isinstance(parameters, Mapping),
+            f"the parameters of {name} are {quoted(parameters)}",
+            expected="a JSON schema of an object",
+            do="correct them",
+        )
     try:
         calls = [
-            rules.add(write(rules, one["name"], resolved_parameters(one.get("parameters") or {})))
-            for one in functions
-            if one["name"] in names
+            rules.add(write(rules, name, resolved_parameters(parameters)))
+            for name, parameters in named
         ]
     except RecursionError as error:
         raise InputError(
-            "tools are nested too deeply", expected="schemas of fewer levels", do="simplify them"
+            "tools are nested too deeply", expected="shallower schemas", do="simplify them"
         ) from error
     return rules.add(" | ".join(calls))

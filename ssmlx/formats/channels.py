@@ -1,4 +1,4 @@
-"""Answers of several messages, each with a header that says for whom it is: OpenAI's Harmony, and
+"""Answers of several messages, each with a header that names its recipient: OpenAI's Harmony, and
 Muse Spark's.
 
 A message is `<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>`; the prompt has the first
@@ -34,13 +34,15 @@ class Channels:
     """The marks of messages.
 
     Attributes:
-        begins: marks with which a header begins, or goes on.
+        begins: marks that begin or continue a header.
         message: the mark that ends a header.
         ends: marks that end a message.
         end_tokens: those of them that end an answer.
         thinks_to: recipients and channels of thoughts.
-        thought_header, text_header: how a thought, and a text, begin at an answer's beginning.
-        call_header: how a call begins, before the function's name; empty where headers name none.
+        thought_header, text_header: the header of a thought, and of a text, at an answer's start.
+        call_header: that of a call, up to the function's name; empty if headers do not name
+            functions.
+        message_opens: what is before every header but the answer's first.
     """
 
     begins: Sequence[str]
@@ -51,7 +53,7 @@ class Channels:
     thought_header: str
     text_header: str
     call_header: str = ""
-    message_opens: str = "<|start|>assistant"  # before a header, but the answer's first one
+    message_opens: str = "<|start|>assistant"
 
     @property
     def calls_in_header(self) -> bool:
@@ -60,7 +62,7 @@ class Channels:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """Tokens that tell that a model writes such messages, together."""
+        """Tokens that together identify such a model."""
         return self.begins[-1], self.message
 
     @cached_property
@@ -72,8 +74,7 @@ class Channels:
     def read_header(self, text: str, tools: OfferedTools) -> Header:
         """Return what the message of a header is.
 
-        What is for another tool than those that are offered is a thought: the model talks to it,
-        not to the user.
+        A message to a tool that is not offered is a thought: it is not for the user.
         """
         channel = _CHANNEL.search(text)
         recipient = _RECIPIENT.search(text)
@@ -85,6 +86,11 @@ class Channels:
         is_thought = is_thought or (bool(to) and self.calls_in_header)
         return Header("thought" if is_thought else "text")
 
+    def without_header(self, text: str) -> str:
+        """Return a text without the header that it begins with, which no mark ended."""
+        marks = "|".join(map(regex.escape, (*self.begins, *self.ends)))
+        return str(regex.sub(rf"(?:{marks})\s*(?:\w+\b)?(?:\s*to=\S+)?\s*", "", text))
+
     def call_form(self, tool: str) -> CallForm:
         """Return the form of a message that calls a tool: the JSON of its arguments."""
         marks = (*self.ends, *self.begins)
@@ -94,10 +100,9 @@ class Channels:
             is_empty = cursor.is_at_end or cursor.text.startswith(marks, cursor.at)
             arguments = {} if is_empty else cursor.json()
             cursor.skip_space()
-            is_over = cursor.is_at_end and cursor.is_whole
             if not isinstance(arguments, dict):
                 raise NotACallError()
-            if not is_over and not cursor.text.startswith(marks, cursor.at):
+            if not cursor.is_over and not cursor.text.startswith(marks, cursor.at):
                 raise cursor.fail()
             return [Call(tool, arguments)]
 

@@ -1,7 +1,7 @@
 """A place in a text that is read from left to right, and values written in it.
 
-JSON, Python's literals and those of Gemma's calls differ in their quotes alone, so that one reader
-takes all of them.
+JSON, Python's literals and those of Gemma's calls differ only in quoting, so one reader handles
+all of them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import regex  # type: ignore[import-untyped]
 
 Pattern = Any
-"""A compiled pattern of `regex`, which tells texts that may go on to match from others."""
+"""A compiled pattern of `regex`, which knows whether a text may go on to match."""
 _Item = TypeVar("_Item")
 _DECODER = json.JSONDecoder(strict=False)  # a raw line end in a text is the text's
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "True": True}
 _WORDS |= {"False": False, "None": None}
 _NUMBER = regex.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_FENCE = regex.compile(r"```\w*\s*")
+_PART_OF_WORD = regex.compile(r"[\w.+-]*\s*")
 _KEY = regex.compile(r"[^\s:,={}\[\]\"'<]+")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "0": "\0"}
 _ESCAPED |= {"\n": "", "a": "\a", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
@@ -32,7 +34,7 @@ class NotACallError(Exception):
 
 
 class UnfinishedError(NotACallError):
-    """A text that may become a call as it goes on."""
+    """A text that may become a call once more text comes."""
 
 
 class Cursor:
@@ -41,29 +43,43 @@ class Cursor:
     Attributes:
         text: the text.
         at: the place, in characters.
-        is_whole: whether nothing comes after the text: marks that end a call may then be missing.
+        is_whole: whether the text is complete: marks that end a call may then be missing.
+        is_cut: whether nothing comes after the text, though it was to go on: of several calls,
+            those before the one that is cut count.
         is_opened: whether a mark opened the calls that are read, so that another one ends them.
     """
 
     def __init__(
-        self, text: str, at: int = 0, *, is_whole: bool = True, is_opened: bool = True
+        self,
+        text: str,
+        at: int = 0,
+        *,
+        is_whole: bool = True,
+        is_cut: bool = False,
+        is_opened: bool = True,
     ) -> None:
         self.text = text
         self.at = at
         self.is_whole = is_whole
+        self.is_cut = is_cut
         self.is_opened = is_opened
 
     @property
     def rest(self) -> str:
-        """What stands after the place."""
+        """The text from the place on."""
         return self.text[self.at :]
 
     @property
     def is_at_end(self) -> bool:
         return self.at >= len(self.text)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the place is the end of a text after which nothing comes."""
+        return self.is_at_end and (self.is_whole or self.is_cut)
+
     def fail(self) -> NotACallError:
-        """Return the error of a text that cannot go on here as it has to."""
+        """Return the error for unexpected text, or for the end of the text."""
         return UnfinishedError() if self.is_at_end else NotACallError()
 
     def skip_space(self, more: str = "") -> None:
@@ -72,31 +88,38 @@ class Cursor:
             self.at += 1
 
     def has(self, mark: str) -> bool:
-        """Go past `mark` where it stands here; returns whether it does."""
+        """Go past `mark` if it is next; returns whether it is."""
         if not mark or not self.text.startswith(mark, self.at):
             return False
         self.at += len(mark)
         return True
 
+    def has_fence(self) -> bool:
+        """Go past white space, and past what opens a Markdown fence, if it is here; returns whether
+        it is."""
+        self.skip_space()
+        return self.text.startswith("`", self.at) and bool(self.match(_FENCE))
+
     def take(self, mark: str) -> None:
         """Go past `mark`.
 
         Raises:
-            NotACallError: something else stands here.
+            NotACallError: the text goes on differently.
         """
         if not self.has(mark):
             raise UnfinishedError() if mark.startswith(self.rest) else NotACallError()
 
     def take_or_end(self, mark: str) -> None:
-        """Go past `mark`, which may be missing, or cut, at the end of a whole text.
+        """Go past `mark`, which may be missing, or cut, at the end of a text after which nothing
+        comes.
 
         Raises:
-            NotACallError: something else stands here.
+            NotACallError: the text goes on differently.
         """
         try:
             self.take(mark)
         except UnfinishedError:
-            if not self.is_whole:
+            if not (self.is_whole or self.is_cut):
                 raise
             self.at = len(self.text)
 
@@ -137,9 +160,13 @@ class Cursor:
         try:
             value, self.at = _DECODER.raw_decode(self.text, self.at)
         except json.JSONDecodeError as error:
-            is_cut = error.pos >= len(self.text.rstrip()) or error.msg.startswith("Unterminated")
-            is_cut = is_cut or "\\" in self.text[-6:]  # in an escape
-            raise UnfinishedError() if is_cut else NotACallError() from error
+            # At the end, in a text, in an escape, or in a word or number that may go on.
+            may_go_on = (
+                error.msg.startswith("Unterminated")
+                or "\\" in self.text[-6:]
+                or _PART_OF_WORD.fullmatch(self.text, error.pos)
+            )
+            raise UnfinishedError() if may_go_on else NotACallError() from error
         except (ValueError, RecursionError) as error:  # a number of too many digits
             raise NotACallError() from error
         return value
@@ -151,10 +178,10 @@ class Cursor:
         Args:
             quotes: that texts may stand in, longer ones first.
             allows_bare: whether a text may stand without quotes, up to a comma or a bracket.
-            level: how many values it is in.
+            level: nesting depth.
 
         Raises:
-            NotACallError: there is none.
+            NotACallError: there is no valid value.
         """
         self.skip_space()
         if level > _MOST_LEVELS:
@@ -174,7 +201,7 @@ class Cursor:
         """Go past items, which commas separate, and the bracket that closes them; return them.
 
         Raises:
-            NotACallError: there are none such; or `read`, which goes past an item, raises it.
+            NotACallError: the items are invalid, or `read`, which goes past one, raises it.
         """
         found = []
         self.skip_space()
@@ -202,7 +229,8 @@ class Cursor:
     def _word(self, allows_bare: bool) -> Any:
         """Read a number or a word up to a comma, a bracket or white space, or a bare text."""
         start = self.at
-        while not self.is_at_end and self.text[self.at] not in ",]})":
+        ends = ",]}" if allows_bare else ",]})"
+        while not self.is_at_end and self.text[self.at] not in ends:
             self.at += 1
         word = self.text[start : self.at]
         if self.is_at_end and not self.is_whole:

@@ -10,16 +10,25 @@ import regex  # type: ignore[import-untyped]
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .arguments import OfferedTools
-from .bracketed_calls import FUNCTION_GEMMA, GEMMA, LFM, OLMO, read_python_calls
+from .bracketed_calls import (
+    FUNCTION_GEMMA,
+    GEMMA,
+    JSON_BEGINS,
+    LFM,
+    OLMO,
+    read_python_calls,
+)
 from .call_form import Call, CallForm
 from .channels import HARMONY, MUSE, Channels
-from .cursor import Cursor, NotACallError
+from .cursor import Cursor
 from .json_calls import (
     APERTUS,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     KIMI,
     MISTRAL,
+    MISTRAL_V3,
+    calls_in_json,
     make_json_form,
     read_json_calls,
     write_json_call,
@@ -29,10 +38,12 @@ from .tagged_calls import (
     DEEPSEEK_V32,
     GLM_4,
     HERMES,
+    HUNYUAN,
     KIMI_K3,
     LONGCAT,
     MINICPM,
     MINIMAX,
+    MINIMAX_M3,
     MUSE_SPARK,
     QWEN_CODER,
     SEED,
@@ -43,30 +54,31 @@ _LLAMA_END = "<|python_end|>"
 
 
 def _read_llama_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """Read calls of Llama's models, which stand in JSON or in Python's form."""
-    start = cursor.at
-    try:
-        return read_json_calls(cursor, tools, _LLAMA_END)
-    except NotACallError:
-        cursor.at = start
-        cursor.skip_space()
-        is_listed = cursor.text.startswith("[", cursor.at)
-        return read_python_calls(cursor, tools, _LLAMA_END, is_listed=is_listed)
+    """Read what models write without marks: JSON, Python's form, or a name and JSON, as GLM-4."""
+    if JSON_BEGINS.match(cursor.text, cursor.at):
+        return read_json_calls(cursor, tools, _LLAMA_END, needs_arguments=True)
+    if head := _NAME_BEFORE_JSON.match(cursor.text, cursor.at):
+        cursor.at = head.end()
+        return calls_in_json({"name": head["name"], "arguments": cursor.json()})
+    return read_python_calls(cursor, tools, _LLAMA_END)
 
 
+_NAME_BEFORE_JSON = regex.compile(r"\s*(?P<name>[^\s<>{}()\[\]\"']+)[ \t]*\n\s*(?=\{)")
 _ACTION = regex.compile(r"\s*Action:\s*```json\s*")
 
 
 def _read_action(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """Read the calls of Command R, a JSON list in a fence."""
+    """Read the calls of Command R, a JSON list in a fence; its template offers a tool that does
+    nothing."""
     cursor.match(_ACTION)
-    return read_json_calls(cursor, tools, "```")
+    found = read_json_calls(cursor, tools, "```")
+    return [one for one in found if one.name in tools.names or one.name not in _NO_ACTION]
 
 
 def _read_functools(cursor: Cursor, tools: OfferedTools) -> list[Call]:
     """Read the calls of Phi-4 mini, a JSON list after a mark, or after a word."""
     cursor.has("functools")
-    return read_json_calls(cursor, tools, "<|/tool_call|>", may_lack_end=True)
+    return read_json_calls(cursor, tools, "<|/tool_call|>")
 
 
 LLAMA = CallForm(
@@ -79,6 +91,7 @@ LLAMA = CallForm(
     between="; ",
 )
 _TOOL_KEYS = ("tool_name", "parameters")
+_NO_ACTION = ("directly_answer", "directly-answer")
 _PHI = make_json_form(
     "<|tool_call|>",
     "<|/tool_call|>",
@@ -92,7 +105,7 @@ _COMMAND_R = make_json_form(
     opens=(),
     begins=("Action: ```json", "Action:```json"),
     ends=("```",),
-    signs=("directly_answer", "directly-answer"),
+    signs=_NO_ACTION,
     read=_read_action,
     call=write_json_call(*_TOOL_KEYS),
     before="Action: ```json\n[",
@@ -104,6 +117,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "step_3": STEP_3,
+    "minimax_m3": MINIMAX_M3,
     "minimax_m2": MINIMAX,
     "seed_oss": SEED,
     "muse_spark": MUSE_SPARK,
@@ -115,6 +129,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
     "pythonic": LFM,
     "apertus": APERTUS,
     "mistral": MISTRAL,
+    "mistral_v3": MISTRAL_V3,
     "command_a": make_json_form(
         "<|START_ACTION|>",
         "<|END_ACTION|>",
@@ -132,7 +147,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
         between=None,
     ),
     "nemotron": make_json_form("<TOOLCALL>", "</TOOLCALL>"),
-    "hunyuan": make_json_form("<tool_calls>", "</tool_calls>"),  # and Jamba, MiniMax M1
+    "hunyuan": HUNYUAN,  # and Jamba, MiniMax M1
     "olmo3": OLMO,
     "minicpm5": MINICPM,
     "qwen3_coder": QWEN_CODER,
@@ -151,6 +166,8 @@ _THOUGHT_MARKS = (
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|thought_start|>", "<|thought_end|>"),
 )
 _TEXT_MARKS = (
     "<|START_RESPONSE|>",
@@ -170,12 +187,11 @@ class AnswerFormat:
     """How a model writes its answers.
 
     Attributes:
-        name: of the form of its calls, in `CALL_FORMS`, or of its channels; None where it is
-            unknown.
-        calls: forms of calls that are looked for: its own; where that is unknown, all.
-        thought: the marks around what it thinks; None without any.
-        text_marks: other marks, which belong to no text.
-        channels: how messages of an answer are told apart; None where an answer is one.
+        name: of the form of its calls, in `CALL_FORMS`, or of its channels; None if unknown.
+        calls: forms to look for: its own, or all if that is unknown.
+        thought: the marks around what it thinks; None if it has none.
+        text_marks: other marks to strip from text.
+        channels: the marks of an answer's messages; None if an answer is a single message.
     """
 
     name: str | None
@@ -191,15 +207,13 @@ class AnswerFormat:
 
 
 def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
-    """Return how the model of a tokenizer writes its answers, by its chat template and tokens.
-
-    The form of calls that its configuration names, or that mlx-lm finds, goes first.
+    """Return how the model of a tokenizer writes its answers, by its chat templates and tokens;
+    else as its configuration, or mlx-lm, names its calls.
 
     Args:
         tokenizer: as `load` returns it.
     """
-    template = tokenizer.chat_template
-    template = template if isinstance(template, str) else ""
+    template = _text_of_templates(tokenizer)
 
     def is_told(sign: str | tuple[str, ...]) -> bool:
         texts = (sign,) if isinstance(sign, str) else sign
@@ -209,11 +223,8 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
         return AnswerFormat("harmony", (), None, channels=HARMONY)
     parser: Any = tokenizer.tool_parser
     named = str(getattr(parser, "__module__", "")).rpartition(".")[2]
-    name = named if named in CALL_FORMS else None
-    for other, form in CALL_FORMS.items() if name is None else ():
-        if any(map(is_told, form.signs)):
-            name = other
-            break
+    told = (name for name, form in CALL_FORMS.items() if any(map(is_told, form.signs)))
+    name = next(told, named if named in CALL_FORMS else None)
     known = tokenizer.think_start, tokenizer.think_end
     thought = known if tokenizer.has_thinking else next(filter(is_told, _THOUGHT_MARKS), None)
     return AnswerFormat(
@@ -225,6 +236,14 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
     )
 
 
+def _text_of_templates(tokenizer: TokenizerWrapper) -> str:
+    """Return the chat template, or all of them if each has a name; empty for one that is code."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        return "\n".join(map(str, template.values()))
+    return template if isinstance(template, str) else ""
+
+
 def _is_token(text: str, tokenizer: TokenizerWrapper) -> bool:
     """Whether a text is a token by itself."""
     token = tokenizer.convert_tokens_to_ids(text)
@@ -233,24 +252,25 @@ def _is_token(text: str, tokenizer: TokenizerWrapper) -> bool:
 
 def message_end_ids(tokenizer: TokenizerWrapper) -> list[int]:
     """Return the ids of tokens that end an answer in channels: a call's end is one, whatever the
-    model's configuration says. None for other models."""
+    model's configuration says. An empty list for other models."""
     channels = find_format(tokenizer).channels
     marks = channels.end_tokens if channels else ()
     return [tokenizer.convert_tokens_to_ids(one) for one in marks if _is_token(one, tokenizer)]
 
 
 UNKNOWN_CALLS = (
-    "the form in which this model calls tools is not known: calls in other families' forms are "
-    "read, others stay text, and no call can be forced"
+    "this model's tool-call format is unknown: calls in a known family's format are recognised, "
+    "anything else stays text, and calls cannot be forced"
 )
 
 
 def offers_tools(tokenizer: TokenizerWrapper) -> bool:
-    """Whether a model's chat template has a place for tools; one that is code counts as such."""
-    template = tokenizer.chat_template
-    return "tools" in template if isinstance(template, str) else bool(tokenizer.has_chat_template)
+    """Whether a model's chat template has a place for tools; one that is code is taken to have
+    one."""
+    template = _text_of_templates(tokenizer)
+    return "tools" in template if template else bool(tokenizer.has_chat_template)
 
 
 def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
-    """Whether a model's chat template offers tools, while the form of its calls is not known."""
+    """Whether a model's chat template offers tools, but the form of its calls is unknown."""
     return offers_tools(tokenizer) and find_format(tokenizer).name is None

@@ -49,7 +49,7 @@ def turns_for_template(
     if not has_calls and not has_thoughts:
         return found
     name = find_format(tokenizer).name
-    if has_calls and name in ("mistral", "kimi_k2"):
+    if has_calls and name in ("mistral", "mistral_v3", "kimi_k2"):
         return _with_ids(found, in_kimis_form=name == "kimi_k2")
     if name == "harmony":
         return _for_harmony(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,26 +13,27 @@ import regex  # type: ignore[import-untyped]
 
 from .arguments import OfferedTools
 from .call_form import Call, CallForm, CallWriter, read_until_end
-from .cursor import Cursor, NotACallError
+from .cursor import Cursor, NotACallError, UnfinishedError
 from .rules import GrammarRules, Schema, object_schema
 
 _NAMES = ("name", "tool_name", "function", "tool")
 _ARGUMENTS = ("arguments", "parameters", "args")
 
 
-def calls_in_json(value: Any) -> list[Call]:
+def calls_in_json(value: Any, *, needs_arguments: bool = False) -> list[Call]:
     """Return the calls of a JSON value: an object with a name and arguments, or a list of such.
 
-    Arguments may be the text of their JSON; a call without any has none.
+    Arguments may be the text of their JSON; missing arguments are none, unless they are needed.
 
     Raises:
-        NotACallError: it is no such value.
+        NotACallError: it is not such a value.
     """
-    return [_call_in_object(one) for one in (value if isinstance(value, list) else [value])]
+    listed = value if isinstance(value, list) else [value]
+    return [_call_in_object(one, needs_arguments=needs_arguments) for one in listed]
 
 
-def _call_in_object(value: Any) -> Call:
-    """Return the call of a JSON object, in which another, "function" or "tool", may have it."""
+def _call_in_object(value: Any, *, needs_arguments: bool) -> Call:
+    """Return the call of a JSON object, possibly nested under "function" or "tool"."""
     if not isinstance(value, dict):
         raise NotACallError()
     for key in ("function", "tool"):
@@ -41,7 +43,7 @@ def _call_in_object(value: Any) -> Call:
     arguments = next((value[one] for one in _ARGUMENTS if one in value), None)
     if isinstance(arguments, str):
         arguments = Cursor(arguments).json() if arguments.strip() else {}
-    arguments = {} if arguments is None else arguments
+    arguments = {} if arguments is None and not needs_arguments else arguments
     if not name or not isinstance(arguments, dict):
         raise NotACallError()
     id = value.get("id")
@@ -49,30 +51,37 @@ def _call_in_object(value: Any) -> Call:
 
 
 def read_json_calls(
-    cursor: Cursor, tools: OfferedTools, end: str, *, may_lack_end: bool = False
+    cursor: Cursor, tools: OfferedTools, end: str, *, needs_arguments: bool = False
 ) -> list[Call]:
-    """Go past calls in JSON, one or several behind each other, and past the mark that ends them.
+    """Go past calls in JSON, one or more in a row, and past the mark that ends them.
+
+    The mark may be missing before other text, and brackets may be closed once too often.
 
     Args:
         cursor: after the mark that opens them.
         tools: those that are offered.
         end: the mark.
-        may_lack_end: whether other text may follow without it.
+        needs_arguments: whether an object without arguments is no call.
 
     Raises:
         NotACallError: there is none; see `CallReader`.
     """
-    found = calls_in_json(cursor.json())
+    found: list[Call] = []
     while True:
-        cursor.skip_space(";,")
-        if cursor.has(end) or (cursor.is_at_end and cursor.is_whole):
+        before = cursor.at
+        try:
+            found += calls_in_json(cursor.json(), needs_arguments=needs_arguments)
+        except UnfinishedError:
+            if not found or not cursor.is_cut:
+                raise
+            cursor.at = before
             return found
-        if not cursor.is_at_end and cursor.text[cursor.at] in "[{":
-            found += calls_in_json(cursor.json())
-        elif may_lack_end and not cursor.is_at_end and not end.startswith(cursor.rest):
+        cursor.skip_space(";,]}")
+        if cursor.has(end) or cursor.is_over:
             return found
-        else:
-            cursor.take_or_end(end)
+        if cursor.is_at_end or cursor.text[cursor.at] not in "[{":
+            if end.startswith(cursor.rest):
+                cursor.take_or_end(end)
             return found
 
 
@@ -100,7 +109,7 @@ def make_json_form(open: str, end: str, **more: Any) -> CallForm:
     Args:
         open: the mark before them.
         end: the mark after them.
-        more: attributes of the form that are others.
+        more: attributes of the form that differ from these.
     """
     own: dict[str, Any] = {
         "opens": (open,),
@@ -155,7 +164,7 @@ def _json_object(cursor: Cursor) -> dict[str, Any]:
     """Go past a JSON object, and return it.
 
     Raises:
-        NotACallError: it is another value, or none.
+        NotACallError: it is another value, or invalid.
     """
     value = cursor.json()
     if not isinstance(value, dict):
@@ -164,11 +173,12 @@ def _json_object(cursor: Cursor) -> dict[str, Any]:
 
 
 def _write_kimi_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Return the expression of a call in the form of Kimi K2, of any number from 0 to 9."""
+    """Return the expression of a call in the form of Kimi K2, with any number: the model counts the
+    calls of a chat."""
     head = rules.literal(f"<|tool_call_begin|>functions.{name}:")
     middle = rules.literal("<|tool_call_argument_begin|>")
     arguments = rules.json_value(object_schema(schema))
-    return f"{head} /[0-9]/ {middle} {arguments} {rules.literal('<|tool_call_end|>')}"
+    return f"{head} /[0-9]{{1,4}}/ {middle} {arguments} {rules.literal('<|tool_call_end|>')}"
 
 
 KIMI = CallForm(
@@ -185,7 +195,6 @@ KIMI = CallForm(
     end="<|tool_calls_section_end|>",
 )  # fmt: skip
 
-_FENCE = regex.compile(r"\s*```(?:json)?\s*")
 _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
 
@@ -195,7 +204,7 @@ def _read_deepseek_call(cursor: Cursor) -> Call:
     cursor.skip_space()
     if name == "function" and not cursor.text.startswith("{", cursor.at):
         name = cursor.text_until("\n").strip()
-    is_fenced = cursor.text.startswith("`", cursor.at) and bool(cursor.match(_FENCE))
+    is_fenced = cursor.has_fence()
     arguments = _json_object(cursor)
     if is_fenced:
         cursor.skip_space()
@@ -253,20 +262,22 @@ def _read_mistral_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
     found: list[Call] = []
     while True:
         cursor.skip_space(",")
-        if cursor.is_at_end and cursor.is_whole and found:
+        if found and cursor.is_over:
             return found
-        cursor.has("[TOOL_CALLS]")
-        cursor.skip_space()
-        if cursor.text.startswith(("[", "{"), cursor.at):
-            found += calls_in_json(cursor.json())
-        else:
-            try:
+        before = cursor.at
+        try:
+            cursor.has("[TOOL_CALLS]")
+            cursor.skip_space()
+            if cursor.text.startswith(("[", "{"), cursor.at):
+                found += calls_in_json(cursor.json())
+            else:
                 head = cursor.match(_MISTRAL_HEAD)
-            except NotACallError:
-                if found:
-                    return found
+                found.append(Call(head["name"], _json_object(cursor), head["id"]))
+        except NotACallError:
+            if not found:
                 raise
-            found.append(Call(head["name"], _json_object(cursor), head["id"]))
+            cursor.at = before
+            return found
 
 
 def _write_mistral_call(rules: GrammarRules, name: str, schema: Schema) -> str:
@@ -277,10 +288,19 @@ MISTRAL = CallForm(
     opens=("[TOOL_CALLS]",),
     ends=(),
     read=_read_mistral_calls,
-    signs=("[TOOL_CALLS]",),
+    signs=(("[TOOL_CALLS]", "[ARGS]"),),
     call=_write_mistral_call,
-    between="",
+    between="[TOOL_CALLS]",
 )
+MISTRAL_V3 = replace(
+    MISTRAL,
+    signs=("[TOOL_CALLS]",),
+    call=write_json_call(),
+    before="[",
+    between=", ",
+    after="]",
+)
+"""That of older models, whose tokenizer has no `[ARGS]`, such as 7B v0.3 and Nemo."""
 
 
 def _read_apertus_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:

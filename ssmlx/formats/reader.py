@@ -1,8 +1,9 @@
-"""Reads an answer as it comes: what of it is text, what a thought, and which calls it has."""
+"""Splits an answer into text, thoughts and tool calls as it streams."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +15,11 @@ from .call_form import Call, CallForm
 from .cursor import Cursor, NotACallError, UnfinishedError
 from .families import LLAMA, AnswerFormat, find_format
 
-_PROMPT_END = 32  # tokens, in which the header of an answer stands
-_MOST_TRIES = 64  # to read one call, each time that a mark ends it
+_PROMPT_END = 32  # tokens at the prompt's end that are searched for an answer's header
+_TRIES = 16
+_GROWTH = 1.06
+"""A call is read again at each mark that may end it, up to so many times; then when its text has
+grown by so much, so that reading it takes time in proportion to its length."""
 
 
 class Text(NamedTuple):
@@ -59,12 +63,39 @@ def answer_begins(format: AnswerFormat, prompt_end: str, prefill: str = "") -> B
     return "thought" if is_open else "text"
 
 
-class AnswerReader:
-    """Splits an answer into texts, thoughts and calls, whatever the pieces that it comes in.
+@dataclass
+class _OpenCall:
+    """A call, or several, of which the text is collected."""
 
-    Text is passed on at once, but for an end that may begin a mark. Marks are left out, and so is
-    white space after one of them before text. A call is held back until it is whole; what cannot be
-    read as one is text, or part of the thought that it stands in.
+    form: CallForm
+    mark: str  # by which it was found
+    is_opened: bool  # whether that mark is before it, and not part of it
+    searched: int = 0  # characters in which its end was looked for
+    has_end: bool = False  # whether a mark that may end it has come since it was read
+    tries: int = 0
+    next_try: int = 0  # characters that it is read at next, at least
+
+    def is_to_be_read(self, text: str) -> bool:
+        """Whether a mark that may end it has come in its text, and it is time to read it."""
+        ends = self.form.ends
+        start = max(0, self.searched - max(map(len, ends), default=0))
+        found = _any_of(tuple(ends)).finditer(text, start) if ends else ()
+        self.has_end |= any(one.end() > self.searched for one in found)
+        self.searched = len(text)
+        if not self.has_end or len(text) < self.next_try:
+            return False
+        self.has_end = False
+        self.tries += 1
+        self.next_try = int(len(text) * _GROWTH) if self.tries >= _TRIES else 0
+        return True
+
+
+class AnswerReader:
+    """Splits an answer into texts, thoughts and calls, however it is cut into pieces.
+
+    Text is passed on at once, except an end that may begin a mark. Marks are left out, and so is
+    white space between one of them and text. A call is held back until it is complete; what cannot
+    be read as one is text, or part of the thought that it is in, with its marks.
     """
 
     def __init__(
@@ -80,26 +111,24 @@ class AnswerReader:
 
         Args:
             format: the model's.
-            tools: those that are offered; without any, no call is one.
+            tools: those that are offered; without any, nothing is read as a call.
             begins: what the answer begins with.
-            reads_calls: whether marks of calls are looked for; else they are text.
-            reads_text: whether marks are looked for in text; else it goes on to the end, and only
-                a thought that the answer begins with, or channels, are told from it.
+            reads_calls: whether calls are read; else their marks are text.
+            reads_text: whether marks are looked for in text; if not, only a thought that the answer
+                begins with, and channels, are recognised.
         """
         self._format = format
         self._tools = OfferedTools(tools)
         self._reads_text = reads_text
-        self._forms = [*format.calls] if reads_calls and reads_text else []
+        reads_calls = reads_calls and reads_text and bool(self._tools.names)
+        self._forms = [*format.calls] if reads_calls else []
         self._channels = format.channels
         self._text = ""  # that was not read yet
         self._state: str = "header" if begins == "message" else begins
-        self._origin = "text"  # the state in which a call began
-        self._call: CallForm | None = None
-        self._is_opened = True  # whether a mark opened the call
-        self._searched = 0  # characters of a call in which its end was looked for
-        self._tries = 0
+        self._call: _OpenCall | None = None  # while there is one, the state is that before it
         self._header = ""
-        self._is_behind_mark = False
+        self._is_after_mark = False
+        self._has_text = False  # since the last call; a text that names the marks opens no thought
         self._owes_end = False  # whether a mark that ends calls may come alone
         self._left_thought = False  # whether a call ended a thought that no mark ended
         self._is_over = False
@@ -108,7 +137,7 @@ class AnswerReader:
     @property
     def is_thinking(self) -> bool:
         """Whether what comes next goes on with a thought."""
-        return self._state == "thought"
+        return self._state == "thought" and self._call is None
 
     def read(self, text: str) -> list[Piece]:
         """Return what the next piece of the answer's text adds."""
@@ -126,27 +155,23 @@ class AnswerReader:
         """
         self._is_over = True
         found = self.read("")
-        while self._state == "call" or self._text:
-            if self._state == "call":
+        while self._call or self._text:
+            if self._call:
                 # Without marks that end them, calls are as whole as their text.
-                if not self._read_call(found, is_whole=not is_cut or not self._form.ends):
-                    self._take_back_call(found)
+                is_whole = not is_cut or not self._call.form.ends
+                if not self._read_call(self._call, found, is_whole=is_whole, is_cut=is_cut):
+                    self._take_back_call(self._call, found)
             elif self._state == "header":
-                self._end_header(found)
+                self._end_header(is_cut=is_cut)
             else:
                 self._read_lone_calls(found, is_cut=is_cut)
             found += self.read("")
         return found
 
-    @property
-    def _form(self) -> CallForm:
-        assert self._call is not None
-        return self._call
-
     def _step(self, found: list[Piece]) -> bool:
         """Read on up to the next mark; returns whether there is one."""
-        if self._state == "call":
-            return self._step_in_call(found)
+        if self._call:
+            return self._step_in_call(self._call, found)
         if self._state == "header":
             return self._step_in_header(found)
         if self._state == "text" and self._may_stand_alone and self._text:
@@ -182,7 +207,7 @@ class AnswerReader:
         elif not channels:
             return ()
         for form in self._forms:
-            own += [*form.opens, *(form.begins if self._tools.names else ())]
+            own += [*form.opens, *form.begins]
         return tuple(own)
 
     def _pass_mark(self, mark: str, found: list[Piece]) -> None:
@@ -193,66 +218,51 @@ class AnswerReader:
             self._begin_header("" if mark in channels.ends else mark)
         elif mark == thought[1]:
             self._enter_text()
+        elif mark == thought[0] and self._has_text:
+            self._say(mark, found)
         elif mark == thought[0]:
             self._state = "thought"
         else:
             for form in self._forms:
                 if mark in (*form.opens, *form.begins):
-                    self._begin_call(form, is_opened=mark in form.opens, mark=mark)
+                    self._call = _OpenCall(form, mark, is_opened=mark in form.opens)
+                    self._text = self._text if self._call.is_opened else mark + self._text
                     return
-            self._is_behind_mark = self._state == "text"
+            self._is_after_mark = self._state == "text"
             self._owes_end = self._owes_end and mark in self._format.text_marks
 
     def _enter_text(self) -> None:
         self._state = "text"
         self._left_thought = False
-        self._is_behind_mark = True
+        self._is_after_mark = True
 
     def _begin_header(self, text: str) -> None:
         self._state = "header"
         self._header = text
 
-    def _begin_call(self, form: CallForm, *, is_opened: bool, mark: str = "") -> None:
-        """Begin to collect a call; a mark that is part of the call is collected, too."""
-        self._origin = self._state
-        self._state = "call"
-        self._call = form
-        self._is_opened = is_opened
-        self._searched = 0
-        self._tries = 0
-        if not is_opened:
-            self._text = mark + self._text
-
-    def _step_in_call(self, found: list[Piece]) -> bool:
-        """Try to read the call where a mark that may end it has come; returns whether it is over,
-        either way."""
-        form = self._form
-        searched = self._searched
-        self._searched = len(self._text)
-        start = max(0, searched - max(map(len, form.ends), default=0))
-        ends = _any_of(tuple(form.ends)).finditer(self._text, start) if form.ends else ()
-        if not any(one.end() > searched for one in ends):
+    def _step_in_call(self, call: _OpenCall, found: list[Piece]) -> bool:
+        """Read the call if it is time; returns whether it is finished, as a call or as text."""
+        if not call.is_to_be_read(self._text):
             return False
-        self._tries += 1
-        is_read = self._read_call(found, is_whole=False)
-        if is_read is None and self._tries < _MOST_TRIES:
+        is_read = self._read_call(call, found, is_whole=False)
+        if is_read is None:
             return False
         if not is_read:
-            self._take_back_call(found)
+            self._take_back_call(call, found)
         return True
 
-    def _read_call(self, found: list[Piece], *, is_whole: bool) -> bool | None:
-        """Read the calls that were collected; returns whether there are any, None where there may
-        be, once more text has come.
+    def _read_call(
+        self, call: _OpenCall, found: list[Piece], *, is_whole: bool, is_cut: bool = False
+    ) -> bool | None:
+        """Read the calls that were collected; returns whether there are any, None if more text may
+        complete them.
         """
-        cursor = Cursor(self._text, is_whole=is_whole, is_opened=self._is_opened)
+        cursor = Cursor(self._text, is_whole=is_whole, is_cut=is_cut, is_opened=call.is_opened)
         try:
-            if not self._tools.names:
-                raise NotACallError()
-            calls = self._form.read(cursor, self._tools)
+            calls = call.form.read(cursor, self._tools)
             for one in calls:
                 json_text(one.arguments)
-            if not self._is_opened and any(one.name not in self._tools.names for one in calls):
+            if not call.is_opened and any(one.name not in self._tools.names for one in calls):
                 raise NotACallError()
         except UnfinishedError:
             return None
@@ -261,30 +271,27 @@ class AnswerReader:
         found += calls
         self._text = cursor.rest
         self._may_stand_alone = False
-        self._owes_end = not self._is_opened
-        self._left_thought = self._origin == "thought"
-        if self._channels and self._form not in self._forms:
+        self._has_text = False
+        self._call = None
+        self._owes_end = not call.is_opened
+        self._left_thought = self._state == "thought"
+        if self._channels and call.form not in self._forms:
             self._begin_header("")
             return True
         self._state = "text"
-        self._is_behind_mark = True
+        self._is_after_mark = True
         return True
 
-    def _take_back_call(self, found: list[Piece]) -> None:
-        """Go on as before the mark that opened a call which is none: what was collected is read
-        again, and a mark that ends calls is left out once."""
-        form = self._form
-        self._state = self._origin
-        self._is_behind_mark = True
-        self._owes_end = form in self._forms
-        if not self._is_opened:
-            mark = next(one for one in form.begins if self._text.startswith(one))
-            self._is_behind_mark = self._owes_end = False
-            self._say(mark, found)
-            self._text = self._text[len(mark) :]
+    def _take_back_call(self, call: _OpenCall, found: list[Piece]) -> None:
+        """Go on as if the mark of a call, which turned out to be none, were text: what was
+        collected after it is read again."""
+        self._call = None
+        if not call.is_opened:
+            self._text = self._text[len(call.mark) :]
+        self._say(call.mark, found)
 
     def _read_lone_calls(self, found: list[Piece], *, is_cut: bool) -> None:
-        """Read the rest of the answer as calls without marks, where it is that, and whole."""
+        """Read the rest of the answer as calls without marks, if it is exactly that and whole."""
         self._may_stand_alone = False
         cursor = Cursor(self._text)
         try:
@@ -299,7 +306,7 @@ class AnswerReader:
             self._text = ""
 
     def _step_in_header(self, found: list[Piece]) -> bool:
-        """Read a header up to its end, or to where it turns out to be none; returns whether either
+        """Read a header up to its end, or until it turns out not to be one; returns whether either
         has come."""
         channels = self._channels
         assert channels is not None
@@ -317,21 +324,17 @@ class AnswerReader:
             self._pass_mark(match[0], found)
             return True
         kind, tool = channels.read_header(header, self._tools)
-        if kind == "call" and self._reads_text:
-            self._state = "text"
-            self._begin_call(channels.call_form(tool), is_opened=True)
-        else:
-            self._state = "thought" if kind == "thought" else "text"
+        if kind == "call" and self._reads_text and self._tools.names:
+            self._call = _OpenCall(channels.call_form(tool), "", is_opened=True)
+        self._state = "thought" if kind == "thought" else "text"
         return True
 
-    def _end_header(self, found: list[Piece]) -> None:
-        """Make text of a header that was never ended, unless it has marks; those are left out."""
-        channels = self._channels
-        assert channels is not None
-        has_marks = self._header or any(one in self._text for one in channels.begins)
+    def _end_header(self, *, is_cut: bool) -> None:
+        """Make text of a header that was never ended, without its marks and what they name."""
+        assert self._channels is not None
         self._state = "text"
-        if has_marks:
-            self._text = ""
+        self._text = "" if is_cut else self._channels.without_header(self._header + self._text)
+        self._header = ""
 
     def _say(self, text: str, found: list[Piece]) -> None:
         """Add text, or a piece of a thought, as the state says; white space after a mark is left
@@ -339,10 +342,11 @@ class AnswerReader:
         if self._state == "thought":
             found += [Text(text, is_thought=True)] if text else []
             return
-        text = text.lstrip() if self._is_behind_mark else text
+        text = text.lstrip() if self._is_after_mark else text
         if text:
-            self._is_behind_mark = False
+            self._is_after_mark = False
             self._may_stand_alone = False
+            self._has_text = self._has_text or not text.isspace()
             found.append(Text(text))
 
 
@@ -359,4 +363,5 @@ def _lone_calls_pattern(names: tuple[str, ...]) -> Any:
     tools = "|".join(map(regex.escape, names)) or r"(?!)"
     in_json = rf'\[?\s*\{{\s*"(?:{keys})"\s*:.*'
     in_python = rf"\[\s*(?:{tools})(?:\.call)?\s*\(.*"
-    return regex.compile(rf"\s*(?:{in_json}|{in_python})", regex.DOTALL)
+    by_name = rf"(?:{tools})[ \t]*\n\s*\{{.*"
+    return regex.compile(rf"\s*(?:{in_json}|{in_python}|{by_name})", regex.DOTALL)

@@ -12,10 +12,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import quoted, require
 from .schemas import definitions, listed_values, with_closed_objects
 
-_MAX_CHARS = 256 * 2**10  # of a grammar; more is refused where it is compiled
+_MAX_CHARS = 256 * 2**10  # of a grammar; larger ones are refused when compiled
 _MAX_RULES = 20_000
-# JSON stands in one line, as templates write it: white space between its parts may otherwise be
-# repeated without end, in which small models get lost.
+# JSON is in one line, as templates write it: small models may otherwise repeat white space
+# endlessly.
 STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 Schema = Mapping[str, Any]
@@ -50,7 +50,7 @@ class GrammarRules:
         """Add a rule for JSON in one line that follows a schema, with closed objects; return its
         name.
 
-        What is no schema allows any JSON.
+        Anything that is not a schema allows any JSON.
         """
         own = with_closed_objects(schema) if isinstance(schema, Mapping) else {}
         return self.add(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
@@ -61,9 +61,9 @@ class GrammarRules:
         A schema's listed texts and lengths are kept.
 
         Args:
-            mark: which the text does not have in it.
+            mark: which the text cannot contain.
             schema: of the text.
-            in_lines: whether a line end may stand before the mark that is not the text's.
+            in_lines: whether a line end that is not part of the text may precede the mark.
         """
         if listed := listed_values(schema):
             texts = (self.literal(one) or '""' for one in listed if isinstance(one, str))
@@ -82,7 +82,7 @@ class GrammarRules:
         return f"{self.add(without_mark, is_terminal=True)} {self.literal(mark)}"
 
     def add(self, body: str, options: str = "", *, is_terminal: bool = False) -> str:
-        """Add a rule, also where there is one of the same body, and return its new name.
+        """Add a rule, even if one has the same body, and return its new name.
 
         Args:
             body: the rule's expression.
@@ -98,8 +98,8 @@ class GrammarRules:
         require(
             self._chars <= _MAX_CHARS and len(self._rules) <= _MAX_RULES,
             "tools are too large",
-            expected=f"schemas that make a grammar of {_MAX_RULES:,} rules at most",
-            do="simplify or drop some",
+            expected=f"schemas whose grammar has at most {_MAX_RULES:,} rules",
+            do="simplify them or offer fewer tools",
         )
         return name
 
@@ -110,7 +110,7 @@ class GrammarRules:
 
 def object_schema(schema: Schema) -> dict[str, Any]:
     """Return the schema of a tool's arguments as an object; one that names properties has no
-    others, unless it allows them.
+    others unless it says so.
     """
     only = {"additionalProperties": False} if "properties" in schema else {}
     return {"type": "object", **only, **schema}
@@ -138,8 +138,8 @@ def parameters_required_first(schema: Schema) -> list[Parameter]:
     require(
         isinstance(properties, Mapping) and isinstance(required, list),
         f"tools has {quoted(schema)}",
-        expected="parameters that are a JSON schema",
-        do="correct or drop it",
+        expected="parameters that are a JSON schema of an object",
+        do="correct them",
     )
     known = definitions(schema)
     found = []

@@ -1,6 +1,6 @@
-"""Calls whose arguments stand between tags, one after the other: texts as they are, without quotes.
+"""Calls whose arguments are between tags: texts are unquoted.
 
-Only what a form itself puts around a text is taken off it.
+Only what the form itself adds around a text is removed.
 """
 
 # ruff: noqa: RUF001  (the bars of DeepSeek's marks are wide)
@@ -14,14 +14,16 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from .arguments import OfferedTools, allowed_types, argument_value, referenced
+from .arguments import OfferedTools, allowed_types, argument_value, inner_schema, referenced
 from .call_form import Call, CallForm, CallWriter, read_until_end
 from .cursor import Cursor, NotACallError, UnfinishedError
-from .json_calls import calls_in_json, read_json_calls, write_json_call
+from .json_calls import calls_in_json, make_json_form, read_json_calls, write_json_call
 from .rules import GrammarRules, Schema, parameters_required_first
 from .schemas import alternatives
 
 _CDATA = regex.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", regex.DOTALL)
+_MOST_LEVELS = 100  # of tags in tags
+_ANY_BUT_TEXT = {"type": ["number", "boolean", "null", "array", "object"]}
 _PLAIN_TYPES = {"number", "boolean"}
 
 
@@ -32,16 +34,17 @@ class Tags:
     Attributes:
         head: before the arguments.
         argument: before an argument's value.
-        value_end: after a value.
-        foot: after the arguments; empty where nothing stands there.
-        end: the mark that ends all calls; empty where each call is alone.
-        gap: what stands between these parts.
-        any: what `{any}` stands for where calls are written; in what is read, for anything.
-        has_lines: whether the value stands in lines of its own.
-        types: what `{type}` is of a text, and of other values; None names the value's JSON type.
-        json_marks: around the JSON of all arguments, where that may stand in their place.
-        has_cdata: whether texts may stand in <![CDATA[...]]>.
-        needs_arguments: whether a call without arguments counts only of a tool that is offered.
+        value_end: after a value; `{}` is the argument's name.
+        foot: after the arguments; may be empty.
+        end: the mark that ends all calls; empty if each call is separate.
+        gap: what separates these parts.
+        any: what replaces `{any}` in a call that is written; in one that is read, it is anything.
+        has_lines: whether a value has lines of its own.
+        types: what `{type}` is for a text, and for other values; None for the value's JSON type.
+        json_marks: around the JSON of all arguments, if that may take their place.
+        has_cdata: whether texts may be in <![CDATA[...]]>.
+        nested: what is before each tag, if lists and objects are written by tags as well.
+        needs_arguments: whether a call without arguments counts only if its tool is offered.
     """
 
     head: str
@@ -55,6 +58,7 @@ class Tags:
     types: tuple[str, str | None] = ("", "")
     json_marks: tuple[str, str] = ("", "")
     has_cdata: bool = False
+    nested: str = ""
     needs_arguments: bool = False
 
     @cached_property
@@ -67,8 +71,8 @@ class Tags:
 
     @cached_property
     def _cut_pattern(self) -> Any:
-        """Finds where a value may end whose own end is missing: before another argument, the end of
-        the call, or that of the text."""
+        """Finds where a value may end if its own end is missing: before another argument, at the
+        end of the call, or of the text."""
         line = r"\n\s*" if self.has_lines else r"\s*"
         argument = rf"(?P<argument>{line}{_pattern(self.argument, chr(92) + 'n')})"
         end = regex.escape(self.end) if self.end else r"(?!)"
@@ -84,8 +88,20 @@ class Tags:
     def _read_call(self, cursor: Cursor, tools: OfferedTools) -> Call:
         name = html.unescape(cursor.match(self._head_pattern)["name"].strip())
         cursor.skip_space()
-        if not self.foot and cursor.text.startswith("{", cursor.at):
-            return calls_in_json({"name": name, "arguments": cursor.json()})[0]
+        if cursor.text.startswith("{", cursor.at):
+            (call,) = calls_in_json({"name": name, "arguments": cursor.json()})
+            if self.foot:
+                cursor.skip_space()
+                cursor.take_or_end(self.foot)
+            return call
+        return self.read_arguments(cursor, name, tools)
+
+    def read_arguments(self, cursor: Cursor, name: str, tools: OfferedTools) -> Call:
+        """Go past the arguments of a call of the tool `name`, and return it.
+
+        Raises:
+            NotACallError: they are invalid; see `CallReader`.
+        """
         found: dict[str, Any] = {}
         if cursor.has(self.json_marks[0]):
             found = calls_in_json({"name": name, "arguments": cursor.json()})[0].arguments
@@ -93,7 +109,8 @@ class Tags:
         while not self._is_past_arguments(cursor):
             tag = cursor.match(self._argument_pattern)
             key = html.unescape(tag["name"].strip())
-            text = self._value_text(cursor, name, found, tools)
+            value_end = self.value_end.format(tag["name"])
+            text = self._value_text(cursor, value_end, name, found, tools)
             found[key] = self._value(text, tag.groupdict().get("type"), tools.schema(name, key))
         if self.needs_arguments and not found and name not in tools.names:
             raise NotACallError()
@@ -107,14 +124,19 @@ class Tags:
         return bool(self.end) and cursor.text.startswith(self.end, cursor.at)
 
     def _value_text(
-        self, cursor: Cursor, name: str, given: dict[str, Any], tools: OfferedTools
+        self,
+        cursor: Cursor,
+        value_end: str,
+        name: str,
+        given: dict[str, Any],
+        tools: OfferedTools,
     ) -> str:
         """Go past a value and the mark that ends it, and return its text.
 
-        Where the mark is missing, the value ends before the next argument of the tool's that was
+        If the mark is missing, the value ends before the next argument of the tool's that was
         not given yet, before the call's end, or with a whole text.
         """
-        end = cursor.text.find(self.value_end, cursor.at)
+        end = cursor.text.find(value_end, cursor.at)
         limit = len(cursor.text) if end < 0 else end
         for cut in self._cut_pattern.finditer(cursor.text, cursor.at, limit):
             key = html.unescape(cut["name"].strip()) if cut["argument"] else ""
@@ -127,7 +149,7 @@ class Tags:
                 cursor.at = cut.start() + line
                 return text
         if end >= 0:
-            return cursor.text_until(self.value_end)
+            return cursor.text_until(value_end)
         if not cursor.is_whole:
             raise UnfinishedError()
         text = cursor.rest
@@ -142,8 +164,10 @@ class Tags:
             text = inner[1]
         if type and type == self.types[0]:
             return text
+        if self.nested and text.lstrip().startswith(f"{self.nested}<"):
+            return _nested_value(Cursor(text), self.nested, schema)
         if type and "string" in allowed_types(schema) != {"string"}:
-            schema = {"type": ["number", "boolean", "null", "array", "object"]}
+            schema = _ANY_BUT_TEXT
         return argument_value(text, schema)
 
     def write(self, rules: GrammarRules, name: str, schema: Schema) -> str:
@@ -158,6 +182,7 @@ class Tags:
     def _write_argument(self, rules: GrammarRules, name: str, schema: Any) -> list[str]:
         """Return the expressions of an argument with its tags, one for each way to write it."""
         line = "\n" if self.has_lines else ""
+        value_end = self.value_end.format(name)
 
         def before(type: str | None) -> str:
             tag = self.argument.replace("{type}", str(type)).format(name)
@@ -169,14 +194,49 @@ class Tags:
         has_text = any("string" in one for one in types)
         for one, allowed in zip(every, types, strict=True):
             if "string" in allowed:
-                text = rules.text_up_to(self.value_end, referenced(one), in_lines=self.has_lines)
+                text = rules.text_up_to(value_end, referenced(one), in_lines=self.has_lines)
                 ways.append(f"{before(self.types[0])} {text}")
             # Without a type in the tag, a number is a text where that is allowed.
             elif self.types[0] or not (has_text and allowed <= _PLAIN_TYPES):
                 kind = min(allowed) if self.types[1] is None else self.types[1]
-                after = rules.literal(line + self.value_end)
+                after = rules.literal(line + value_end)
                 ways.append(f"{before(kind)} {rules.json_value(one)} {after}")
         return ways
+
+
+def _nested_value(cursor: Cursor, prefix: str, schema: Any) -> Any:
+    """Return the value of the tags that a text is: <item> of a list, or others of an object.
+
+    Raises:
+        NotACallError: it is anything else.
+    """
+    tag = regex.compile(rf"\s*{regex.escape(prefix)}<(?P<name>[^<>/\s]+)>")
+    end = f"{prefix}</"
+
+    def value(inner: Any, level: int = 0) -> Any:
+        if level > _MOST_LEVELS:
+            raise NotACallError()
+        if not tag.match(cursor.text, cursor.at):
+            last = cursor.text.find(end, cursor.at)
+            if last < 0:
+                raise NotACallError()
+            text = cursor.text[cursor.at : last]
+            cursor.at = last
+            return argument_value(text, inner or _ANY_BUT_TEXT)
+        found: list[tuple[str, Any]] = []
+        while child := tag.match(cursor.text, cursor.at):
+            cursor.at = child.end()
+            name = child["name"]
+            found.append((name, value(inner_schema(inner, name), level + 1)))
+            cursor.take(f"{end}{name}>")
+        cursor.skip_space()
+        is_list = all(name == "item" for name, _ in found)
+        return [one for _, one in found] if is_list else dict(found)
+
+    found = value(schema)
+    if not cursor.is_at_end:
+        raise NotACallError()
+    return found
 
 
 def _pattern(tag: str, not_in_name: str, *, named: bool = True) -> str:
@@ -184,7 +244,7 @@ def _pattern(tag: str, not_in_name: str, *, named: bool = True) -> str:
 
     Args:
         tag: as those of `Tags`.
-        not_in_name: letters that the name has not.
+        not_in_name: characters that a name cannot contain.
         named: whether the name is a group of the expression.
     """
     name = rf"[^\"'<>{{}}{not_in_name}]+?"
@@ -215,14 +275,12 @@ _CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 
 def _read_tool_call(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """Read calls after `<tool_call>`, which stands before JSON, Qwen's tags and GLM's."""
+    """Read calls after `<tool_call>`, which opens JSON, Qwen's tags and GLM's."""
     cursor.skip_space()
     if cursor.is_at_end:
         raise UnfinishedError()
     if cursor.text[cursor.at] in "[{":
-        # Granite's models write a list, and nothing after it.
-        is_list = cursor.text[cursor.at] == "["
-        return read_json_calls(cursor, tools, _CALL_MARKS[1], may_lack_end=is_list)
+        return read_json_calls(cursor, tools, _CALL_MARKS[1])
     is_qwen = cursor.text.startswith("<", cursor.at)
     return (QWEN if is_qwen else GLM).read(cursor, tools)
 
@@ -247,19 +305,46 @@ QWEN_CODER = _make_tool_call_form(
 GLM_4 = _make_tool_call_form(GLM.write, signs=(("<tool_call>", "<arg_key>"),))
 
 
-def _make_form(open: str, tags: Tags, **more: Any) -> CallForm:
-    """Return the form of calls between tags that a mark opens."""
+_HUNYUAN_NAME = regex.compile(r"\s*(?P<name>[^\s<>{}\"'`]+)\s*(?:<tool_sep>)?\s*")
+
+
+def _read_hunyuan_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
+    """Read a JSON list; or names in <tool_call>, each with JSON in a fence or with GLM's tags."""
+    cursor.skip_space()
+    if cursor.text.startswith(("[", "{"), cursor.at):
+        return read_json_calls(cursor, tools, "</tool_calls>")
+
+    def read_call() -> Call:
+        cursor.take(_CALL_MARKS[0])
+        name = cursor.match(_HUNYUAN_NAME)["name"]
+        if cursor.has_fence():
+            (call,) = calls_in_json({"name": name, "arguments": cursor.json()})
+            cursor.skip_space()
+            cursor.take_or_end("```")
+        else:
+            call = GLM.read_arguments(cursor, name, tools)
+        cursor.skip_space()
+        cursor.take_or_end(_CALL_MARKS[1])
+        return call
+
+    return read_until_end(cursor, "</tool_calls>", read_call)
+
+
+HUNYUAN = make_json_form("<tool_calls>", "</tool_calls>", read=_read_hunyuan_calls)
+
+
+def _make_form(open: str, tags: Tags, *signs: str) -> CallForm:
+    """Return the form of calls between tags that a mark opens, which is a sign of it as well."""
     return CallForm(
         opens=(open,),
         ends=(tags.end, tags.foot) if tags.foot else (tags.end,),
         read=tags.read,
-        signs=(open,),
+        signs=(open, *signs),
         call=tags.write,
         between=tags.gap if tags.foot else None,
         before=tags.gap if tags.foot else "",
         after=tags.gap if tags.foot else "",
         end=tags.end,
-        **more,
     )
 
 
@@ -282,6 +367,19 @@ MINIMAX = _make_form(
         foot="</invoke>",
         end="</minimax:tool_call>",
     ),
+)
+_M3 = "]<]minimax[>["
+MINIMAX_M3 = _make_form(
+    f"{_M3}<tool_call>",
+    Tags(
+        head=f'{_M3}<invoke name="{{}}">',
+        argument=f"{_M3}<{{}}>",
+        value_end=f"{_M3}</{{}}>",
+        foot=f"{_M3}</invoke>",
+        end=f"{_M3}</tool_call>",
+        nested=_M3,
+    ),
+    _M3,
 )
 MUSE_SPARK = _make_form(
     "<atem:function_calls>",
@@ -306,7 +404,7 @@ SEED = _make_form(
 
 
 def _deepseek_tags(section: str) -> Tags:
-    """Return the tags of DeepSeek since V3.2, which say of each argument whether it is a text."""
+    """Return the tags of DeepSeek from V3.2 on, which say of each argument whether it is a text."""
     return Tags(
         head='<｜DSML｜invoke name="{}">',
         argument='<｜DSML｜parameter name="{}" string="{type}">',
@@ -317,7 +415,7 @@ def _deepseek_tags(section: str) -> Tags:
     )
 
 
-DEEPSEEK_V32 = _make_form("<｜DSML｜function_calls>", _deepseek_tags("function_calls"))
+DEEPSEEK_V32 = _make_form("<｜DSML｜function_calls>", _deepseek_tags("function_calls"), "｜DSML｜")
 DEEPSEEK_V4 = _make_form("<｜DSML｜tool_calls>", _deepseek_tags("tool_calls"))
 KIMI_K3 = _make_form(
     "<|open|>tools<|sep|>",
