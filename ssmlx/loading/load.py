@@ -21,6 +21,7 @@ from ..model import opt
 from ..model.backbone import Backbone, FileStamp, Origin
 from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
+from ..model.rope import rope_settings
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
@@ -105,37 +106,6 @@ def unpack_and_cast_model(model: nn.Module, dtype: str) -> nn.Module:
         model = utils.dequantize_model(model)
     model.set_dtype(getattr(mx, dtype))
     return model
-
-
-def nested_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings that a config.json nests, under the names that every mlx-lm model
-    reads.
-
-    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore.
-
-    Args:
-        config: the content of config.json, which stays as it is.
-
-    Returns:
-        `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
-        outside of `rope_parameters`; empty where that is missing or has no `rope_theta`.
-        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind. Of a
-        model that also sees, the whole `text_config` with these added.
-    """
-    settings: dict[str, Any] = {}
-    inner = config.get("text_config")
-    if isinstance(inner, dict) and (of_text := nested_rope_settings(inner)):
-        settings["text_config"] = {**inner, **of_text}
-    nested = config.get("rope_parameters")
-    if not isinstance(nested, dict) or "rope_theta" not in nested:
-        return settings
-    names = ("rope_theta", "partial_rotary_factor")
-    settings |= {name: nested[name] for name in names if name in nested and name not in config}
-    kind = nested.get("rope_type", nested.get("type", "default"))
-    if not config.get("rope_scaling"):
-        scaling = {k: v for k, v in nested.items() if k != "rope_theta"}
-        settings["rope_scaling"] = None if kind == "default" else scaling
-    return settings
 
 
 def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasses:
@@ -292,6 +262,7 @@ def load_base(
     dtype = resolve_dtype(dtype)
     group = group if group is not None and group.size() > 1 else None
     failure = f"{path} cannot be loaded as a model"
+        config=config,
     files = stamp_model_files(path)
     model, config = load_weights(path, dtype, failure, group=group)
     is_settled = stamp_model_files(path) == files
@@ -369,7 +340,7 @@ def load_weights(
         model, config = utils.load_model(
             path,
             lazy=True,
-            model_config=nested_rope_settings(settings),
+            model_config=rope_settings(settings),
             trust_remote_code=False,
             get_model_classes=choose_model_classes(path, settings),
         )
