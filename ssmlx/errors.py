@@ -135,8 +135,11 @@ def join_first(names: Sequence[str]) -> str:
 
 
 def quoted(value: object) -> str:
-    """The `repr` of a value that was found, cut to 80 characters."""
-    return repr(value)[:_MOST_LETTERS]
+    """The `repr` of a value that was found, cut to 80 characters; its type if it has none."""
+    try:
+        return repr(value)[:_MOST_LETTERS]
+    except Exception:  # of an object's own, or of a number of too many digits
+        return f"a value of type {type(value).__name__}"
 
 
 def require(ok: bool, found: str, *, expected: str, do: str) -> None:

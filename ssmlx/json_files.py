@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import InputError, require
+from .errors import InputError, quoted, require
 
 _Settings = TypeVar("_Settings")
 _JsonError = json.JSONDecodeError
@@ -117,8 +117,11 @@ def parse_json(
 
 
 def found_in_json(value: Any) -> str:
-    """A value as a message shows it: as JSON, cut to 80 characters; of Python's own, its `repr`."""
-    return json.dumps(value, ensure_ascii=False, default=repr)[:80]
+    """A value as a message shows it: as JSON, cut to 80 characters; what JSON lacks as `quoted`."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=quoted)[:80]
+    except Exception:  # keys of other types, a circle, lists too deep, objects that fail
+        return quoted(value)
 
 
 def read_json_rows(path: Path, option: str, expected: str) -> list[tuple[str, dict[str, Any]]]:
@@ -135,8 +138,8 @@ def read_json_rows(path: Path, option: str, expected: str) -> list[tuple[str, di
         (place, object) of each line; the place is "FILE, line N", for messages.
 
     Raises:
-        InputError: the file cannot be read, has no lines, or a line is no JSON object or has a
-            field twice; the message names the line.
+        InputError: the file cannot be read, has no lines, or a line is no JSON object or repeats
+            a field; the message names the line.
     """
     text = read_text(path, expected=expected, do=f"check {option}")
     # JSON allows line separators inside texts that str.splitlines would cut at.
@@ -156,13 +159,14 @@ def _parse_row(line: str, expected: str) -> dict[str, Any]:
     """Parse a line of a JSON Lines file.
 
     Raises:
-        InputError: it is no JSON object, or an object in it has a field twice.
+        InputError: it is no JSON object, or an object in it repeats a field.
     """
 
     def object_of_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        found = f"it has {', '.join(map(found_in_json, twice))} twice in one object"
+        names = ", ".join(map(found_in_json, twice))
+        found = f"it repeats the field{'s' * (len(twice) > 1)} {names}"
         require(not twice, found, expected="each field once", do="correct the line")
         return made
 

@@ -568,6 +568,9 @@ _RECENT: Any = {"least": 1, "most": MAX_CONTEXT, "option": "--penalty context={}
 
 
 _TEMP: Any = {"least": 0, "smallest": MIN_TEMP, "most": MAX_TEMP}
+_REPETITION: Any = {"above": 0, "most": MAX_PENALTY, "option": "--penalty repetition={}"}
+_OFF = {"repetition": 1, "presence": 0, "frequency": 0}
+"""The value of each penalty that changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -580,6 +583,7 @@ class ModelSampling:
     top_p: float = setting(0.0, least=0, most=1)
     min_p: float = setting(0.0, least=0, most=1)
     top_k: int = setting(0, least=0)
+    repetition_penalty: float = setting(1.0, **_REPETITION)
 
     def __post_init__(self) -> None:
         check_settings(self, found="{name} is {value!r}")
@@ -591,8 +595,8 @@ class SamplingConfig:
 
     Attributes:
         temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect. None
-            here and in the next three is as the model's generation_config.json says, or where it
-            says nothing of sampling, 0.
+            here and in the next three is as the model's generation_config.json says, or 0 if it
+            says nothing of sampling.
         top_p: sample from the likeliest tokens that together have this probability; 0 and 1 take
             all.
         min_p: sample from tokens with at least this share of the likeliest one's probability.
@@ -600,7 +604,8 @@ class SamplingConfig:
         seed: of the sampling noise. The noise at a position of the text depends on the seed and the
             position alone, so the same seed gives the same text with plain and speculative
             decoding, any drafter, tree and pruning. None takes a new one from MLX's random state.
-        repetition_penalty: divides (negative: multiplies) the logits of recent tokens.
+        repetition_penalty: divides (negative: multiplies) the logits of recent tokens; 1 is off.
+            None is as the model's generation_config.json says if tokens are sampled, else off.
         repetition_context_size: recent tokens that it looks at.
         presence_penalty: taken from the logit of every recent token.
         presence_context_size: recent tokens that it looks at.
@@ -617,9 +622,7 @@ class SamplingConfig:
     min_p: float | None = setting(None, least=0, most=1)
     top_k: int | None = setting(None, least=0)
     seed: int | None = setting(None, least=0, most=2**64 - 1)
-    repetition_penalty: float | None = setting(
-        None, above=0, most=MAX_PENALTY, option="--penalty repetition={}"
-    )
+    repetition_penalty: float | None = setting(None, **_REPETITION)
     repetition_context_size: int = setting(20, **_RECENT)
     presence_penalty: float | None = setting(
         None, least=-MAX_PENALTY, most=MAX_PENALTY, option="--penalty presence={}"
@@ -654,12 +657,15 @@ class SamplingConfig:
             )
 
     def numbers(self, model: ModelSampling | None = None) -> ModelSampling:
-        """Return temperature and filters: these settings' own, else those of `model`, else greedy
-        ones.
+        """Return temperature, filters and repetition penalty: these settings' own, else those of
+        `model`, else greedy ones.
+
+        A model's penalty belongs to its sampling: greedy decoding takes the likeliest token.
         """
         names = [one.name for one in fields(ModelSampling)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(model or ModelSampling(), **given)
+        found = replace(model or ModelSampling(), **given)
+        return found if found.temp else replace(found, **{"repetition_penalty": 1.0, **given})
 
     def following(self, model: ModelSampling) -> Self:
         """Return the settings with the numbers of `model` where they leave them to it.
@@ -676,8 +682,8 @@ class SamplingConfig:
         """
         sizes = [
             getattr(self, f"{name}_context_size")
-            for name in ("repetition", "presence", "frequency")
-            if getattr(self, f"{name}_penalty")
+            for name, off in _OFF.items()
+            if getattr(self, f"{name}_penalty") not in (None, off)
         ]
         return max(sizes, default=0)
 

@@ -423,10 +423,12 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     assert time.strftime("%Y-%m-%d") in lines["done"]
     assert f"(not in {gone} any more): unfinished" in lines["begun"]
     assert ", with a LoRA (made from other weights than are there)" in lines["changed"]
-    assert run("rename", "done", "better")[1] == "done is called better now\n"
+    assert run("rename", "done", "better")[1] == "renamed done to better\n"
     assert resolve_adapter("better").is_dir() and not (adapters_home() / "done").exists()
     for name in ("better", "begun"):
         assert run("remove", "--yes", name)[0] == 0
+    assert "remove takes 1 name, got 0; see " in run("remove")[2]
+    assert "rename takes 2 names, got 1; see " in run("rename", "done")[2]
     assert [one.name for one in adapters_home().iterdir()] == ["changed"]
     for argv, said in (
         (("remove", "better"), "no adapter better; expected one that was made here (changed)"),

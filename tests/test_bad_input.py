@@ -13,7 +13,7 @@ import threading
 import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from real import ROOT, refusal, run_module, words
+from real import ROOT, one_line, refusal, run_module, words
 from tiny import make_tokenizer
 
 import ssmlx
@@ -23,12 +23,13 @@ from ssmlx.commands import train
 from ssmlx.commands.running import run_command
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
-from ssmlx.errors import ContextLengthError, InputError
-from ssmlx.json_files import read_json
+from ssmlx.errors import ContextLengthError, InputError, quoted
+from ssmlx.json_files import found_in_json, read_json
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.files import locked_folder_removed_if_empty
 from ssmlx.loading.lora_files import LORA_FILE
 from ssmlx.loading.tensors import write_finite_tensors_in_place
+from ssmlx.model.ranks import launched_group
 from ssmlx.prompts import read_prompts
 from ssmlx.server.requests import RequestError
 from ssmlx.settings import StreamConfig
@@ -128,8 +129,8 @@ LINES = {
     "[1, 2]": "is [1, 2]",
     '"w1"': 'is "w1"',
     "true": "is true",
-    '{"prompt": "w1", "completion": "w2", "prompt": "w3"}': '"prompt" twice',
-    '{"messages": [{"role": "user", "role": "user", "content": "w1"}]}': '"role" twice',
+    '{"prompt": "w1", "completion": "w2", "prompt": "w3"}': 'repeats the field "prompt"',
+    '{"messages": [{"role": "user", "role": "user", "content": "w1"}]}': 'repeats the field "role"',
     "{}": "has no fields",
     '{"promt": "w1", "answer": "w2"}': "has promt, answer",
     '{"messages": {"role": "user"}}': "messages",
@@ -511,3 +512,66 @@ def test_heads_without_measure_are_refused():
     assert "num_heads" in refusal(MedusaConfig, num_heads=10**9, num_layers=1, **base)
     assert "n_predict" in refusal(MlpSpeculatorConfig, n_predict=10**9, emb_dim=8, vocab_size=9)
     assert "--stop 'aaa" in refusal(GenerateConfig, stop="a" * 10**6)
+
+
+class Failing:
+    """An object that cannot be shown, as others' may be."""
+
+    def __repr__(self):
+        raise KeyError("no words")
+
+
+def deep():
+    found: list = []
+    for _ in range(100_000):
+        found = [found]
+    return found
+
+
+def circle():
+    found: dict = {}
+    found["own"] = found
+    return found
+
+
+ODD = {
+    "keys of other types": ({(1, 2): 3, b"k": 4}, "{(1, 2): 3, b'k': 4}"),
+    "a circle": (circle(), "{'own': {...}}"),
+    "too deep": (deep(), "a value of type list"),
+    "a number of too many digits": (10**5000, "a value of type int"),
+    "an object that fails": (Failing(), "a value of type Failing"),
+    "one of Python's own": ({1, 2}, '"{1, 2}"'),
+    "one that fails inside": ([Failing()], "Failing"),
+    "JSON": ({"a": [None, "é"]}, '{"a": [null, "é"]}'),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_any_value_is_shown_in_a_message(kind):
+    value, expected = ODD[kind]
+    found = found_in_json(value)
+    assert expected in found and len(found) <= 80
+    assert 0 < len(quoted(value)) <= 80
+
+
+def test_messages_of_a_chat_may_be_anything(base):
+    _, tokenizer = ssmlx.load(str(base))
+    for content in (value for value, _ in ODD.values()):
+        for turns in ([{"role": "user", "content": content}], [content], content):
+            with pytest.raises(InputError):
+                ssmlx.chat_tokens(tokenizer, turns)
+
+
+@pytest.mark.parametrize("rank", ["x", "-1", "1.5", " 1", "٣", "9" * 5000])
+def test_a_process_number_that_is_none_is_told_in_a_line(rank, monkeypatch, capsys):
+    monkeypatch.setenv("MLX_RANK", rank)
+    assert run_command(lambda: print("answer"), "prog") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "MLX_RANK is '" in one_line(err, "prog")
+
+
+def test_an_empty_process_number_is_none(monkeypatch, capsys):
+    monkeypatch.setenv("MLX_RANK", "")
+    assert launched_group() is None
+    assert run_command(lambda: print("answer"), "prog") == 0
+    assert capsys.readouterr().out == "answer\n"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,11 @@ def greedy(base):
 @pytest.mark.parametrize(("content", "expected"), [
     ({}, {}),
     ({"eos_token_id": 2, "repetition_penalty": 1.3}, {}),
+    ({"temperature": 0.7, "repetition_penalty": 1.05}, {"temp": 0.7, "repetition_penalty": 1.05}),
+    ({"do_sample": True, "repetition_penalty": None}, {"temp": 1.0}),
+    ({"do_sample": False, "repetition_penalty": 1.3}, {}),
+    ({"do_sample": True, "top_k": 50.0}, {"temp": 1.0, "top_k": 50}),
+    ({"top_k": -1.0, "temperature": 1}, {"temp": 1.0}),
     ({"do_sample": True}, {"temp": 1.0}),
     ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temp": 0.6, "top_k": 20}),
     ({"temperature": 0.6, "min_p": 0.1}, {"temp": 0.6, "min_p": 0.1}),
@@ -67,21 +73,38 @@ def greedy(base):
     ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {}),
     ({"do_sample": None, "temperature": 0.6}, {"temp": 0.6}),
 ])  # fmt: skip
-def test_what_a_file_asks_for(content, expected):
+def test_what_a_file_asks_for(content, expected, caplog):
     assert sampling_asked_for(content) == ModelSampling(**expected)
+    assert caplog.text == ""
 
 
-@pytest.mark.parametrize("content", [
-    {"temperature": "hot"}, {"temperature": -1}, {"temperature": True}, {"temperature": 1e-9},
-    {"temperature": [1]}, {"top_p": 1.5}, {"top_p": -0.1}, {"top_k": 2.5}, {"top_k": -7},
-    {"min_p": "low"}, {"do_sample": "yes"}, {"do_sample": 1, "temperature": 0.5},
-    '{"temperature": NaN}', '{"temperature": 1e999}', "{", "[]", '"text"',
+GOOD = {"do_sample": True, "temperature": 0.6, "top_k": 20, "min_p": 0.1, "top_p": 0.9,
+        "repetition_penalty": 1.05}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("temperature", "hot"), ("temperature", -1), ("temperature", True), ("temperature", 1e-9),
+    ("temperature", [1]), ("temperature", math.nan), ("temperature", math.inf), ("top_p", 1.5),
+    ("top_p", -0.1), ("top_k", 2.5), ("top_k", -7), ("min_p", "low"),
+    ("repetition_penalty", 0), ("repetition_penalty", "much"), ("do_sample", "yes"),
+    ("do_sample", 1),
 ])  # fmt: skip
-def test_nonsense_is_said_once_and_not_followed(tmp_path, content, caplog):
+def test_one_bad_value_is_named_and_the_others_followed(tmp_path, name, value, caplog):
+    rest = {one: number for one, number in GOOD.items() if one != name}
+    expected = sampling_asked_for(rest)
+    write(tmp_path, {**rest, name: value})
+    with caplog.at_level(logging.WARNING, "ssmlx"):
+        assert read_model_sampling(tmp_path) == expected != ModelSampling()
+    (record,) = caplog.records
+    assert f"generation_config.json: {name} is {value!r}, which is not" in record.getMessage()
+
+
+@pytest.mark.parametrize("content", ['{"temperature": 1e999}', "{", "[]", '"text"'])
+def test_a_file_of_nonsense_is_said_once_and_not_followed(tmp_path, content, caplog):
     write(tmp_path, content)
     with caplog.at_level(logging.WARNING, "ssmlx"):
         assert read_model_sampling(tmp_path) == ModelSampling()
-    assert caplog.text.count("generation_config.json is not followed, decoding is greedy: ") == 1
+    assert len(caplog.records) == 1 and "generation_config.json" in caplog.text
 
 
 def test_a_broken_file_leaves_the_model_greedy(tmp_path, greedy):
@@ -250,3 +273,39 @@ def test_what_compares_tokens_or_measures_is_greedy_by_itself():
     assert {one.numbers(own).temp for one in (*configs, adapt_check._LOOKUP)} == {0}
     (sampled, *_) = parse_systems_with_baselines([], SamplingConfig(temp=0.7, top_k=3))
     assert sampled.config.numbers(own) == ModelSampling(temp=0.7, top_k=3)
+
+
+@pytest.fixture(scope="module")
+def penalising(tmp_path_factory):
+    """A model, and its tokenizer, whose file asks for a penalty too, as Qwen2.5's do."""
+    folder = real.write_base(tmp_path_factory.mktemp("penalising") / "base")
+    return ssmlx.load(str(write(folder, {**ASKED, "repetition_penalty": 1.8})), dtype="float32")
+
+
+def test_a_repetition_penalty_goes_with_the_models_sampling(penalising, greedy):
+    def ask(**settings):
+        return [*real.answer(*penalising, PROMPT, max_tokens=24, **settings)[0]]
+
+    seeded = {"seed": 3, "decoding": "plain"}
+    followed = ask(**seeded)
+    assert followed == ask(repetition_penalty=1.8, **seeded) != ask(repetition_penalty=1, **seeded)
+    assert followed == ask(seed=3, drafter="prompt-lookup")
+    assert ask(temp=0)[:LENGTH] == greedy
+    assert ask(temp=0, repetition_penalty=1.8) != ask(temp=0)
+
+
+def test_a_line_names_the_penalty():
+    own = ModelSampling(temp=0.7, repetition_penalty=1.05)
+    says = "as the model's generation_config.json says"
+    found = sampling_line(GenerateConfig(), own)
+    assert found.startswith(f"sampling with temp 0.7, repetition penalty 1.05 {says}")
+    mine = sampling_line(GenerateConfig(repetition_penalty=1.2), own)
+    assert mine.startswith(f"sampling with repetition penalty 1.2 as asked for, temp 0.7 {says}")
+    assert "penalty" not in sampling_line(GenerateConfig(repetition_penalty=1), own)
+    assert sampling_line(GenerateConfig(temp=0), own).startswith("greedy decoding, as asked for")
+
+
+def test_a_penalty_that_changes_nothing_costs_nothing():
+    assert SamplingConfig(repetition_penalty=1, presence_penalty=0).context_size == 0
+    assert SamplingConfig().following(ModelSampling(temp=1.0)).context_size == 0
+    assert SamplingConfig(repetition_penalty=1.2).context_size == 20

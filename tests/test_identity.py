@@ -2,9 +2,12 @@
 
 import json
 import os
+import platform
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import ssmlx  # first: it prefers OpenBLAS
 
@@ -24,6 +27,7 @@ from real import (
 )
 from tiny import make_base, slow
 
+from ssmlx.blas import blas_name
 from ssmlx.commands import generate
 from ssmlx.loading import folders, identity
 from ssmlx.loading.adapter import write_adapter_in_place
@@ -190,6 +194,36 @@ def test_a_file_that_was_just_written_is_not_stamped_before_its_clock_ticks(tmp_
         path.write_bytes(bytes([n]))
         stamps.add(stamp_model_files(tmp_path))
     assert len(stamps) == 20
+
+
+@pytest.mark.slow
+def test_a_clock_of_whole_seconds_is_waited_for(tmp_path, monkeypatch):
+    """As some network shares have; no such file system can be mounted for a test."""
+    real = Path.stat
+
+    class Coarse:
+        def __init__(self, stat):
+            self._stat = stat
+
+        def __getattr__(self, name):
+            found = getattr(self._stat, name)
+            return found // 10**9 * 10**9 if name.endswith("_ns") else found
+
+    monkeypatch.setattr(Path, "stat", lambda path, **how: Coarse(real(path, **how)))
+    path = tmp_path / "model.safetensors"
+    stamps = set()
+    time.sleep(-time.time() % 1)
+    for n in range(2):
+        path.write_bytes(bytes([n]))
+        stamps.add(stamp_model_files(tmp_path))
+    assert len(stamps) == 2
+
+
+def test_a_file_that_is_written_all_the_time_is_not_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"0")
+    monkeypatch.setattr(time, "sleep", lambda seconds: path.write_bytes(str(seconds).encode()))
+    assert stamp_model_files(tmp_path)[0].name == path.name
 
 
 # --- the same keys and values: what stands in a folder ---
@@ -380,6 +414,16 @@ def eps_of_a_norm(model):
     model.layers[0].input_layernorm.eps = 0.5
 
 
+def listed(*values):
+    """Give a model settings in a list, a tuple or a dict, which MLX keeps among parameters."""
+
+    def change(model):
+        model.layers[1].mlp.settings = list(values)
+        model.layers[2].mlp.settings = {"of": ("gate", [*values])}
+
+    return change
+
+
 def test_a_model_in_memory_is_told_by_all_its_arrays_and_settings():
     key = CacheKey.in_files(in_memory())
     assert CacheKey.in_files(in_memory()) == key
@@ -391,8 +435,12 @@ def test_a_model_in_memory_is_told_by_all_its_arrays_and_settings():
         CacheKey.in_files(in_memory(rope_theta=999.0)),
         CacheKey.in_files(in_memory(scale_of_attention)),
         CacheKey.in_files(in_memory(eps_of_a_norm)),
+        CacheKey.in_files(in_memory(listed(1, 2))),
+        CacheKey.in_files(in_memory(listed(1, 3))),
+        CacheKey.in_files(in_memory(listed(1, "3"))),
+        CacheKey.in_files(in_memory(listed(1, None))),
     }
-    assert len(keys) == 6
+    assert len(keys) == 10
 
 
 def test_in_one_process_a_model_in_memory_is_its_own():
@@ -493,3 +541,12 @@ def test_prompts_of_an_earlier_version_are_left_out_in_a_line(shelf, caplog):
             assert tokens == alone and (found > 0) == known
     (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert "'ssmlx-prompt/1'" in line and "1 other file" in line
+
+
+def test_prompts_that_another_library_or_chip_has_computed_are_not_taken(base, monkeypatch):
+    model, _ = ssmlx.load(base, dtype="float32")
+    key = CacheKey.in_files(model)
+    assert blas_name() in key.computed_by and platform.machine() in key.computed_by
+    monkeypatch.setattr(identity, "blas_name", lambda: "another BLAS")
+    other = CacheKey.in_files(model)
+    assert other != key == replace(other, computed_by=key.computed_by)

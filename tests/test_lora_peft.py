@@ -28,6 +28,7 @@ from ssmlx.errors import InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import load_adapter, write_adapter_in_place
 from ssmlx.loading.load import load_base
+from ssmlx.loading.lora_files import read_lora_folder
 from ssmlx.loading.module_patterns import ModulePatterns
 
 TOKENS = [5, 2, 3, 11, 7, 1, 40, 9]
@@ -265,10 +266,41 @@ def test_no_pattern_takes_for_ever(pattern):
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.parametrize("pattern", ["(?i)K_PROJ", "(?x)k _ proj", "(?m)k_proj", "(?a)k", "(?s)."])
+def test_flags_of_a_pattern_are_refused(pattern):
+    assert "a '" in refusal(ModulePatterns, "a", {pattern: 3})
+
+
 @pytest.mark.parametrize("pattern", ["(?=k)k_proj", r"(\w)\1", "(?i:K_PROJ)", "(?>k)_proj", "k*+"])
 def test_what_is_not_followed_is_refused_by_name(pattern):
     assert "a '" in refusal(ModulePatterns("a", {pattern: 3}).find, "layers.0.k_proj", 8)
     assert "characters" in refusal(ModulePatterns("a", {"a": 3}).find, "a" * 10**6, 8)
+
+
+def write_lora_of_an_expert(folder, **settings):
+    """LoRA of expert 1 in layer 5, as PEFT writes it."""
+    folder.mkdir(exist_ok=True)
+    name = "base_model.model.model.layers.5.mlp.experts.1.w1.lora_{}.weight"
+    factors = {name.format("A"): mx.ones((8, 32)), name.format("B"): mx.ones((48, 8))}
+    mx.save_safetensors(str(folder / FILE), factors)
+    own = {"peft_type": "LORA", "target_modules": ["w1"], **settings}
+    (folder / SETTINGS).write_text(json.dumps(own))
+    return folder
+
+
+@pytest.mark.parametrize("settings", [
+    {"layers_to_transform": [5]}, {"layers_to_transform": 5}, {"layers_to_transform": [0, 1]},
+    {"layers_to_transform": [1], "layers_pattern": "experts"}, {"layers_to_transform": []},
+])  # fmt: skip
+def test_layers_are_named_by_the_rule_of_any_version_of_pefts(tmp_path, settings):
+    """By the first number in a path, the last, or the one that a pattern stands before."""
+    found = read_lora_folder(write_lora_of_an_expert(tmp_path / "lora", **settings))
+    assert list(found.lora) == ["model.layers.5.mlp.experts.1.w1"]
+
+
+def test_layers_that_the_settings_do_not_name_are_refused(tmp_path):
+    folder = write_lora_of_an_expert(tmp_path / "lora", layers_to_transform=[2, 51])
+    assert "do not name" in refusal(read_lora_folder, folder)
 
 
 def test_pickles_and_foreign_tensors_are_refused(trained):

@@ -17,12 +17,11 @@ from real import refusal
 from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.stream_drafter import DraftVocab
 from ssmlx.errors import InputError
-from ssmlx.loading.load import nested_rope_settings
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, copy_with_merged_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
-from ssmlx.model.rope import PositionedRope, Positions
+from ssmlx.model.rope import PositionedRope, Positions, rope_settings
 from ssmlx.model.state_cache import StateCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import draft_topology, full_topology, grow_conditional_tree, grow_tree
@@ -150,7 +149,7 @@ def test_rotary_settings_that_a_model_that_also_sees_nests():
     inner = {**tiny.make_base().args.__dict__, "model_type": "llama"}
     del inner["rope_theta"], inner["rope_scaling"]
     config = {"text_config": {**inner, "rope_parameters": {**YARN, "rope_theta": 7000.0}}}
-    settings = nested_rope_settings(config)
+    settings = rope_settings(config)
     made = tiny.make_base("mistral3", **{**config, **settings})
     assert made.language_model.args.rope_theta == 7000.0
     assert Backbone(made).context_length == 2048

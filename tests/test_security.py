@@ -22,12 +22,12 @@ from mlx_lm.models.llama import Model, ModelArgs
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 """
 TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "custom.PreTrainedTokenizerFast"]}}
-WAYS = {
+TOKENIZERS = {
     "tokenizer": ("tokenizer_config.json", TOKENIZER),
     "old tokenizer": ("tokenizer_config.json", {"auto_map": [None, "custom.Any"]}),
     "unknown tokenizer": ("tokenizer_config.json", {**TOKENIZER, "tokenizer_class": "MyWords"}),
-    "model": ("config.json", {"model_file": "custom.py"}),
 }
+WAYS = {**TOKENIZERS, "model": ("config.json", {"model_file": "custom.py"})}
 CLASSES = {
     "auto_map": {
         "AutoConfig": "custom.LlamaConfig",
@@ -50,6 +50,11 @@ def spoil(folder, name, settings):
     values = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps({**values, **settings}))
     return folder
+
+
+def leave_tokenizer_to_code(folder):
+    """Have the words of a model in a file that only its own code reads, as Kimi K2 has."""
+    (folder / "tokenizer.json").rename(folder / "tiktoken.model")
 
 
 @pytest.fixture
@@ -80,12 +85,25 @@ def test_code_that_came_with_a_model_is_refused(command, way, places, stdin, cap
     if command.startswith("convert"):
         pytest.importorskip("torch")
     spoil(places["evil"], *WAYS[way])
+    leave_tokenizer_to_code(places["evil"])
     arguments = [one.format(**places) for one in COMMANDS[command]]
     assert import_module(command).main(arguments) == 2
     out, err = capsys.readouterr()
     line = one_line(err, err.partition(":")[0])
     assert out == "" and "asks to run code that came with the model" in line
     assert not (places["evil"] / "ran").exists()
+    assert stdin.read() == "y\n"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "xverse"])  # transformers lacks the latter
+@pytest.mark.parametrize("way", TOKENIZERS)
+def test_code_beside_a_whole_tokenizer_is_left_aside(way, model_type, places, stdin):
+    evil = places["evil"]
+    expected = ssmlx.generate(*ssmlx.load(str(evil)), "w1 w2", max_tokens=4)
+    spoil(evil, *WAYS[way])
+    spoil(evil, "config.json", {"model_type": model_type, **CLASSES})
+    assert ssmlx.generate(*ssmlx.load(str(evil)), "w1 w2", max_tokens=4) == expected
+    assert not (evil / "ran").exists() and not list(evil.rglob("*.pyc"))
     assert stdin.read() == "y\n"
 
 
@@ -104,6 +122,7 @@ def test_classes_of_their_own_are_left_aside(name, places, stdin):
 
 def test_a_draft_models_code_is_refused_too(places, base, stdin, capsys):
     draft = spoil(places["evil"], *WAYS["tokenizer"])
+    leave_tokenizer_to_code(draft)
     arguments = ["--model", str(base), "--prompt", "w1", "--drafter", f"draft-model model={draft}"]
     assert import_module("ssmlx.commands.generate").main(arguments) == 2
     assert "asks to run code" in capsys.readouterr().err

@@ -215,3 +215,70 @@ def test_awq_is_loaded_as_the_numbers_that_it_stands_for(base, tmp_path):
     loaded = dict(tree_flatten(backbone.model.parameters()))
     for name, expected in meant.items():
         tiny.assert_close(loaded[name], expected, 1e-2)
+
+
+FOUR = {"num_bits": 4, "symmetric": True, "type": "int", "group_size": 32, "strategy": "group"}
+
+
+def packing(*weights, **more) -> dict:
+    """quantization_config of compressed-tensors, with a group of layers for each."""
+    groups = {f"group_{n}": {"targets": ["Linear"], "weights": w} for n, w in enumerate(weights)}
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": groups,
+            **more,
+        }
+    }
+
+
+def pack_integers(folder: Path, tensors: dict[str, mx.array], bits: int) -> dict[str, mx.array]:
+    """Store MLPs' layers as compressed-tensors packs integers, around half of what their bits
+    hold; what they stand for."""
+    stored, meant = {}, {}
+    rng = np.random.default_rng(0)
+    for name, one in tensors.items():
+        if ".mlp." not in name or one.ndim != 2 or one.shape[1] % 32:
+            stored[name] = one
+            continue
+        values = rng.integers(0, 2**bits, one.shape, np.uint32)
+        shifts = bits * np.arange(32 // bits, dtype=np.uint32)
+        packed = (values.reshape(len(values), -1, 32 // bits) << shifts).sum(-1, dtype=np.uint32)
+        scales = rng.random((one.shape[0], one.shape[1] // 32)).astype(np.float32)
+        stored[f"{name}_packed"] = mx.array(packed.view(np.int32))
+        stored[f"{name}_scale"] = mx.array(scales)
+        stored[f"{name}_shape"] = mx.array(one.shape)
+        centred = values.astype(np.float32) - 2 ** (bits - 1)
+        meant[name] = mx.array(centred * np.repeat(scales, 32, axis=1))
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    return meant
+
+
+def write_latent(folder: Path) -> dict[str, mx.array]:
+    return write_tiny(folder, "deepseek_v3", **{**tiny.LATENT, "first_k_dense_replace": 9})
+
+
+def test_integers_of_four_bits_are_loaded_as_the_numbers_that_they_stand_for(tmp_path):
+    folder = tmp_path / "model"
+    meant = pack_integers(folder, write_latent(folder), 4)
+    assert len(meant) >= tiny.LAYERS
+    for settings in (packing(FOUR), packing({"num_bits": 4}), packing(FOUR, None, FOUR)):
+        configure(folder, **settings)
+        loaded = dict(tree_flatten(load_base(folder, "float32")[0].model.parameters()))
+        for name, expected in meant.items():
+            tiny.assert_close(loaded[name], expected, 1e-5)
+
+
+@pytest.mark.parametrize("settings", [
+    packing({**FOUR, "num_bits": 8}), packing(FOUR, {**FOUR, "num_bits": 8}),
+    packing({**FOUR, "symmetric": False}), packing({**FOUR, "type": "float"}),
+    packing({"group_size": 32}), packing(), packing(None), packing(5),
+    packing(FOUR, config_groups=None), packing(FOUR, config_groups=[FOUR]),
+])  # fmt: skip
+def test_other_integers_would_be_read_as_those_and_are_refused(tmp_path, settings):
+    folder = tmp_path / "model"
+    pack_integers(folder, write_latent(folder), 8)
+    configure(folder, **settings)
+    said = refusal(load_base, folder, "float32")
+    assert "packed by compressed-tensors" in said and "num_bits" in said

@@ -203,3 +203,51 @@ def test_a_template_in_a_processors_file_frames_prompts(tmp_path):
     assert tokenizer.decode(ssmlx.prompt_tokens("w1", model, tokenizer)) == "w1"
     put(folder, chat_template={"chat_template": real.CHAT_TEMPLATE})
     assert ssmlx.prompt_tokens("w1", *ssmlx.load(str(folder))) == expected
+
+
+CODE = {"auto_map": {"AutoTokenizer": ["tokenization_theirs.Theirs", None]}}
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "kimi_k2", *slow("internlm2", "kimi_k25", "qwen2")]
+)
+@pytest.mark.parametrize("kind", ["byte level", "sentence pieces"])
+def test_code_beside_tokenizer_json_is_not_needed(tokenizers, tmp_path, kind, model_type):
+    own = tokenizers[kind]
+    for name in CLASSES:
+        named = {} if name is None else {"tokenizer_class": name}
+        write(tmp_path, own, {"model_type": model_type}, **named, **CODE)
+        assert (
+            load_tokenizer(tmp_path, {"model_type": model_type}).encode(TEXT)
+            == own.encode(TEXT).ids
+        )
+
+
+def write_sentence_pieces(folder: Path):
+    """A tokenizer.model as InternLM2 has it."""
+    trained = pytest.importorskip("sentencepiece")
+    (folder / "corpus.txt").write_text("\n".join(CORPUS))
+    trained.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=300,
+        model_type="bpe", byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    return trained.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def test_sentence_pieces_beside_code_are_read_if_transformers_has_a_class(tokenizers, tmp_path):
+    pieces = write_sentence_pieces(tmp_path)
+    write(tmp_path, tokenizers["byte level"], {}, tokenizer_class="InternLM2Tokenizer", **CODE)
+    (tmp_path / "tokenizer.json").unlink()
+    found = load_tokenizer(tmp_path, {"model_type": "internlm2"})
+    text = "the quick brown  fox, fine días"
+    assert found.encode(text, add_special_tokens=False) == pieces.encode(text)
+    with pytest.raises(InputError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(tmp_path, {"model_type": "baichuan_m1"})
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k2", "kimi_k25", "qwen"])
+def test_a_vocabulary_of_tiktoken_alone_is_refused(tokenizers, tmp_path, model_type):
+    write(tmp_path, tokenizers["byte level"], {"model_type": model_type}, **CODE)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tiktoken.model")
+    with pytest.raises(InputError, match="asks to run code that came with the model"):
+        load_tokenizer(tmp_path, {"model_type": model_type})

@@ -53,7 +53,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     wanted = {"list": 0, "remove": 1, "rename": 2}[args.act]
     if len(args.names) != wanted:
-        parser.error(f"{args.act} takes {wanted} names, and not {len(args.names)}")
+        names = "1 name" if wanted == 1 else f"{wanted} names"
+        parser.error(f"{args.act} takes {names}, got {len(args.names)}")
     return args
 
 
@@ -141,7 +142,7 @@ def _list_remove_or_rename(args: argparse.Namespace) -> int:
 
     Raises:
         InputError: there is no such adapter, a run writes to it now, the new name is taken or not
-            allowed, the folder cannot be changed, or nobody can be asked whether to remove it.
+            allowed, the folder cannot be changed, or there is no terminal to ask on.
     """
     from ..loading.adapt_runs import read_adapt_runs
     from ..loading.files import locked_folder_removed_if_empty
@@ -157,7 +158,7 @@ def _list_remove_or_rename(args: argparse.Namespace) -> int:
         with locked_folder_removed_if_empty(folder):  # refused while a run writes there
             if args.act == "rename":
                 _rename(folder, args.names[1])
-                print(one_line(f"{folder.name} is called {args.names[1]} now"))
+                print(one_line(f"renamed {folder.name} to {args.names[1]}"))
             elif not confirmed(f"delete {folder} and all that is in it", args):
                 return 1
             else:

@@ -64,10 +64,10 @@ def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
     if config.numbers(own).temp == 0:
         why = "; the model's generation_config.json asks for sampling" if own.temp else ""
         return f"greedy decoding, {'as asked for' if config.temp == 0 else 'the default'}{why}"
-    given = {name: value for name, value in vars(config.numbers()).items() if value}
-    followed = {
-        name: value for name, value in vars(own).items() if value and getattr(config, name) is None
-    }
+    off = vars(ModelSampling())
+    used = {name: one for name, one in vars(config.numbers(own)).items() if one != off[name]}
+    given = {name: one for name, one in used.items() if getattr(config, name) is not None}
+    followed = {name: one for name, one in used.items() if name not in given}
     if not followed:
         return f"sampling with {_in_words(given)}, as asked for"
     asked = f"{_in_words(given)} as asked for, " if given else ""
@@ -76,5 +76,6 @@ def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
 
 
 def _in_words(numbers: dict[str, float]) -> str:
-    """Numbers of sampling by their options' names, such as "temp 0.6, top-p 0.95"."""
-    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in numbers.items())
+    """Numbers of sampling in words, such as "temp 0.6, top-p 0.95, repetition penalty 1.05"."""
+    words = {name: name.replace("_penalty", " penalty").replace("_", "-") for name in numbers}
+    return ", ".join(f"{words[name]} {value:g}" for name, value in numbers.items())

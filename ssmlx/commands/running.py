@@ -15,12 +15,23 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from ..bars import shown
-from ..errors import InputError, one_line, require, without_controls
+from ..errors import InputError, one_line, quoted, require, without_controls
+
+_MOST_DIGITS = 6  # of the number of a process
 
 
 def launched_rank() -> int:
-    """Which of `mlx.launch`'s processes this is; the first one shows and writes for all."""
-    return int(os.environ.get("MLX_RANK", "0"))
+    """Which of `mlx.launch`'s processes this is; the first one shows and writes for all.
+
+    Raises:
+        InputError: the environment has something else for it.
+    """
+    rank = os.environ.get("MLX_RANK") or "0"
+    found = f"MLX_RANK is {quoted(rank)}"
+    is_number = rank.isascii() and rank.isdecimal() and len(rank) < _MOST_DIGITS
+    expected = "the number of a process, as mlx.launch sets it"
+    require(is_number, found, expected=expected, do="unset it")
+    return int(rank)
 
 
 @contextmanager
@@ -76,9 +87,9 @@ def run_command(main: Callable[[], int | None], prog: str) -> int:
         main: the command; its return value is the exit code, None for 0.
         prog: its name, for messages.
     """
-    if rank := launched_rank():
-        prog += f" (rank {rank})"
     try:
+        if rank := launched_rank():
+            prog += f" (rank {rank})"
         with _usable_standard_streams(), silent_unless_first_rank(), logging_to_stderr():
             code = main() or 0
             sys.stdout.flush()
@@ -204,7 +215,8 @@ def confirmed(act: str, args: argparse.Namespace) -> bool:
     if args.yes:
         return True
     can_ask = sys.stdin.isatty() and sys.stderr.isatty()
-    require(can_ask, act, expected="--yes, as nobody can be asked here", do="add --yes")
+    expected = "--yes, because there is no terminal to ask on"
+    require(can_ask, act, expected=expected, do="add --yes")
     print(f"{one_line(act)}? [y/N] ", end="", file=sys.stderr, flush=True)
     is_wanted = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not is_wanted:

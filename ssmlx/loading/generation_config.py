@@ -1,7 +1,7 @@
 """How a model's generation_config.json asks for its tokens to be sampled.
 
-Temperature, top-p, top-k and min-p are followed, as vLLM follows them; penalties and all else that
-the file may have are not.
+Temperature, top-p, top-k, min-p and the repetition penalty are followed, as vLLM follows them; all
+else that the file may have is not.
 """
 
 import logging
@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, quoted, require
+from ..errors import InputError, quoted
 from ..json_files import read_json
 from ..settings import ModelSampling
 
 GENERATION_FILE = "generation_config.json"
 _NAMES = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "top_k": "top_k"}
+_PENALTY = "repetition_penalty"
 
 logger = logging.getLogger("ssmlx")
 
 
 def read_model_sampling(folder: Path) -> ModelSampling:
-    """Read how a model's folder asks for tokens to be sampled: greedily where it says nothing.
+    """Read how a model's folder asks for tokens to be sampled: greedily if it says nothing.
 
-    A file that cannot be read, or says nonsense, is logged and followed in nothing.
+    A file that cannot be read is logged, and followed in nothing.
 
     Args:
         folder: of the model.
@@ -31,31 +32,60 @@ def read_model_sampling(folder: Path) -> ModelSampling:
     if not path.is_file():
         return ModelSampling()
     try:
-        return sampling_asked_for(read_json(path, "a model's settings of generation"))
+        return sampling_asked_for(read_json(path, "a model's settings of generation"), str(path))
     except InputError as error:
         logger.warning("%s is not followed, decoding is greedy: %s", path, error)
         return ModelSampling()
 
 
-def sampling_asked_for(values: Mapping[str, Any]) -> ModelSampling:
+def sampling_asked_for(values: Mapping[str, Any], source: str = GENERATION_FILE) -> ModelSampling:
     """Return what the content of a generation_config.json asks for.
 
-    It is greedy if `do_sample` is false, or missing beside no number of sampling. Else a missing
-    temperature is 1, and a missing filter is off; null is as good as missing.
+    It is greedy if `do_sample` is false, or missing beside no temperature and no filter. Else a
+    missing temperature is 1, a missing filter or penalty is off; null is as good as missing. A
+    value that sampling may not have is logged, and counts as missing.
 
-    Raises:
-        InputError: a value is none that sampling may have.
+    Args:
+        values: the content.
+        source: the file, for what is logged.
     """
-    given = {name: values[name] for name in _NAMES if values.get(name) is not None}
+    found = {
+        own: _valid_or_none(source, name, own, values.get(name)) for name, own in _NAMES.items()
+    }
+    given = {name: value for name, value in found.items() if value is not None}
     samples = values.get("do_sample")
-    require(
-        samples is None or isinstance(samples, bool),
-        f"do_sample is {quoted(samples)}",
-        expected="true or false",
-        do="correct it",
-    )
+    if not (samples is None or isinstance(samples, bool)):
+        _warn(source, "do_sample", samples, "true or false")
+        samples = None
     if samples is False or (samples is None and not given):
         return ModelSampling()
-    if given.get("top_k") == -1:  # off, as some write it
-        del given["top_k"]
-    return ModelSampling(**{"temp": 1.0, **{_NAMES[name]: one for name, one in given.items()}})
+    penalty = _valid_or_none(source, _PENALTY, _PENALTY, values.get(_PENALTY))
+    return ModelSampling(**{"temp": 1.0, _PENALTY: penalty or 1.0, **given})
+
+
+def _valid_or_none(source: str, name: str, own: str, value: Any) -> Any:
+    """Return the value of a file's entry as `ModelSampling` has it; None where it has none that can
+    be followed.
+
+    Args:
+        source: the file, for what is logged.
+        name: of the entry.
+        own: its name in `ModelSampling`.
+        value: as the file has it.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 50.0 is as good as 50
+    if value is None or (name == "top_k" and value == -1):  # off, as some write it
+        return None
+    try:
+        ModelSampling(**{own: value})
+    except InputError as error:
+        _warn(source, name, value, error.expected)
+        return None
+    return value
+
+
+def _warn(source: str, name: str, value: Any, expected: str) -> None:
+    logger.warning(
+        "%s: %s is %s, which is not followed; expected %s", source, name, quoted(value), expected
+    )

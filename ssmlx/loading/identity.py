@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..bars import bar
+from ..blas import blas_name
 from ..errors import InputError, require
 from ..json_files import read_json
 from ..mlx_thread import run_on_mlx_thread
@@ -49,6 +51,8 @@ _PROBE_TOLERANCE = 0.02
 _WEIGHTS = "model*.safetensors"  # as mlx-lm reads them
 _SETTINGS = ("config.json", "hf_quant_config.json")  # all that it reads of a model's settings
 _CLOCK_TICK = 0.02  # seconds, more than the kernel's clock takes from one time of files to the next
+_COARSE_TICK = 2.05  # the same where times of files are whole seconds, or even ones (FAT)
+_MOST_WAITS = 3  # for a file that is being written
 _PIECE_BYTES = 2**22
 _MOST_THREADS = 4
 _REMEMBERED_FILE = "weights.json"
@@ -64,8 +68,11 @@ def stamp_model_files(folder: Path) -> tuple[FileStamp, ...]:
     """Stamp the files that decide what a folder's model computes: weights and settings.
 
     As long as the stamps are the same, so are the bytes: no program can set the time of a file's
-    last change of state. Where a file was changed in the last `_CLOCK_TICK`, that is waited for, so
-    that the next change has another time.
+    last change of state. exFAT and FAT keep no such time: there a program that changes a file and
+    sets the time of its content back, as some that copy do, leaves the stamp as it was.
+
+    If a file was changed a moment ago, the clock's next tick is waited for, so that the next change
+    has another time: 0.02 s, or 2 s where the file system has times of whole seconds.
 
     Args:
         folder: the model's; files that are missing or cannot be looked at have no stamp.
@@ -81,10 +88,16 @@ def stamp_model_files(folder: Path) -> tuple[FileStamp, ...]:
         return tuple(found)
 
     found = stamps()
-    age = time.time() - max((one.changed_ns for one in found), default=0) / 1e9
-    if age < _CLOCK_TICK:
-        time.sleep(_CLOCK_TICK)
-        found = stamps()
+    for _ in range(_MOST_WAITS):
+        times = [one.changed_ns for one in found]
+        is_coarse = all(one % 10**9 == 0 for one in times)
+        tick = _COARSE_TICK if is_coarse else _CLOCK_TICK
+        if time.time() - max(times, default=0) / 1e9 >= tick:
+            break
+        time.sleep(tick)
+        before, found = found, stamps()
+        if found == before:  # a change from now on has another time
+            break
     return found
 
 
@@ -368,7 +381,8 @@ class CacheKey:
         dtype: of the activations, such as "float32".
         weights: digest of the base model's weights and settings, and of how they were loaded.
         lora: digest of the LoRA that acts on every row, or "none".
-        computed_by: versions of this package, mlx-lm and MLX, and the device.
+        computed_by: versions of this package, mlx-lm and MLX, and what computes: a GPU by its name,
+            or a CPU's kind and its BLAS.
     """
 
     model: str
@@ -403,19 +417,30 @@ class CacheKey:
     def _with_weights(cls, model: StreamFusedModel, weights: str) -> CacheKey:
         backbone = model.backbone
         kind = getattr(backbone.model, "model_type", type(backbone.model).__name__)
-        device = "GPU" if mx.default_device() == mx.gpu else "CPU"
         return cls(
             model=f"{kind}, {model.num_layers} layers of {backbone.hidden_size}",
             dtype=str(backbone.dtype).removeprefix("mlx.core."),
             weights=weights,
             lora=model.lora_digest or "none",
-            computed_by=f"{_versions()}, {device}",
+            computed_by=f"{_versions()}, {_device()}",
         )
 
 
 @cache
 def _versions() -> str:
     return f"ssmlx {__version__}, mlx-lm {version('mlx-lm')}, MLX {version('mlx')}"
+
+
+def _device() -> str:
+    """What computes, such as "Metal on Apple M4" or "CPU x86_64, OpenBLAS 0.3.33 (SkylakeX)".
+
+    Others round in another way, so that a prompt which one of them has processed may get another
+    answer from the next.
+    """
+    if mx.default_device() == mx.gpu:
+        backend = "Metal" if mx.metal.is_available() else "CUDA"
+        return f"{backend} on {mx.device_info(mx.gpu).get('device_name', 'an unknown GPU')}"
+    return f"CPU {platform.machine()}, {blas_name()}"
 
 
 def _weights_in_process(backbone: Backbone) -> str:
@@ -461,13 +486,15 @@ def _digest_as_loaded(folder: Path, files: tuple[FileStamp, ...] | None) -> str:
 def _digest_in_memory(backbone: Backbone) -> str:
     """Digest all arrays and plain settings of a base model's modules. On the MLX thread."""
     model = backbone.without_adapter().model
-    settings = [
-        [path, type(module).__name__, {k: v for k, v in vars(module).items() if _is_plain(v)}]
+    leaves: Any = tree_flatten(model)  # among them what its lists, tuples and dicts hold
+    others = [
+        (f"{path}.{name}", one)
         for path, module in model.named_modules()
+        for name, one in (("is", type(module).__name__), *vars(module).items())
     ]
-    leaves: Any = tree_flatten(model)
-    held = [(name, one) for name, one in leaves if isinstance(one, mx.array)]
-    return _digest_json([sorted(settings, key=lambda one: one[0]), digest_arrays(held)])
+    arrays = [(name, one) for name, one in leaves if isinstance(one, mx.array)]
+    settings = [(name, one) for name, one in (*leaves, *others) if _is_plain(one)]
+    return _digest_json([sorted(settings, key=lambda one: one[0]), digest_arrays(arrays)])
 
 
 def _is_plain(value: Any) -> bool:

@@ -21,6 +21,7 @@ from ..model import opt
 from ..model.backbone import Backbone, FileStamp, Origin
 from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
+from ..model.rope import rope_settings
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
@@ -31,7 +32,7 @@ from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .identity import require_unchanged, stamp_model_files
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
 from .stored_types import refuse_other_types, require_known_packing
-from .tokenizer_files import tokenizer_arguments
+from .tokenizer_files import require_no_code, tokenizer_arguments
 
 OWN_FAMILIES = {"opt": opt}
 """Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
@@ -107,37 +108,6 @@ def unpack_and_cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def nested_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings that a config.json nests, under the names that every mlx-lm model
-    reads.
-
-    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore.
-
-    Args:
-        config: the content of config.json, which stays as it is.
-
-    Returns:
-        `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
-        outside of `rope_parameters`; empty where that is missing or has no `rope_theta`.
-        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind. Of a
-        model that also sees, the whole `text_config` with these added.
-    """
-    settings: dict[str, Any] = {}
-    inner = config.get("text_config")
-    if isinstance(inner, dict) and (of_text := nested_rope_settings(inner)):
-        settings["text_config"] = {**inner, **of_text}
-    nested = config.get("rope_parameters")
-    if not isinstance(nested, dict) or "rope_theta" not in nested:
-        return settings
-    names = ("rope_theta", "partial_rotary_factor")
-    settings |= {name: nested[name] for name in names if name in nested and name not in config}
-    kind = nested.get("rope_type", nested.get("type", "default"))
-    if not config.get("rope_scaling"):
-        scaling = {k: v for k, v in nested.items() if k != "rope_theta"}
-        settings["rope_scaling"] = None if kind == "default" else scaling
-    return settings
-
-
 def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasses:
     """Choose the function by which mlx-lm's loader finds the classes of a folder's model.
 
@@ -171,34 +141,29 @@ def refuse_unsafe_and_explain_errors(
 ) -> Iterator[Mapping[str, Any]]:
     """Turn every error over a model folder in the block into an InputError, see `explain_errors`.
 
-    Before the block, folders are refused that ask to run code of their own (`model_file` in
-    config.json, `auto_map` in tokenizer_config.json), or whose config gives sizes that are no
-    numbers or too large to build. `auto_map` in config.json is allowed, as it is never followed.
+    Before the block, folders are refused whose config asks to run code of their own (`model_file`),
+    or gives sizes that are no numbers or too large to build. `auto_map` is allowed, as it is never
+    followed.
 
     Args:
         folder: the model's.
         failure: begins the message.
         expected: what the folder should be.
         do: what to do about it.
-        config: the content of its config.json, where that was read before; it is read where this
-            is None or empty.
+        config: the content of its config.json if that was read before; it is read if this is None
+            or empty.
 
     Yields:
-        The content of config.json; empty where there is no such file.
+        The content of config.json; empty if there is no such file.
 
     Raises:
         InputError: the folder is refused, or the block fails.
     """
-
-    def read_if_there(name: str) -> dict[str, Any]:
-        path = folder / name
-        return read_json(path, "settings") if path.exists() else {}
-
+    path = folder / "config.json"
     with explain_errors(failure, expected=expected, do=do):
-        config = config or read_if_there("config.json")
-        _require_safe(folder / "config.json", config, "model_file")
-        tokenizer_config = read_if_there("tokenizer_config.json")
-        _require_safe(folder / "tokenizer_config.json", tokenizer_config, "auto_map")
+        if not config:
+            config = read_json(path, "settings") if path.exists() else {}
+        _require_safe(path, config)
         yield config
 
 
@@ -228,18 +193,17 @@ def explain_errors(failure: str, *, expected: str, do: str) -> Iterator[None]:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def _require_safe(path: Path, settings: Mapping[str, Any], code_key: str) -> None:
-    """Raise InputError where a model's settings ask to run code, or have sizes out of bounds.
+def _require_safe(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise InputError if a model's settings ask to run code, or have sizes out of bounds.
 
     Args:
         path: of the settings, for the message.
         settings: the JSON object.
-        code_key: under which they name code.
     """
     require(
-        not settings.get(code_key),
-        f"{path} asks to run code that came with the model ({code_key})",
-        expected="classes that mlx-lm and transformers have",
+        not settings.get("model_file"),
+        f"{path} asks to run code that came with the model (model_file)",
+        expected="a class that mlx-lm has",
         do="choose another model; ssmlx never runs such code",
     )
     _require_sizes_in_bounds(path, settings)
@@ -298,6 +262,7 @@ def load_base(
     origin = replace(
         origin or Origin(),
         folder=path,
+        config=config,
         files=files if is_settled else None,
         dtype=dtype,
         sampling=read_model_sampling(path),
@@ -365,11 +330,12 @@ def load_weights(
     with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
         if not settings:  # there is no file, which this says, or an empty one
             read_json(path / "config.json", "a model's settings")
+        require_no_code(path)  # before weights are read
         require_known_packing(path, settings)
         model, config = utils.load_model(
             path,
             lazy=True,
-            model_config=nested_rope_settings(settings),
+            model_config=rope_settings(settings),
             trust_remote_code=False,
             get_model_classes=choose_model_classes(path, settings),
         )
@@ -387,7 +353,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
 
     Args:
         path: the folder.
-        config: the model's config.json, whose "eos_token_id" are the end tokens; where it has none,
+        config: the model's config.json, whose "eos_token_id" are the end tokens; if it has none,
             the tokenizer's own are.
 
     Raises:

@@ -512,9 +512,12 @@ def _require_listed_peft_target(path: Path, module: str, given: Mapping[str, Any
         return
     is_named = any(module == name or module.endswith(f".{name}") for name in targets)
     layers = given["layers_to_transform"]
-    number = re.search(r"\.[^.]*\.(\d+)\.", module)
-    if number and layers not in (None, []):
-        is_named &= int(number[1]) in (layers if isinstance(layers, list) else [layers])
+    # PEFT goes by the first number in a path, its versions of before July 2026 by the last, which
+    # may be an expert's, and either by another one with `layers_pattern`.
+    numbers = {part for part in module.split(".") if part.isdecimal()}
+    if numbers and layers not in (None, []):
+        listed = layers if isinstance(layers, list) else [layers]
+        is_named &= not numbers.isdisjoint(map(str, listed))
     found = f"LoRA for {module}, which the target_modules of {path} do not name"
     do = "use the files that belong together"
     require(is_named, found, expected="the modules that they name", do=do)

@@ -54,7 +54,7 @@ class ModulePatterns:
             values: by expression.
 
         Raises:
-            InputError: one is no regular expression, or is too long.
+            InputError: one is no regular expression, has flags such as (?i), or is too long.
         """
         self._source = source
         self._steps_left = MAX_STEPS
@@ -87,9 +87,12 @@ class ModulePatterns:
         if len(text) > MAX_LENGTH:
             raise self._refusal(text, f"it has {len(text)} characters")
         try:
-            return _parser.parse(text)
+            parsed = _parser.parse(text)
         except (re.error, RecursionError, OverflowError) as error:
             raise self._refusal(text, str(error)) from error
+        if parsed.state.flags != re.UNICODE:
+            raise self._refusal(text, "it has flags")
+        return parsed
 
     def _refusal(self, text: str, why: str) -> InputError:
         return InputError(

@@ -32,6 +32,9 @@ _DECODE_FP8 = frozenset((
 _FLOATS = ("F16", "BF16", "F32")
 _PACKED = ("F8_E4M3", "F8_E8M0", "BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 """Types that MLX reads, and that may be packed weights, scales, or tables of ids."""
+_BY_DEFAULT = {"num_bits": 8, "symmetric": True, "type": "int"}
+_FOUR_BITS = {**_BY_DEFAULT, "num_bits": 4}
+"""All that mlx-lm reads of the packed integers of compressed-tensors, whatever its settings say."""
 _SCALES = re.compile(r"(.+?)[._](?:weight_)?(?:global_)?scale")
 _EXPECTED = "weights of float16, bfloat16 or float32, or quantised by mlx-lm"
 _DO = "take the model in bfloat16, or one that mlx-lm converted"
@@ -140,7 +143,33 @@ def _require_known_method(folder: Path, config: Mapping[str, Any]) -> str | None
         expected=f"{_EXPECTED}, or by one of {', '.join(_METHODS)}",
         do=f"{_DO}; if its weights are floats, take quantization_config out of config.json",
     )
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+        _require_four_bits(folder, found.get("config_groups"))
     return str(method)
+
+
+def _require_four_bits(folder: Path, groups: Any) -> None:
+    """Raise InputError unless all packed integers are symmetric ones of 4 bits: mlx-lm reads others
+    as if they were.
+
+    Args:
+        folder: of the model, for the message.
+        groups: of layers, as quantization_config says how each was quantised.
+    """
+    listed = groups.values() if isinstance(groups, dict) else []
+    weights = [one.get("weights") for one in listed if isinstance(one, dict)]
+    stated = [
+        {name: one.get(name, value) for name, value in _BY_DEFAULT.items()}
+        for one in weights
+        if isinstance(one, dict)
+    ]
+    wrong = [one for one in stated if one != _FOUR_BITS]
+    require(
+        bool(stated) and not wrong,
+        f"{folder} has weights packed by compressed-tensors, of {quoted(wrong or groups)}",
+        expected=f"{_FOUR_BITS}, as mlx-lm takes all of them to be",
+        do=_DO,
+    )
 
 
 def _is_of_head(name: str) -> bool:

@@ -2,8 +2,9 @@
 
 `AutoTokenizer` goes by the model's settings to the tokenizer's class, and refuses a tokenizer for
 what it finds wrong with these: rope scaling of a class that it lacks, layers of another number. So
-it is given settings that hold the model's type and nothing else of the model. And it knows nothing
-of the templates that `AutoProcessor` reads for models that also see.
+it is given settings that hold the model's type and nothing else of the model. It refuses one that
+came with code (`auto_map`), even if it need not be run: tokenizer.json says all. And it knows
+nothing of the templates that `AutoProcessor` reads for models that also see.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+from transformers.models.auto.tokenization_auto import (
+    TOKENIZER_MAPPING_NAMES,
+    tokenizer_class_from_name,
+)
 
 from ..errors import quoted, require
 from ..json_files import read_json, read_text
@@ -19,9 +23,17 @@ from ..json_files import read_json, read_text
 DEFAULT = "default"
 JINJA_FILE = "chat_template.jinja"
 NAMED_JINJA_FILES = "additional_chat_templates/*.jinja"
-JSON_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+_SETTINGS = "tokenizer_config.json"
+JSON_FILES = (_SETTINGS, "chat_template.json", "processor_config.json")
 """Files of settings that a chat template may stand in; the first of them that has one counts."""
 _TEMPLATE = "a chat template: a text, or texts by name"
+_WHOLE = "tokenizer.json"
+_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Files that transformers may read as well, if it has a class for the model. Not so tiktoken's,
+which do not say how a text is cut into words."""
+_BACKEND = "TokenizersBackend"
+"""transformers' class of tokenizers that are what tokenizer.json says, and nothing more."""
+_TYPE_OF_BACKEND = next(name for name, one in TOKENIZER_MAPPING_NAMES.items() if one == _BACKEND)
 
 
 def tokenizer_arguments(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,14 +44,39 @@ def tokenizer_arguments(folder: Path, config: Mapping[str, Any]) -> dict[str, An
         config: the content of its config.json.
 
     Raises:
-        InputError: a file cannot be read, or its chat template is none.
+        InputError: a file cannot be read, its chat template is invalid, or only code that came with
+            the model can make the tokenizer.
     """
+    require_no_code(folder)
     template = read_chat_template(folder)
+    has_spare_code = _names_code(folder) and (folder / _WHOLE).is_file()
     return {
         "trust_remote_code": False,
         "config": _settings_without_model(config),
+        **({"tokenizer_type": _TYPE_OF_BACKEND} if has_spare_code else {}),
         **({} if template is None else {"chat_template": template}),
     }
+
+
+def require_no_code(folder: Path) -> None:
+    """Raise InputError if code that came with a model is named for its tokenizer, and is needed: no
+    file is there that another class might read.
+
+    Args:
+        folder: of the model.
+    """
+    require(
+        not _names_code(folder) or any((folder / one).is_file() for one in (_WHOLE, *_OTHERS)),
+        f"{folder / _SETTINGS} asks to run code that came with the model (auto_map)",
+        expected=f"{_WHOLE} beside it, as such code is never run",
+        do="take the model from somebody who has that file",
+    )
+
+
+def _names_code(folder: Path) -> bool:
+    path = folder / _SETTINGS
+    named = read_json(path, "settings").get("auto_map") if path.is_file() else None
+    return bool(named.get("AutoTokenizer") if isinstance(named, dict) else named)
 
 
 def _settings_without_model(config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -55,7 +92,7 @@ def _settings_without_model(config: Mapping[str, Any]) -> PreTrainedConfig:
     name = config.get("tokenizer_class")
     is_unknown = isinstance(name, str) and tokenizer_class_from_name(name) is None
     # Of an unknown class in tokenizer_config.json, transformers makes this one by itself.
-    settings.tokenizer_class = "TokenizersBackend" if is_unknown else name
+    settings.tokenizer_class = _BACKEND if is_unknown else name
     return settings
 
 

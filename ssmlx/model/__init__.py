@@ -15,7 +15,7 @@
 | `recurrent.py` | recurrent layers: their states behind any row of a call |
 | `final_norm.py` | what enters the final norm of a model that is called as a whole |
 | `layer_state.py` | what one layer keeps of a text |
-| `rope.py` | rotary embeddings at a position for each row |
+| `rope.py` | rotary settings, how far a model reaches, embeddings at a position for each row |
 | `latent.py` | latent attention, of several rows as of one |
 | `backbone.py` | `Backbone`: the base model, its stages or its own call alone |
 | `stages.py` | embedding, layers, norm and head, run one by one |

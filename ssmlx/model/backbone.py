@@ -38,7 +38,7 @@ from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_w
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
-from .rope import context_length
+from .rope import context_length, keep_positions_in_table
 from .shapes import to_float
 from .stages import CallOutput, Stages, make_ropes_take_positions
 from .state_cache import StateCache
@@ -66,7 +66,9 @@ class Origin:
 
     Attributes:
         name: what the model is called: a name or a folder, as it was given.
-        folder: where its weights were read; None where they were read from no folder.
+        folder: where its weights were read; None if they were read from no folder.
+        config: the content of its config.json, see `rope.rope_settings`; empty if it was read from
+            no folder.
         files: stamps of the files there, as they were read; None where they were changed meanwhile.
         dtype: of the weights, as `load` takes it, but for "auto".
         reload: reads modules once more as the model was loaded. Where it is None, weights that an
@@ -78,6 +80,7 @@ class Origin:
 
     name: str = "this model"
     folder: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[FileStamp, ...] | None = None
     dtype: str = "stored"
     reload: Reload | None = None
@@ -205,9 +208,9 @@ class Backbone(Stages):
 
     @property
     def context_length(self) -> int | None:
-        """Most positions that the model was made for, see `rope.context_length`; None where its
-        settings do not say."""
-        return context_length(self.model, self.args)
+        """Most positions that the model was made for, see `rope.context_length`; None if nothing
+        bounds them."""
+        return context_length(self.model, self.args, self.origin.config)
 
     @property
     def final_norm_weight(self) -> mx.array:
@@ -402,6 +405,7 @@ class Backbone(Stages):
             InputError: the model does not run by its own call either.
         """
         self.parts = find_available_parts(self.model, 0)
+        keep_positions_in_table(self.model)
         outer = self.parts.outer
         if self.final_norm is not None:
             hook_final_norm(self.final_norm)

@@ -25,7 +25,7 @@ LINEARS = (nn.Linear, nn.QuantizedLinear, *SPLIT_OUTPUTS, *SPLIT_INPUTS)
 def launched_group() -> Group | None:
     """The processes that `mlx.launch` started, this one among them; None where it runs alone."""
     # Only then: looking for MPI, say, takes time, and may fail.
-    group = mx.distributed.init() if "MLX_RANK" in os.environ else None
+    group = mx.distributed.init() if os.environ.get("MLX_RANK") else None
     return group if group is not None and group.size() > 1 else None
 
 

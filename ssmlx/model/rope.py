@@ -1,21 +1,83 @@
-"""Rotary embeddings of rows that stand at positions of their own, and how far they reach."""
+"""Rotary settings, how far a model reaches, and rotary embeddings at a position for each row."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
+from transformers import CONFIG_MAPPING
 
 _INTERPOLATING = ("linear", "yarn", "deepseek_yarn", "telechat3-yarn")
+_LENGTHS = (
+    "max_position_embeddings", "max_sequence_length", "max_seq_len", "max_context_length",
+    "model_max_length",
+)  # fmt: skip
+"""What families call the most positions in config.json."""
+_KINDS = ("full_attention", "sliding_attention")
+_OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
-def context_length(model: nn.Module, args: Any) -> int | None:
-    """Return the most positions that a model was made for; None where its settings do not say.
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a config.json under the names that every mlx-lm class reads.
 
-    That is `max_position_embeddings`. Scaling that was added to a model's settings later may leave
-    this as it was, and say by `original_max_position_embeddings` and `factor` what it is now: where
-    their product is more, that is the context, if mlx-lm's class of the model scales by it.
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's classes ignore; for
+    models whose sliding layers turn by other angles, once more by kind of layer. There the classes
+    have one setting for each kind: `rope_theta` and `rope_scaling` of full attention,
+    `rope_local_base_freq` of sliding attention. What is nested counts more than what is beside it,
+    but for a `rope_scaling` that was added, as in transformers.
+
+    Args:
+        config: the content of config.json, which stays as it is.
+
+    Returns:
+        What is to be changed or added. `rope_scaling` names its kind both by "rope_type" and by
+        "type", or is None for the default kind. Of a model that also sees, the whole `text_config`
+        with its own changes.
+    """
+    settings: dict[str, Any] = {}
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and (of_text := rope_settings(inner)):
+        settings["text_config"] = {**inner, **of_text}
+    nested = config.get("rope_parameters")
+    nested = nested if isinstance(nested, dict) else {}
+    by_kind = {kind: one for kind in _KINDS if isinstance(one := nested.get(kind), dict)}
+    if by_kind:
+        full, sliding = (by_kind.get(kind, {}) for kind in _KINDS)
+        # The share of features that turn stays nested: classes that have one read it by kind.
+        nested = {name: one for name, one in full.items() if name != "partial_rotary_factor"}
+        if sliding.get("rope_theta") is not None:
+            settings["rope_local_base_freq"] = sliding["rope_theta"]
+    for name, of_gpt_neox in _OF_GPT_NEOX.items():
+        if nested.get(name) is not None:
+            own_name = of_gpt_neox if config.get("model_type") == "gpt_neox" else name
+            settings[own_name] = nested[name]
+    scaling = config.get("rope_scaling") or nested
+    if isinstance(scaling, dict) and scaling:
+        settings["rope_scaling"] = _scaling_by_both_names(scaling)
+    return settings
+
+
+def _scaling_by_both_names(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    rest = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    return None if kind == "default" else {**rest, "type": kind, "rope_type": kind}
+
+
+def context_length(model: nn.Module, args: Any, config: Mapping[str, Any]) -> int | None:
+    """Return the most positions that a model was made for; None if its settings do not say, or if
+    it has recurrent layers alone, which no number of positions bounds.
+
+    config.json says it under one of the names in `_LENGTHS`, the largest of which counts, as some
+    models were extended by a second one. `n_positions` counts alone: it is the length of a table of
+    learned positions. If config.json leaves it to the default, that is the default of the class in
+    transformers, or else of mlx-lm's.
+
+    Scaling that was added later may leave this as it was, and say by
+    `original_max_position_embeddings` and `factor` what it is now: if their product is more, that
+    is the context, provided that mlx-lm's class of the model scales by it.
 
     | kind of scaling | what mlx-lm computes | context |
     |---|---|---|
@@ -28,21 +90,38 @@ def context_length(model: nn.Module, args: Any) -> int | None:
 
     Args:
         model: as mlx-lm builds it.
-        args: its settings, those of the language model where that is wrapped.
+        args: its settings, those of the language model if that is wrapped.
+        config: the content of its config.json; empty if it was built of `args` alone.
     """
-    stated: int | None = getattr(args, "max_position_embeddings", None)
-    for name in ("rope_scaling", "rope_parameters"):
-        scaling = getattr(args, name, None)
-        if stated is None or not isinstance(scaling, dict):
-            continue
-        kind = scaling.get("type") or scaling.get("rope_type")
-        factor = scaling.get("factor")
-        original = scaling.get("original_max_position_embeddings")
-        if kind not in _INTERPOLATING or not isinstance(original, int):
-            continue
-        if isinstance(factor, int | float) and stated < (longer := original * factor) < math.inf:
-            stated = int(longer) if _scales_angles(model, kind, factor) else stated
-    return stated
+    if all(isinstance(one, ArraysCache) for one in make_prompt_cache(model)):
+        return None
+    inner = config.get("text_config")
+    stated = {**config, **(inner if isinstance(inner, dict) else {})}
+    built = getattr(args, "__dict__", {})
+    lengths = _lengths(stated) or _lengths(_defaults(stated.get("model_type"))) or _lengths(built)
+    scaling = rope_settings(stated or built).get("rope_scaling") or {}
+    kind = scaling.get("rope_type")
+    factor = scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
+    if kind in _INTERPOLATING and isinstance(factor, int | float) and isinstance(original, int):
+        is_finite = original * factor < math.inf
+        if is_finite and _scales_angles(model, kind, factor):
+            lengths.append(int(original * factor))
+    return max(lengths, default=None)
+
+
+def _lengths(settings: Mapping[str, Any]) -> list[int]:
+    """List what settings say of a context's length, in tokens; empty if they say nothing."""
+    names = ("n_positions",) if settings.get("n_positions") else _LENGTHS
+    values: list[Any] = [settings.get(name) for name in names]
+    return [int(one) for one in values if type(one) in (int, float) and 1 <= one < math.inf]
+
+
+def _defaults(model_type: Any) -> dict[str, Any]:
+    """The lengths that transformers' settings of a model type have by default."""
+    is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    kind = CONFIG_MAPPING[model_type] if is_known else None
+    return {name: getattr(kind, name, None) for name in _LENGTHS}
 
 
 def _scales_angles(model: nn.Module, kind: str, factor: float) -> bool:
@@ -53,6 +132,30 @@ def _scales_angles(model: nn.Module, kind: str, factor: float) -> bool:
         return any(math.isclose(one.scale * factor, 1) for one in ropes)
     # mlx-lm has two classes of it, one for DeepSeek V2 alone.
     return any("Yarn" in type(one).__name__ for one in modules)
+
+
+def keep_positions_in_table(model: nn.Module) -> None:
+    """Have a model's table of learned positions (`wpe`) give its last row for any position past it.
+
+    No answer goes so far, but drafted tokens may, and MLX would read past the table.
+
+    Args:
+        model: which is changed in place.
+    """
+    for module in model.modules():
+        table = module.get("wpe")
+        if isinstance(table, nn.Module):
+            table.__class__ = _bounded_class(type(table))
+
+
+def _bounded_class(kind: Any) -> Any:
+    """A subclass of a table's class that takes any position past the table as its last one."""
+
+    def look_up(self: Any, positions: mx.array) -> mx.array:
+        rows: mx.array = kind.__call__(self, mx.minimum(positions, self.weight.shape[0] - 1))
+        return rows
+
+    return type(kind.__name__, (kind,), {"__call__": look_up})
 
 
 class Positions:

@@ -160,7 +160,7 @@ def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
     names = {
         "weights": "model's weights or settings",
         "lora": "adapter's LoRA",
-        "computed_by": "version",
+        "computed_by": "version or machine",
     }
     for name, expected in asdict(key).items():
         value = getattr(found, name)
