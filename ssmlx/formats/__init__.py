@@ -8,7 +8,7 @@ and `answer_grammars` holds answers to it. A form of calls is one `CallForm`, by
 |---|---|
 | `families.py` | the forms by name, and which one a model has |
 | `reader.py` | reads an answer as it comes |
-| `history.py` | what templates are given of earlier answers: ids of calls, thoughts |
+| `history.py` | what templates are given of earlier answers: ids, thoughts, calls as text |
 | `answer_grammars.py` | grammars of whole answers: forced calls, and forms after a thought |
 | `channels.py` | answers of several messages with headers: Harmony, Muse Spark |
 | `json_calls.py` | calls whose arguments are a JSON object |

@@ -199,7 +199,8 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
         tokenizer: as `load` returns it.
     """
     template = tokenizer.chat_template
-    template = template if isinstance(template, str) else ""
+    by_name = template if isinstance(template, dict) else {"default": template}
+    template = "\n".join(one for one in by_name.values() if isinstance(one, str))
 
     def is_told(sign: str | tuple[str, ...]) -> bool:
         texts = (sign,) if isinstance(sign, str) else sign
@@ -243,14 +244,3 @@ UNKNOWN_CALLS = (
     "the form in which this model calls tools is not known: calls in other families' forms are "
     "read, others stay text, and no call can be forced"
 )
-
-
-def offers_tools(tokenizer: TokenizerWrapper) -> bool:
-    """Whether a model's chat template has a place for tools; one that is code counts as such."""
-    template = tokenizer.chat_template
-    return "tools" in template if isinstance(template, str) else bool(tokenizer.has_chat_template)
-
-
-def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
-    """Whether a model's chat template offers tools, while the form of its calls is not known."""
-    return offers_tools(tokenizer) and find_format(tokenizer).name is None
