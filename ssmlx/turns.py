@@ -243,43 +243,46 @@ def parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
 def find_answered_calls(turns: Sequence[Message]) -> dict[int, tuple[int, int]]:
     """Find the call that each result belongs to.
 
-    It is the last call before it with the result's id. Without such a call, it is the first of the
-    last turn with calls that has no result yet.
+    It is the last call before it with the result's id; of several in a turn, the next one. Results
+    without such a call belong to those calls of the last turn with calls that have none, in order.
 
     Args:
         turns: whose calls are objects.
 
     Returns:
         The number of the call's turn and the call's place in it, by the number of the tool's turn;
-        without results that no call stands before.
+        without results that no call is left for.
     """
     found: dict[int, tuple[int, int]] = {}
     by_id: dict[str, deque[tuple[int, int]]] = {}
-    waiting = deque[tuple[int, int]]()
-    answered = set[tuple[int, int]]()
+    unmatched: dict[int, list[int]] = {}  # results, by the last turn with calls
+    calling = -1
     for number, turn in enumerate(turns):
         if calls := turn.get("tool_calls"):
-            waiting = deque((number, place) for place in range(len(calls)))
+            calling = number
             own: dict[str, deque[tuple[int, int]]] = {}
             for place, call in enumerate(calls):
                 if id := call.get("id"):
                     own.setdefault(str(id), deque()).append((number, place))
             by_id |= own
         elif turn["role"] == "tool":
-            while waiting and waiting[0] in answered:
-                waiting.popleft()
-            of_id = by_id.get(str(turn.get("tool_call_id")), waiting)
-            if of_id:
+            if of_id := by_id.get(str(turn.get("tool_call_id"))):
                 found[number] = of_id[0]
-                answered.add(of_id[0])
-            if len(of_id) > 1:
-                of_id.popleft()
+                if len(of_id) > 1:
+                    of_id.popleft()
+            elif calling >= 0:
+                unmatched.setdefault(calling, []).append(number)
+    answered = {*found.values()}
+    for number, results in unmatched.items():
+        places = ((number, n) for n in range(len(turns[number]["tool_calls"])))
+        left = [place for place in places if place not in answered]
+        found |= zip(results, left, strict=False)
     return found
 
 
 def with_one_call_a_turn(turns: Sequence[Message]) -> list[dict[str, Any]]:
     """The same turns, of which those with several calls become as many, each with the results of
-    its call behind it; the first one has what else the turn has."""
+    its call after it; the first one has what else the turn has."""
     several = {n for n, turn in enumerate(turns) if len(turn.get("tool_calls") or ()) > 1}
     results: dict[tuple[int, int], list[Message]] = {}
     moved = set[int]()
