@@ -290,23 +290,24 @@ def chat_tokens(
 ) -> list[int]:
     """The prompt of a chat under the model's own template, up to where the answer starts.
 
-    The template gets the turns in the form that it takes. Where it refuses them, or would leave out
-    what they say, turns of one role in a row become one, and the system's become the user's.
+    The template gets the turns in the form that it takes. If it refuses them, or would leave out
+    what they say, turns of one role in a row become one, and the system's become the user's. What
+    `template_args` does not name, thinking for example, has the template's own default.
 
     Args:
         tokenizer: the model's.
         messages: the turns, see `Message`.
         tools: what the model may call: JSON schemas, or functions with types and docstrings.
         template_args: what else the template reads, such as {"enable_thinking": False}.
-        add_generation_prompt: whether an answer starts behind them.
+        add_generation_prompt: whether an answer starts after them.
         continues: whether the last turn is left open, for the answer to go on from.
 
     Returns:
         Token ids, the template's special ones included.
 
     Raises:
-        InputError: there is no template; it refuses the turns, leaves one out, takes too long, or
-            reads no such arguments; or a turn is none, or is not Unicode.
+        InputError: there is no template; it refuses the turns, leaves one out, takes too long, has
+            no place for tools, or reads no such arguments; or a turn is invalid, or is not Unicode.
     """
     require(
         tokenizer.has_chat_template,
@@ -320,8 +321,9 @@ def chat_tokens(
         expected="a list of JSON schemas",
         do="correct or drop them",
     )
-    more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
+    more = dict(template_args or {})
     _check_template_args(tokenizer, more)
+    more |= {"tools": list(tools)} if tools else {}
     more["add_generation_prompt"] = add_generation_prompt
     if continues:
         more["continue_final_message"] = True

@@ -8,59 +8,91 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, Literal, cast, get_args
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers.utils import chat_template_utils
+from transformers.utils import chat_template_utils, get_json_schema
 
 from .errors import InputError, quoted
-from .formats.history import turns_for_template
+from .formats.families import AnswerFormat, find_format
+from .formats.history import turns_for_template, write_calls
 from .templates import TemplateBoundsError, bounded_rendering
 from .turns import (
     ROLES,
     Message,
     TurnError,
+    is_systems,
     join_system_turns_in_a_row,
     normalise_turns,
     other_arrangements,
+    with_one_call_a_turn,
+    with_texts_before_calls,
 )
 
 Template = str | Callable[..., str]
 """A chat template: Jinja's text, or code of mlx-lm's in its place."""
 
+ToolsPlace = Literal["variable", "system turn", "xml_tools"]
+"""Where a template reads what tools there are: in its variable `tools`; in the field `tools` of the
+system's first turn, as JSON, or in the variable where there is such a turn; in `xml_tools`."""
+
 # What no template has of its own, whatever case it writes in.
 _WORD = "73919462"
 _KEY = "k5501837"
 _VALUE = "v6402859"
+_TOOL_NAME = "tool28046173"
 _TOOL: Mapping[str, Any] = {
     "type": "function",
-    "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}},
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "Finds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "A text."}},
+            "required": ["text"],
+        },
+    },
 }
 _ASKED: Message = {"role": "user", "content": "Hi"}
-_CALLING: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call12345",
-            "type": "function",
-            "function": {"name": "find", "arguments": {_KEY: _VALUE}},
-        }
-    ],
-}
-_FOUND: Message = {"role": "tool", "content": _WORD, "tool_call_id": "call12345", "name": "find"}
+_ANSWERED: Message = {"role": "assistant", "content": "Yes."}
+
+
+def _call(number: int, **arguments: Any) -> Mapping[str, Any]:
+    """A call that nothing else has a word of."""
+    function = {"name": f"find{number}640215", "arguments": arguments}
+    return {"id": f"call1234{number}", "type": "function", "function": function}
+
+
+_FIRST = _call(1, **{_KEY: _VALUE})
+_SECOND = _call(2, k9037214="v1846350")
+
+
+def _calling(*calls: Mapping[str, Any], content: str = "") -> Message:
+    return {"role": "assistant", "content": content, "tool_calls": [*calls]}
+
+
+def _found(call: Mapping[str, Any], content: str) -> Message:
+    name = call["function"]["name"]
+    return {"role": "tool", "content": content, "tool_call_id": call["id"], "name": name}
 
 
 @dataclass(frozen=True)
 class TemplateForm:
-    """What a chat template reads of turns; by default texts, and objects as arguments of calls."""
+    """What a chat template reads of turns; by default all that they have, as it is."""
 
     roles_with_parts: frozenset[str] = frozenset()  # whose content it reads as parts
+    has_thought_parts: bool = False  # whether it reads thoughts as parts of type "thinking" alone
     has_text_arguments: bool = False  # whether it reads a call's arguments as their JSON text
+    shows_calls: bool = True
+    has_one_call_a_turn: bool = False  # whether it refuses several, or leaves some out
+    has_texts_before_calls: bool = False  # whether it shows no text beside calls, but before them
+    tools_place: ToolsPlace | None = "variable"  # None if it reads no tools
     quoted_words: frozenset[str] | None = None  # all that it quotes; None for code
 
     def require_known_roles(self, turns: Sequence[Message]) -> None:
-        """Raise TurnError for a role that is none of `ROLES`, and that the template does not name.
+        """Raise TurnError for a role that is not one of `ROLES`, and that the template does not
+        name.
 
         Args:
             turns: all of them, in the order that messages of errors count them in.
@@ -87,17 +119,65 @@ class TemplateForm:
         ]
         return join_system_turns_in_a_row(named)
 
-    def fit(self, turns: Sequence[Message]) -> list[dict[str, Any]]:
-        """Copies of normalised turns as the template reads them."""
-        return [self._fit_turn(turn) for turn in turns]
+    def fit(self, turns: Sequence[Message], format: AnswerFormat | None) -> list[dict[str, Any]]:
+        """Copies of normalised turns as the template reads them.
 
-    def _fit_turn(self, turn: Message) -> dict[str, Any]:
-        own = dict(turn)
-        if turn["role"] in self.roles_with_parts:
-            own["content"] = [{"type": "text", "text": turn["content"]}]
+        Args:
+            turns: normalised.
+            format: of the model's answers, to write calls in; None if nothing is to be written.
+        """
+        fitted = list(map(dict, turns))
+        if not self.shows_calls and format is not None:
+            fitted = [_with_written_calls(turn, format) for turn in fitted]
+        if self.has_texts_before_calls:
+            fitted = with_texts_before_calls(fitted)
+        if self.has_one_call_a_turn:
+            fitted = with_one_call_a_turn(fitted)
+        return [self._fit_turn(turn) for turn in fitted]
+
+    def _fit_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
+        thinks = self.has_thought_parts and bool(turn.get("reasoning_content"))
+        if thinks or turn["role"] in self.roles_with_parts:
+            text = turn["content"]
+            parts = [{"type": "text", "text": text}] if text or not thinks else []
+            if thinks:
+                parts.insert(0, {"type": "thinking", "thinking": turn.pop("reasoning_content")})
+            turn["content"] = parts
         if self.has_text_arguments and "tool_calls" in turn:
-            own["tool_calls"] = [_with_text_arguments(call) for call in turn["tool_calls"]]
-        return own
+            turn["tool_calls"] = [_with_text_arguments(call) for call in turn["tool_calls"]]
+        return turn
+
+    def place_tools(
+        self, turns: Sequence[Message], tools: Sequence[Any]
+    ) -> tuple[Sequence[Message], dict[str, Any]]:
+        """Put tools where the template reads them.
+
+        Args:
+            turns: normalised.
+            tools: JSON schemas of functions.
+
+        Returns:
+            The turns, and the template's variables.
+        """
+        variables: dict[str, Any] = {"tools": tools}
+        if self.tools_place == "xml_tools":
+            variables["xml_tools"] = tools
+        elif self.tools_place == "system turn":
+            functions = [tool.get("function", tool) for tool in tools]
+            has_system = bool(turns) and is_systems(turns[0])
+            first = turns[0] if has_system else {"role": "system", "content": ""}
+            first = {**first, "tools": json.dumps(functions, ensure_ascii=False)}
+            turns = [first, *turns[1 if has_system else 0 :]]
+        return turns, variables
+
+
+def _with_written_calls(turn: dict[str, Any], format: AnswerFormat) -> dict[str, Any]:
+    """The turn with its calls as text, after what is said beside them."""
+    calls = turn.pop("tool_calls", None)
+    if not calls:
+        return turn
+    texts = filter(None, [turn["content"], write_calls(calls, format)])
+    return {**turn, "content": "\n".join(texts)}
 
 
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,9 +190,9 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 def find_template_form(template: Template) -> TemplateForm:
     """Find the form of turns that a template takes, inside `bounded_rendering`.
 
-    Text is preferred to parts, and an object to its JSON text, where a template shows both. It
-    does not show a text whose letters it goes over as if they were parts, nor an object in
-    Python's own spelling, nor JSON inside JSON.
+    What a template refuses in every form keeps the default. Text is preferred to parts, and an
+    object to its JSON text, if a template shows both. It does not show a text whose letters it goes
+    over as if they were parts, nor an object in Python's own spelling, nor JSON inside JSON.
 
     Raises:
         TemplateBoundsError: the template takes too long, or makes too much.
@@ -121,48 +201,111 @@ def find_template_form(template: Template) -> TemplateForm:
         chat_template_utils._compile_jinja_template(template)  # once, where it is broken
     words = re.findall(r"""['"](\w+)['"]""", template) if isinstance(template, str) else None
     form = TemplateForm(quoted_words=None if words is None else frozenset(words))
-
-    def render(tried: TemplateForm, turns: Sequence[Message]) -> str:
-        """The text of a few turns; "" where the template refuses them."""
-        try:
-            return _render_with_a_tool(template, tried.fit(turns))
-        except TemplateBoundsError:
-            raise
-        except Exception:  # whatever a template computes
-            return ""
-
-    def with_parts_if_texts_are_lost(role: str, turns: Sequence[Message]) -> TemplateForm:
-        """The form, with parts for a role of which `_WORD` is shown as a part alone."""
-        other = replace(form, roles_with_parts=form.roles_with_parts | {role})
-        is_lost = _WORD not in render(form, turns) and _WORD in render(other, turns)
-        return other if is_lost else form
-
-    form = with_parts_if_texts_are_lost("user", [{"role": "user", "content": _WORD}])
-    for role, around in (("system", ([], [_ASKED])), ("assistant", ([_ASKED], [_ASKED]))):
-        before, behind = around
-        turns = [*before, {"role": role, "content": _WORD}, *behind]
-        form = with_parts_if_texts_are_lost(role, turns)
-    calling = [_ASKED, _CALLING, _FOUND]
+    said: Message = {"role": "user", "content": _WORD}
+    form = _with_parts_if_texts_are_lost(template, form, "user", [said])
+    turns: list[Message] = [{**said, "role": "system"}, _ASKED]
+    form = _with_parts_if_texts_are_lost(template, form, "system", turns)
+    turns = [_ASKED, {**said, "role": "assistant"}, _ASKED]
+    form = _with_parts_if_texts_are_lost(template, form, "assistant", turns)
+    turns = [_ASKED, _calling(_FIRST), _found(_FIRST, _WORD)]
     other = replace(form, has_text_arguments=True)
-    if _score_arguments(render(other, calling)) > _score_arguments(render(form, calling)):
-        form = other
-    return with_parts_if_texts_are_lost("tool", calling)
+    shown = [_score_arguments(_try(template, one, turns)) for one in (form, other)]
+    form = other if shown[1] > shown[0] else form
+    form = _with_parts_if_texts_are_lost(template, form, "tool", turns)
+    form = _with_calls_as_they_are_shown(template, form)
+    form = _with_thought_parts_if_read(template, form)
+    return replace(form, tools_place=_find_tools_place(template, form))
 
 
-def _render_with_a_tool(template: Template, turns: list[dict[str, Any]]) -> str:
-    if callable(template):
-        return template(turns, tools=[_TOOL], add_generation_prompt=True)
-    special = {f"{name}_token": "<s>" for name in ("bos", "eos", "pad", "unk")}
-    (text,), _ = chat_template_utils.render_jinja_template(
-        [turns], tools=[_TOOL], chat_template=template, add_generation_prompt=True, **special
-    )
-    return str(text)
+def _try(
+    template: Template,
+    form: TemplateForm,
+    turns: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a few turns in a form; "" if the template refuses them."""
+    own = form.fit(turns, None)
+    given: Any = {"tools": [_TOOL]} if variables is None else variables
+    try:
+        if callable(template):
+            return template(own, add_generation_prompt=True, **given)
+        special = {f"{name}_token": "<s>" for name in ("bos", "eos", "pad", "unk")}
+        (text,), _ = chat_template_utils.render_jinja_template(
+            [own], chat_template=template, add_generation_prompt=True, **given, **special
+        )
+        return str(text)
+    except TemplateBoundsError:
+        raise
+    except Exception:  # whatever a template computes
+        return ""
+
+
+def _with_parts_if_texts_are_lost(
+    template: Template, form: TemplateForm, role: str, turns: Sequence[Message]
+) -> TemplateForm:
+    """The form, with parts for a role of which `_WORD` is shown as a part alone."""
+    other = replace(form, roles_with_parts=form.roles_with_parts | {role})
+    is_lost = _WORD not in _try(template, form, turns) and _WORD in _try(template, other, turns)
+    return other if is_lost else form
 
 
 def _score_arguments(text: str) -> int:
-    """How well a template shows the arguments of `_CALLING`; 0 where it refuses or garbles them."""
+    """How well a template shows the arguments of `_FIRST`; 0 if it refuses or garbles them."""
     is_garbled = f"'{_KEY}'" in text or f'\\"{_KEY}' in text  # Python's spelling; JSON in JSON
     return 0 if is_garbled or not text else 1 + (_KEY in text) + (_VALUE in text)
+
+
+def _with_calls_as_they_are_shown(template: Template, form: TemplateForm) -> TemplateForm:
+    """The form, with what the template makes of calls: of any, of two in a turn, of texts beside
+    them."""
+
+    def shows(turns: Sequence[Message], *calls: Mapping[str, Any]) -> bool:
+        text = _try(template, form, turns).lower()
+        return all(any(word in text for word in _words_of(call)) for call in calls)
+
+    one = [_ASKED, _calling(_FIRST)]
+    if _try(template, form, one) and not shows(one, _FIRST):
+        return replace(form, shows_calls=False)
+    in_turns = [*one, _found(_FIRST, "Yes."), _calling(_SECOND)]
+    both = [_ASKED, _calling(_FIRST, _SECOND)]
+    if not shows(both, _FIRST, _SECOND) and shows(in_turns, _FIRST, _SECOND):
+        form = replace(form, has_one_call_a_turn=True)
+    beside = _try(template, form, [_ASKED, _calling(_FIRST, content=_WORD)])
+    before: list[Message] = [_ASKED, {**_ANSWERED, "content": _WORD}, _calling(_FIRST)]
+    before += [_found(_FIRST, "Yes."), _ANSWERED, _ASKED]
+    if beside and _WORD not in beside and _WORD in _try(template, form, before):
+        form = replace(form, has_texts_before_calls=True)
+    return form
+
+
+def _words_of(call: Mapping[str, Any]) -> list[str]:
+    """What tells that a call is shown, if only in part."""
+    arguments = call["function"]["arguments"]
+    return [call["function"]["name"], *arguments, *arguments.values()]
+
+
+def _with_thought_parts_if_read(template: Template, form: TemplateForm) -> TemplateForm:
+    """The form, with thoughts as parts if the template shows them so, and in no field."""
+    turns = [_ASKED, {**_ANSWERED, "reasoning_content": _WORD}, _ASKED]
+    if _WORD in _try(template, form, turns):
+        return form
+    other = replace(form, has_thought_parts=True)
+    # In quotes it is a part that was written as a whole, in Python's spelling or JSON's.
+    is_read = re.search(rf"(?<!['\"]){_WORD}", _try(template, other, turns))
+    return other if is_read else form
+
+
+def _find_tools_place(template: Template, form: TemplateForm) -> ToolsPlace | None:
+    """Find where the template reads tools: where it shows their names, or else writes anything
+    because of them. None if it does nothing with them."""
+    tried = []
+    for place in get_args(ToolsPlace):
+        own = replace(form, tools_place=place)
+        tried.append(_try(template, own, *own.place_tools([_ASKED], [_TOOL])))
+        if _TOOL_NAME in tried[-1]:
+            return cast("ToolsPlace", place)
+    is_read = tried[0] != _try(template, form, [_ASKED], {})
+    return "variable" if is_read or not any(tried) else None
 
 
 def render_turns(
@@ -174,8 +317,10 @@ def render_turns(
 ) -> str:
     """The text of turns under the model's chat template, with everything that they say in it.
 
-    Where the template refuses the turns, or leaves a text of theirs out, `other_arrangements` of
-    them are tried.
+    If the template refuses the turns, or leaves a text of theirs out, `other_arrangements` of them
+    are tried. Calls that it does not show are written into the content, in the form in which the
+    model writes them. A variable that is not given has the template's own default: thinking, for
+    example, is on or off as the template has it.
 
     Args:
         tokenizer: the model's; it has a chat template.
@@ -183,20 +328,32 @@ def render_turns(
         tools, more: other arguments of `apply_chat_template`.
 
     Raises:
-        InputError: a turn is none; the template refuses the turns, leaves some out in every
-            arrangement, takes too long or makes too much.
+        InputError: a turn is invalid; the template refuses the turns, leaves some out in every
+            arrangement, does not support tools, takes too long or makes too much.
     """
     turns = normalise_turns(messages)
-    if tools:
-        more["tools"] = tools
     with bounded_rendering("these turns"):
-        form = _form_of(tokenizer, tools)
+        schemas = [get_json_schema(one) if callable(one) else one for one in tools or ()]
+        form = _form_of(tokenizer, schemas)
         form.require_known_roles(turns)
+        _require_place_for_tools(form, schemas)
+        are_lost = not form.shows_calls and any(turn.get("tool_calls") for turn in turns)
+        format = find_format(tokenizer) if are_lost else None
+
+        def render(said: Sequence[Message]) -> str:
+            variables: dict[str, Any] = {}
+            if schemas:
+                said, variables = form.place_tools(said, schemas)
+            own = form.fit(turns_for_template(said, tokenizer), format)
+            return _apply_template(tokenizer, own, {**more, **variables})
+
         turns = form.with_known_roles(turns)
         refusals: list[Exception] = []
-        for arranged in (turns, *other_arrangements(turns)):
+        for arranged in chain([turns], other_arrangements(turns)):
             try:
-                return _render_all(tokenizer, form, arranged, more)
+                text = render(arranged)
+                _require_all_shown(arranged, form, render)
+                return text
             except TemplateBoundsError:
                 raise
             except Exception as error:  # whatever a template computes
@@ -204,61 +361,87 @@ def render_turns(
         raise refusals[0]
 
 
-def _form_of(tokenizer: TokenizerWrapper, tools: Sequence[Any] | None) -> TemplateForm:
+def offers_tools(tokenizer: TokenizerWrapper) -> bool:
+    """Whether a model's chat template has a place for tools; False if the template is broken."""
+    if not tokenizer.has_chat_template:
+        return False
+    try:
+        with bounded_rendering("a question"):
+            return _form_of(tokenizer, [_TOOL]).tools_place is not None
+    except InputError:
+        return False
+
+
+def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
+    """Whether a model's chat template offers tools, while the form of its calls is not known."""
+    return offers_tools(tokenizer) and find_format(tokenizer).name is None
+
+
+def _form_of(tokenizer: TokenizerWrapper, tools: Sequence[Any]) -> TemplateForm:
     """The form of the template that such turns are put under: a model may have one for tools."""
-    code = getattr(tokenizer, "_chat_template", None)
+    code = tokenizer._chat_template
     if code is None and tokenizer.chat_template is None:  # a tokenizer with a renderer of its own
         return TemplateForm()
     template = code or tokenizer.get_chat_template(tools=tools or None)
-    return (
-        find_template_form(template)
-        if callable(template) or type(template) is str
-        else (TemplateForm())
-    )
+    is_known = callable(template) or type(template) is str
+    return find_template_form(template) if is_known else TemplateForm()
 
 
-def _render_all(
-    tokenizer: TokenizerWrapper,
-    form: TemplateForm,
-    turns: Sequence[Message],
-    more: Mapping[str, Any],
+def _require_place_for_tools(form: TemplateForm, tools: Sequence[Any]) -> None:
+    """Raise TurnError if there are tools, and the template does nothing with them."""
+    if tools and form.tools_place is None:
+        expected = "no tools: this model's chat template does not support them"
+        do = "drop them, or ask a model made for tools"
+        raise TurnError("tools", "are offered", expected, do)
+
+
+def _apply_template(
+    tokenizer: TokenizerWrapper, turns: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """The text of normalised turns under the model's template.
+    """The text of turns in the template's own form.
 
-    Raises:
-        InputError: the template leaves out what a turn says.
-        Exception: it refuses the turns, or is broken.
+    Not by mlx-lm's wrapper of the tokenizer, which sets `enable_thinking` in every prompt.
     """
+    if tokenizer._chat_template is not None:
+        return str(tokenizer._chat_template(turns, **variables))
+    return str(tokenizer._tokenizer.apply_chat_template(turns, tokenize=False, **variables))
 
-    def render(said: Sequence[Message]) -> str:
-        own = form.fit(turns_for_template(said, tokenizer))
-        return str(tokenizer.apply_chat_template(own, tokenize=False, **more))
 
-    text = render(turns)
-    missing = [
+def _require_all_shown(
+    turns: Sequence[Message], form: TemplateForm, render: Callable[[Sequence[Message]], str]
+) -> None:
+    """Raise InputError if the template leaves out what a turn says.
+
+    Each text is replaced by a mark, which is looked for: a text may stand elsewhere by chance, and
+    a template may write it otherwise. Beside calls that the template shows, it may have no place
+    for a text: `TemplateForm` has found one if there is any.
+
+    Args:
+        turns: normalised.
+        form: of the template.
+        render: gives the text of turns under the template.
+    """
+    checked = {
         number
         for number, turn in enumerate(turns)
-        # Many templates show what is said beside a call nowhere: such models do not say anything.
-        if not turn.get("tool_calls") and turn["content"].strip() not in text
+        if turn["content"].strip() and not (form.shows_calls and turn.get("tool_calls"))
+    }
+    marked = [
+        {**turn, "content": f"{_WORD}n{n}n"} if n in checked else turn
+        for n, turn in enumerate(turns)
     ]
-    if not missing:
-        return text
-    # A template may write a text otherwise, and leave out what was thought: is a word shown?
-    words = {number: f"{_WORD}{number:06}" for number in missing}
-    marked = [{**turn, "content": words.get(n, turn["content"])} for n, turn in enumerate(turns)]
     try:
-        shown = render(marked)
+        text = render(marked)
     except TemplateBoundsError:
         raise
-    except Exception:  # the template reads the text
-        return text
-    for number in missing:
-        if words[number] not in shown:
-            turn = turns[number]
-            raise InputError(
-                f"the model's chat template leaves out a turn of {quoted(turn['role'])} "
-                f"({quoted(turn['content'])})",
-                expected="turns that it shows",
-                do="change or drop it",
-            )
-    return text
+    except Exception:  # the template reads the texts
+        return
+    shown = {*map(int, re.findall(rf"{_WORD}n(\d+)n", text, re.IGNORECASE))}
+    if missing := checked - shown:
+        turn = turns[min(missing)]
+        raise InputError(
+            f"the model's chat template leaves out a turn of {quoted(turn['role'])} "
+            f"({quoted(turn['content'])})",
+            expected="turns that the template renders",
+            do="change or drop it",
+        )

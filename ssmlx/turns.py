@@ -1,6 +1,7 @@
 """The turns of a chat, in whatever form they were given: checked, and made into one form."""
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .errors import InputError, quoted
@@ -13,6 +14,9 @@ Message = Mapping[str, Any]
 may be parts, [{"type": "text", "text": ...}, ...]; None is an empty text in a turn of the
 assistant's or a tool's. Other fields go to the template as they are, those that are None do not."""
 
+BETWEEN_TEXTS = "\n\n"
+"""What stands between texts of turns, or of blocks, that become one turn."""
+
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "an image"),
@@ -22,75 +26,82 @@ _MEDIA = {
     "document": "a document",
 }
 """What a part that is no text is called, by its type."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_BETWEEN = "\n\n"  # texts of turns that become one
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""The fields in which clients give what the assistant thought; the first one stays."""
+_SYSTEM_ROLES = ("system", "developer")
 
 
 class TurnError(InputError):
-    """A turn of a chat that cannot be taken.
+    """A turn of a chat, or what is offered beside the turns, that cannot be taken.
 
     Args:
         place: of the fault, such as "messages[1].content[0]"; the message begins with it.
         fault: what is wrong there, such as "is an image".
         expected: what was expected in its place.
+        do: what to do about it.
     """
 
-    def __init__(self, place: str, fault: str, expected: str) -> None:
-        super().__init__(f"{place} {fault}", expected=expected, do="correct the turns")
+    def __init__(
+        self, place: str, fault: str, expected: str, do: str = "correct the turns"
+    ) -> None:
+        super().__init__(f"{place} {fault}", expected=expected, do=do)
         self.place = place
 
 
-def _require(ok: bool, place: str, fault: str, expected: str) -> None:
-    """Raise `TurnError(place, fault, expected)` unless `ok`."""
+def _require(ok: bool, place: str, found: Any, expected: str) -> None:
+    """Raise TurnError unless `ok`; it says what was found, and what was expected."""
     if not ok:
-        raise TurnError(place, fault, expected)
+        raise TurnError(place, f"is {found_in_json(found)}", expected)
 
 
 def normalise_turns(messages: Any, place: str = "messages") -> list[dict[str, Any]]:
     """Copies of chat turns in one form.
 
-    A content is one text, whatever parts it had; that the assistant thinks stands in
-    "reasoning_content". Calls have their arguments as an object: a custom tool's input becomes its
-    argument `input`, and OpenAI's older `function_call` and role "function" become a call and a
-    tool's turn. Fields that are None are left out. Roles and other fields stay, whatever they are.
+    A content is one text, whatever parts it had; what the assistant thought is its
+    "reasoning_content", whatever it was called. Calls have their arguments as an object: a custom
+    tool's input becomes its argument `input`, and OpenAI's older `function_call` and role
+    "function" become a call and a tool's turn. A tool's turn has the "name" of the function that it
+    answers. Fields that are None are left out. Roles and other fields stay, whatever they are.
 
     Args:
         messages: what should be turns; no turns give none.
         place: what they are called in messages of errors.
 
     Raises:
-        TurnError: it is no list of turns, or a turn is none; it says which, and what is wrong.
+        TurnError: it is not a list of turns, or a turn is invalid; it says which, and what is
+            wrong.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    _require(
-        is_list,
-        place,
-        f"is {found_in_json(messages)}",
-        "a list of turns, each with role and content",
-    )
-    return [_normalise_turn(turn, f"{place}[{n}]") for n, turn in enumerate(messages)]
+    _require(is_list, place, messages, "a list of turns, each with role and content")
+    turns = [_normalise_turn(turn, f"{place}[{n}]") for n, turn in enumerate(messages)]
+    for number, (calling, at) in find_answered_calls(turns).items():
+        if not turns[number].get("name"):
+            call = turns[calling]["tool_calls"][at]
+            turns[number]["name"] = call.get("function", call)["name"]
+    return turns
 
 
 def _normalise_turn(turn: Any, place: str) -> dict[str, Any]:
     is_object = isinstance(turn, Mapping)
-    _require(is_object, place, f"is {found_in_json(turn)}", "an object with role and content")
+    _require(is_object, place, turn, "an object with role and content")
     own = {name: value for name, value in turn.items() if value is not None}
-    for name in ("role", "name", *_REASONING):
+    for name in ("role", "name", *_THOUGHT_FIELDS):
         ok = isinstance(own.get(name, ""), str) and (name != "role" or bool(own.get(name)))
-        _require(ok, f"{place}.{name}", f"is {found_in_json(turn.get(name))}", "a text")
+        _require(ok, f"{place}.{name}", turn.get(name), "a text")
     if own["role"] == "function":
         own["role"] = "tool"
     calls = own.pop("tool_calls", [])
     is_list = isinstance(calls, list | tuple)
-    _require(is_list, f"{place}.tool_calls", f"is {found_in_json(calls)}", "a list of calls")
+    _require(is_list, f"{place}.tool_calls", calls, "a list of calls")
     made = [_normalise_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
     if "function_call" in own:
         call = {"type": "function", "function": own.pop("function_call")}
         made.append(_normalise_call(call, f"{place}.function_call"))
     if made:
         own["tool_calls"] = made
-    own["content"], thought = read_content(own, f"{place}.content")
-    if thought and not any(own.get(name) for name in _REASONING):
+    own["content"], thought_in_parts = read_content(own, f"{place}.content")
+    thoughts = [own.pop(name, "") for name in _THOUGHT_FIELDS]
+    if thought := next(filter(None, [*thoughts, thought_in_parts]), ""):
         own["reasoning_content"] = thought
     return own
 
@@ -98,34 +109,52 @@ def _normalise_turn(turn: Any, place: str) -> dict[str, Any]:
 def read_content(turn: Message, place: str) -> tuple[str, str]:
     """The text of a turn's content, and that of its parts that are reasoning.
 
+    If an assistant refused, and said nothing else, its "refusal" is the text. Reasoning in a turn
+    of the system's, which Mistral's models have as an example, stays in the text, between the marks
+    that their templates put around it.
+
     Args:
         turn: its role and its content are read.
         place: of the content, for messages of errors.
 
     Raises:
-        TurnError: it is no content of text.
+        TurnError: it is not a content of text.
     """
     content = turn.get("content")
     is_assistants = turn["role"] == "assistant"
     if content is None and (is_assistants or turn["role"] == "tool"):
-        return "", ""
+        said = turn.get("refusal")
+        content = said if isinstance(said, str) else ""
     if isinstance(content, str):
         return content, ""
-    fault = "is null or missing" if content is None else f"is {found_in_json(content)}"
     if not isinstance(content, list | tuple):
+        fault = "is null or missing" if content is None else f"is {found_in_json(content)}"
         raise TurnError(place, fault, "a text, or parts of type text")
     texts = []
     thoughts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if is_assistants and kind in ("thinking", "reasoning"):
-            said = part.get("thinking", part.get("text", part.get("reasoning")))
-            thoughts.append(said if isinstance(said, str) else "")
+            thoughts.append(thought_text(part))
+        elif turn["role"] in _SYSTEM_ROLES and kind == "thinking":
+            texts.append(f"[THINK]{thought_text(part)}[/THINK]")
         elif is_assistants and kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
         else:
             texts.append(part_text(part, f"{place}[{number}]"))
     return "".join(texts), "".join(thoughts)
+
+
+def thought_text(part: Mapping[str, Any]) -> str:
+    """What a part of a content, or a block, of type thinking or reasoning says: its text, or those
+    of its parts, or else of its summary's; "" if it has none."""
+    for name in ("thinking", "text", "reasoning", "content", "summary"):
+        said = part.get(name)
+        inner = said if isinstance(said, list | tuple) else [{"text": said}]
+        texts = [one.get("text") for one in inner if isinstance(one, Mapping)]
+        if found := "".join(one for one in texts if isinstance(one, str)):
+            return found
+    return ""
 
 
 def is_content_part(kind: Any) -> bool:
@@ -141,17 +170,17 @@ def part_text(part: Any, place: str) -> str:
         place: of the part, for the message of an error.
 
     Raises:
-        TurnError: it is an image, a file, or anything else that is no text.
+        TurnError: it is an image, a file, or anything else that is not a text.
     """
     if isinstance(part, str):
         return part
-    _require(isinstance(part, Mapping), place, f"is {found_in_json(part)}", "a part of type text")
+    _require(isinstance(part, Mapping), place, part, "a part of type text")
     kind = part.get("type", "text" if "text" in part else None)
     if kind not in _TEXT_TYPES:
-        expected = "text alone: models are run here without what sees or hears"
+        expected = "text: only text is supported; image and audio encoders are not run"
         raise TurnError(place, f"is {kind_in_words(kind)}", expected)
     text = part.get("text")
-    _require(isinstance(text, str), f"{place}.text", f"is {found_in_json(text)}", "a text")
+    _require(isinstance(text, str), f"{place}.text", text, "a text")
     return str(text)
 
 
@@ -172,19 +201,17 @@ def _normalise_call(call: Any, place: str) -> dict[str, Any]:
 
     Its name and arguments stand in its "function", or in the call itself.
     """
-    _require(isinstance(call, Mapping), place, f"is {found_in_json(call)}", "a call: an object")
+    _require(isinstance(call, Mapping), place, call, "a call: an object")
     own = {name: value for name, value in call.items() if value is not None}
     if isinstance(custom := own.pop("custom", None), Mapping):
         own["type"] = "function"
         own["function"] = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     inner = own.get("function", own)
     inside = f"{place}.function" if "function" in own else place
-    _require(
-        isinstance(inner, Mapping), inside, f"is {found_in_json(inner)}", "an object with a name"
-    )
+    _require(isinstance(inner, Mapping), inside, inner, "an object with a name")
     name = inner.get("name")
     ok = isinstance(name, str) and bool(name)
-    _require(ok, f"{inside}.name", f"is {found_in_json(name)}", "the name of a function")
+    _require(ok, f"{inside}.name", name, "the name of a function")
     arguments = parse_arguments(inner.get("arguments"), f"{inside}.arguments")
     made = {**inner, "arguments": arguments}
     return {**own, "function": made} if "function" in own else made
@@ -209,43 +236,119 @@ def parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
     if found is None:
         return {}
     expected = 'an object such as {"a": 1}, or its JSON text'
-    _require(isinstance(found, Mapping), place, f"is {found_in_json(arguments)}", expected)
+    _require(isinstance(found, Mapping), place, arguments, expected)
     return dict(found)
+
+
+def find_answered_calls(turns: Sequence[Message]) -> dict[int, tuple[int, int]]:
+    """Find the call that each result belongs to.
+
+    It is the last call before it with the result's id; of several in a turn, the next one. Results
+    without such a call belong to those calls of the last turn with calls that have none, in order.
+
+    Args:
+        turns: whose calls are objects.
+
+    Returns:
+        The number of the call's turn and the call's place in it, by the number of the tool's turn;
+        without results that no call is left for.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    by_id: dict[str, deque[tuple[int, int]]] = {}
+    unmatched: dict[int, list[int]] = {}  # results, by the last turn with calls
+    calling = -1
+    for number, turn in enumerate(turns):
+        if calls := turn.get("tool_calls"):
+            calling = number
+            own: dict[str, deque[tuple[int, int]]] = {}
+            for place, call in enumerate(calls):
+                if id := call.get("id"):
+                    own.setdefault(str(id), deque()).append((number, place))
+            by_id |= own
+        elif turn["role"] == "tool":
+            if of_id := by_id.get(str(turn.get("tool_call_id"))):
+                found[number] = of_id[0]
+                if len(of_id) > 1:
+                    of_id.popleft()
+            elif calling >= 0:
+                unmatched.setdefault(calling, []).append(number)
+    answered = {*found.values()}
+    for number, results in unmatched.items():
+        places = ((number, n) for n in range(len(turns[number]["tool_calls"])))
+        left = [place for place in places if place not in answered]
+        found |= zip(results, left, strict=False)
+    return found
+
+
+def with_one_call_a_turn(turns: Sequence[Message]) -> list[dict[str, Any]]:
+    """The same turns, of which those with several calls become as many, each with the results of
+    its call after it; the first one has what else the turn has."""
+    several = {n for n, turn in enumerate(turns) if len(turn.get("tool_calls") or ()) > 1}
+    results: dict[tuple[int, int], list[Message]] = {}
+    moved = set[int]()
+    for number, call in find_answered_calls(turns).items():
+        if call[0] in several:
+            results.setdefault(call, []).append(turns[number])
+            moved.add(number)
+    found: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        if number in several:
+            for place, call in enumerate(turn["tool_calls"]):
+                rest = {"role": turn["role"], "content": ""} if place else turn
+                found.append({**rest, "tool_calls": [call]})
+                found += map(dict, results.get((number, place), ()))
+        elif number not in moved:
+            found.append(dict(turn))
+    return found
+
+
+def with_texts_before_calls(turns: Sequence[Message]) -> list[dict[str, Any]]:
+    """The same turns, with what is said beside calls in a turn of its own before them."""
+    found: list[dict[str, Any]] = []
+    for turn in turns:
+        own = dict(turn)
+        if turn.get("tool_calls") and turn["content"].strip():
+            calls = own.pop("tool_calls")
+            found.append(own)
+            own = {"role": turn["role"], "content": "", "tool_calls": calls}
+        found.append(own)
+    return found
 
 
 def join_system_turns_in_a_row(turns: Sequence[Message]) -> list[dict[str, Any]]:
     """The same turns, with those of the system in a row as one, a blank line between their texts;
     so with the developer's."""
-    return _join_in_a_row(turns, ("system", "developer"), same_role=True)
+    return _join_in_a_row(turns, _SYSTEM_ROLES, same_role=True)
 
 
-def other_arrangements(turns: Sequence[Message]) -> list[list[dict[str, Any]]]:
-    """What the same turns may become where a template refuses them, or leaves some out.
+def other_arrangements(turns: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+    """Yield what the same turns may become if a template refuses them, or leaves some out.
 
     Each of these goes further than the one before. Turns of one role in a row become one, the
-    developer's behind the system's too. Turns of the system's become the user's: those behind the
+    developer's after the system's too. Turns of the system's become the user's: those after the
     first turn, then all. No word is lost, and none changes its place.
 
     Args:
         turns: as `normalise_turns` returns them.
 
-    Returns:
+    Yields:
         The arrangements that differ from `turns` and from those before.
     """
     found = [list(map(dict, turns))]
     for keeps in (len(turns), 1, 0):  # turns at the beginning whose role stays
         said = [
-            {**turn, "role": "user"} if number >= keeps and _is_system(turn) else dict(turn)
-            for number, turn in enumerate(_join_in_a_row(turns, ("system", "developer")))
+            {**turn, "role": "user"} if number >= keeps and is_systems(turn) else dict(turn)
+            for number, turn in enumerate(_join_in_a_row(turns, _SYSTEM_ROLES))
         ]
         joined = _join_in_a_row(said, ("user", "assistant"), same_role=True)
         if joined not in found:
             found.append(joined)
-    return found[1:]
+            yield joined
 
 
-def _is_system(turn: Message) -> bool:
-    return turn["role"] in ("system", "developer")
+def is_systems(turn: Message) -> bool:
+    """Whether a turn is the system's or the developer's."""
+    return turn["role"] in _SYSTEM_ROLES
 
 
 def _join_in_a_row(
@@ -260,16 +363,25 @@ def _join_in_a_row(
         roles: whose turns are joined.
         same_role: whether only turns of the same role are.
     """
-    joined: list[dict[str, Any]] = []
+    rows: list[list[Message]] = []
     for turn in turns:
-        last = joined[-1] if joined else {"role": None}
-        joins = {last["role"], turn["role"]} <= {*roles} and not last.get("tool_calls")
-        if joins and (not same_role or last["role"] == turn["role"]):
-            both = {**last, **turn, "role": last["role"]}
-            for name in ("content", *_REASONING):
-                if texts := [str(one[name]) for one in (last, turn) if one.get(name)]:
-                    both[name] = _BETWEEN.join(texts)
-            joined[-1] = both
+        row = rows[-1] if rows else []
+        joins = bool(row) and {row[0]["role"], turn["role"]} <= {*roles}
+        joins = joins and not row[-1].get("tool_calls")
+        if joins and (not same_role or row[0]["role"] == turn["role"]):
+            row.append(turn)
         else:
-            joined.append(dict(turn))
-    return joined
+            rows.append([turn])
+    return [_join(row) for row in rows]
+
+
+def _join(row: Sequence[Message]) -> dict[str, Any]:
+    """Turns as one of the first one's role, with their texts, and else what the last one says."""
+    both: dict[str, Any] = {}
+    for turn in row:
+        both |= turn
+    both["role"] = row[0]["role"]
+    for name in ("content", "reasoning_content"):
+        if len(row) > 1 and (texts := [one[name] for one in row if one.get(name)]):
+            both[name] = BETWEEN_TEXTS.join(texts)
+    return both

@@ -28,9 +28,10 @@ from ssmlx.formats.answer_grammars import form_grammar, tool_call_grammar
 from ssmlx.formats.arguments import ANYTHING, OfferedTools, allowed_types, argument_value
 from ssmlx.formats.call_form import Call
 from ssmlx.formats.channels import HARMONY
-from ssmlx.formats.families import CALL_FORMS, find_format, has_unknown_calls, message_end_ids
+from ssmlx.formats.families import CALL_FORMS, find_format, message_end_ids
 from ssmlx.formats.history import answer_turn, call_id, turns_for_template
 from ssmlx.formats.reader import AnswerReader, Text, answer_begins
+from ssmlx.rendering import has_unknown_calls
 
 FORMS = [*CALL_FORMS, "harmony"]
 SIGNS = {"laguna": None, "harmony": " ".join(HARMONY.signs)}
@@ -45,7 +46,7 @@ def make_tokenizer(template="", tokens=()):
     fast = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>")
     added = [AddedToken(one, special=True, normalized=False) for one in tokens]
     fast.add_tokens(added, special_tokens=True)
-    fast.chat_template = "{# tools " + template + " #}{{ messages }}"
+    fast.chat_template = "{# " + template + " #}{{ tools }}{{ messages }}"
     return TokenizerWrapper(fast, eos_token_ids=[fast.eos_token_id])
 
 
@@ -898,14 +899,15 @@ def test_ids_of_other_servers_become_the_templates_own_in_call_and_result(name, 
     assert turns_for_template(other, tokenizer_of("json_tools")) == other
 
 
-def test_harmonys_template_gets_thoughts_and_single_calls():
+def test_harmonys_template_gets_thoughts_in_its_field():
     tokenizer = tokenizer_of("harmony")
     both = call_turn("a", "b", content="I look.", reasoning_content="Hm.")
     found = turns_for_template([both, result("b"), result("a")], tokenizer)
-    assert [one["role"] for one in found] == ["assistant", "tool"] * 2
-    assert [one.get("tool_call_id") for one in found if one["role"] == "tool"] == ["a", "b"]
     assert (found[0]["thinking"], found[0]["content"]) == ("Hm.\n\nI look.", "")
-    assert not {"thinking", "reasoning_content"} & {*found[2]}
+    assert "reasoning_content" not in found[0] and len(found[0]["tool_calls"]) == 2
+    said = {"role": "assistant", "content": "Red.", "reasoning_content": "Hm."}
+    (found,) = turns_for_template([said], tokenizer)
+    assert found == {"role": "assistant", "content": "Red.", "thinking": "Hm."}
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>A"
     turn = answer_turn(text, find_format(tokenizer), "message")
     assert turn == {"role": "assistant", "content": "A", "reasoning_content": "Hm."}

@@ -32,7 +32,7 @@ PROMPTS = [f"w{n} w{2 * n} w{n + 9}" for n in range(20)]
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
     base = write_base(folder / "tiny", context=16384)
-    tools = "{% if tools %}{# <tool_call> tool_call.name #}{% endif %}"
+    tools = "{% if tools %}{{ ' ' }}{# <tool_call> tool_call.name #}{% endif %}"
     (base / "chat_template.jinja").write_text(tools + CHAT_TEMPLATE)
     write_tiny_adapter(folder / "own", base)
     return folder

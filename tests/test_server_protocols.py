@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from itertools import pairwise
+from time import process_time
 from typing import ClassVar
 
 import pytest
@@ -30,6 +31,7 @@ from ssmlx.server.choices import AnswerParser
 from ssmlx.server.grammars import grammar_mask, json_grammar, llguidance_tokenizer
 from ssmlx.server.handler import Limits, PrometheusMetrics, RequestHandler
 from ssmlx.server.requests import AnswerRequest, ChoiceEnd, ReasoningPart, TextPart, ToolCallPart
+from ssmlx.server.typed_blocks import Turns
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 ARGUMENTS = {"a": 1, "b": "é"}
@@ -496,6 +498,46 @@ def test_items_of_other_tools_become_calls_or_are_left_out_and_told():
     image = "It: (an image, which was left out)"
     assert results == ["Done", '{"output": "a"}', '{"stdout": "a"}', "4", image]
     assert question[1]["reasoning_content"] == "Hm"
+
+
+def test_thoughts_in_a_row_are_one_and_an_item_without_a_type_is_a_message():
+    items = [
+        *USER,
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "So"}], "summary": []},
+        {"type": None, "role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "And?"},
+    ]
+    _, told, question = offered_and_left_out("responses", {"input": items})
+    assert question[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm\n\nSo"}
+    assert question[2] == {"role": "user", "content": "And?"} and told == []
+    blocks = [{"type": "thinking", "thinking": one} for one in ("Hm", [{"text": "So"}])]
+    blocks.append({"type": "text", "text": "Yes."})
+    messages = [*USER, {"role": "assistant", "content": blocks}, *USER]
+    found = offered_and_left_out("messages", {**MESSAGE, "messages": messages})[2]
+    assert found[1] == question[1]
+
+
+@pytest.mark.parametrize("kind", [3, ["message"], {"a": 1}, True])
+def test_a_type_that_is_not_a_text_is_refused_with_its_place(kind):
+    block = {"type": kind, "text": "a"}
+    messages = [{"role": "user", "content": [block]}]
+    for route, body, param in (
+        ("responses", {"input": [block]}, "input[0].type"),
+        ("messages", {**MESSAGE, "messages": messages}, "messages[0].content[0].type"),
+    ):
+        found = posted(Scripted(), route, body)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
+
+
+def test_many_blocks_take_as_long_as_they_are():
+    begun = process_time()
+    turns = Turns()
+    for _ in range(60_000):
+        turns.add_block_by_type("user", {"type": "text", "text": "x" * 100}, "input")
+    (turn,) = turns.joined()
+    assert len(turn["content"]) == 60_000 * 102 - 2
+    assert process_time() - begun < 20, "each text is copied for every other one"
 
 
 def test_blocks_of_anthropics_own_tools_are_used_or_left_out_and_told():

@@ -243,14 +243,16 @@ def test_fields_of_turns_that_contradict_each_other_are_refused(client):
     assert found == written(client, "user: w1 | ").lstrip(" ")
 
 
-def test_tools_of_a_model_without_a_form_for_them_are_refused_in_the_apis_words(client):
+def test_tools_of_a_model_without_a_place_for_them_are_refused_and_calls_are_written(client):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    error = error_of(client, "chat/completions", chat(tools=tools))
+    assert error["param"] == "tools" and "does not support them" in error["message"]
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     history = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call]},
                {"role": "tool", "tool_call_id": "c", "content": "3"}]  # fmt: skip
-    for name, body in (("tools", chat(tools=tools)), ("messages", {"messages": history})):
-        error = error_of(client, "chat/completions", body)
-        assert error["param"] == name and "no form for tools" in error["message"]
+    text = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    wanted = written(client, f"user: w1 | model: {text} | tool: 3 | model: ").lstrip(" ")
+    assert said(reply(client, {"messages": history})) == wanted
 
 
 def test_any_model_answers_to_any_name_and_says_which(serve):

@@ -166,6 +166,7 @@ LISTED = [{"name": "default", "template": "L"}, {"name": "tool_use", "template":
     ({"tokenizer_config.json": {"default": "L"}}, "L"),
     ({"chat_template.json": LISTED[1:]}, "LT"),
     ({"chat_template.json": {"default": "D", "rag": "R"}}, {"default": "D", "rag": "R"}),
+    ({"additional/rag": "R"}, {"rag": "R"}), ({"additional/tool_use": "U"}, "U"),
     ({"additional/rag": "R", "chat_template.jinja": "F"}, {"default": "F", "rag": "R"}),
     ({"additional/rag": "R", "tokenizer_config.json": "T"}, {"default": "T", "rag": "R"}),
     ({"additional/rag": "R", "chat_template.json": "J"}, {"default": "J", "rag": "R"}),

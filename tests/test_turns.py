@@ -1,15 +1,22 @@
 """Turns of every form, under templates of every kind: each word arrives, or its place is told."""
 
 import json
+from time import process_time
 
 import pytest
+from mlx_lm.chat_templates import deepseek_v32
+from test_formats import make_tokenizer as make_byte_tokenizer
+from test_formats import tokenizer_of
 from tiny import make_tokenizer
 
 from ssmlx.errors import InputError
+from ssmlx.formats.families import CALL_FORMS, find_format
+from ssmlx.formats.history import turns_for_template, write_calls
+from ssmlx.formats.reader import AnswerReader
 from ssmlx.prompts import chat_tokens, find_tokens_between_turns
-from ssmlx.rendering import find_template_form, render_turns
+from ssmlx.rendering import find_template_form, offers_tools, render_turns
 from ssmlx.templates import bounded_rendering
-from ssmlx.turns import TurnError, normalise_turns
+from ssmlx.turns import TurnError, find_answered_calls, normalise_turns
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 PARTS = (  # as Llama Guard 3, SmolVLM and LLaVA-NeXT read them
@@ -251,6 +258,7 @@ def test_what_is_wrong_with_a_turn_is_told_with_its_place(turns, place, fault, s
     ({"content": []}, "<assistant>"), ({"content": "a", "tool_calls": None}, "<assistant>a"),
     ({"content": "a", "tool_calls": [], "name": None, "refusal": None}, "<assistant>a"),
     ({"content": [{"type": "refusal", "refusal": "No."}]}, "<assistant>No."),
+    ({"content": None, "refusal": "No."}, "<assistant>No."),
     ({"content": [{"type": "thinking", "thinking": "Hm."}, TEXT]}, "<assistant>See"),
 ])  # fmt: skip
 def test_an_assistants_turn_may_have_little(turn, said, shown):
@@ -284,3 +292,282 @@ def test_what_is_not_unicode_is_told_wherever_it_stands(shown):
     for turns in ([{**USER, "content": "a\ud800"}], calling({"old": "a\ud800"})):
         with pytest.raises(InputError, match="the text is not Unicode"):
             chat_tokens(shown.tokenizer, turns)
+
+
+# Templates of models, without what these tests do not need.
+LLAMA = (
+    "{% if tools %}Environment: ipython {{ tools|tojson }}{% endif %}{% for m in messages %}"
+    "{% if not (m.role == 'tool' or 'tool_calls' in m) %}<{{ m.role }}>{{ m.content }}"
+    "{% elif 'tool_calls' in m %}{% if not m.tool_calls|length == 1 %}{{ raise_exception("
+    "'This model only supports single tool-calls at once!') }}{% endif %}"
+    "<assistant>{{ m.tool_calls[0].function.arguments|tojson }}"
+    "{% else %}<ipython>{{ m.content|tojson }}{% endif %}{% endfor %}{# <|python_tag|> #}"
+)
+GPT_OSS = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.content and m.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+    "<analysis>{{ m.content or m.thinking }}<call>{{ m.tool_calls[0].function.arguments|tojson }}"
+    "{% elif m.role == 'assistant' %}<analysis>{{ m.thinking }}<final>{{ m.content }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    "{# <|channel|> <|message|> #}"
+)
+LFM = (
+    "{% if tools %}{{ tools|tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% set content = m.content %}{% if content is not string %}{% set content = content|tojson %}"
+    "{% endif %}{{ content }}{% endfor %}{# <|tool_list_start|> #}"
+)
+SMOL = (
+    "{% if xml_tools is defined %}<tools>{% for t in xml_tools %}{{ t|string }}{% endfor %}</tools>"
+    "<tool_call>{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if m.content is string else '' }}{% endfor %}"
+)
+PHI = (
+    "{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none"
+    " %}{{ '<system>' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|>' }}{% else %}"
+    "{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}{# <|/tool_call|> #}"
+)
+MAGISTRAL = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% elif p.type == 'thinking' %}"
+    "{{ '[THINK]' + p.thinking + '[/THINK]' }}{% else %}{{ raise_exception('Only text') }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+FUNCTION_GEMMA = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if 'name' not in m %}{{ raise_exception("
+    "'a name must be provided') }}{% endif %}<response:{{ m.name }}>{{ m.content }}{% else %}"
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<call:{{ c.function.name }}>"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {"type": "object"}}}]
+
+
+def call_of(name, id=None, **arguments):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if id is None else {"id": id, **call}
+
+
+def result_of(content, id=None):
+    turn = {"role": "tool", "content": content}
+    return turn if id is None else {**turn, "tool_call_id": id}
+
+
+def calls_of(*calls, content=None):
+    return {"role": "assistant", "content": content, "tool_calls": [*calls]}
+
+
+THOUGHT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}|{{ m.content }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_arrives_whatever_it_is_called(name, shown):
+    turn = {**ASSISTANT, name: "Hm."}
+    assert shown(THOUGHT, [USER, turn, USER]) == "<user>|Hi<assistant>Hm.|Yes.<user>|Hi"
+    own = normalise_turns([turn])[0]
+    assert own == {**ASSISTANT, "reasoning_content": "Hm."}
+    assert normalise_turns([{"reasoning_content": "", **turn}]) == [own]
+    shown.tokenizer._chat_template = lambda messages, **more: "".join(
+        m.get("reasoning_content", "") + m["content"] for m in messages
+    )
+    assert render_turns(shown.tokenizer, [USER, turn]) == "HiHm.Yes."
+    calling = {**calls_of(call_of("edit", "a"), content="I look."), name: "Hm."}
+    (own,) = turns_for_template(normalise_turns([calling]), tokenizer_of("harmony"))
+    assert (own["thinking"], own["content"]) == ("Hm.\n\nI look.", "")
+
+
+def test_a_thought_may_be_parts_of_a_part(shown):
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": one} for one in "Hm"]}]
+    turn = {"role": "assistant", "content": [*parts, TEXT]}
+    assert shown(THOUGHT, [USER, turn]) == "<user>|Hi<assistant>Hm|See"
+    (own,) = normalise_turns([{**turn, "content": [{"type": "reasoning", "text": "Hm"}]}])
+    assert (own["reasoning_content"], own["content"]) == ("Hm", "")
+
+
+def test_thoughts_are_parts_where_the_template_takes_them_so(shown):
+    think = {"type": "thinking", "thinking": "A draft"}
+    system = {"role": "system", "content": [{"type": "text", "text": "First "}, think, TEXT]}
+    turn = {**ASSISTANT, "reasoning_content": "Hm."}
+    wanted = "<user>Hi<assistant>[THINK]Hm.[/THINK]Yes.<user>Hi"
+    assert shown(MAGISTRAL, [USER, turn, USER]) == wanted
+    found = shown(MAGISTRAL, [system, USER])
+    assert found == "<system>First [THINK]A draft[/THINK]See<user>Hi"
+    alone = {"role": "assistant", "content": None, "reasoning": "Hm."}
+    assert shown(MAGISTRAL, [USER, alone]).endswith("<assistant>[THINK]Hm.[/THINK]")
+    for template in (CHATML, LFM, EITHER, *PARTS):
+        with bounded_rendering("these"):
+            assert not find_template_form(template).has_thought_parts
+
+
+@pytest.mark.parametrize(("template", "written"), [
+    (LFM, '<|tool_call_start|>[edit(old="a", n=3)]<|tool_call_end|>'),
+    (SMOL, '<tool_call>\n{"name": "edit", "arguments": {"old": "a", "n": 3}}\n</tool_call>'),
+    (PHI, '<|tool_call|>[{"name": "edit", "arguments": {"old": "a", "n": 3}}]<|/tool_call|>'),
+    (CHATML, '<tool_call>\n{"name": "edit", "arguments": {"old": "a", "n": 3}}\n</tool_call>'),
+])  # fmt: skip
+def test_calls_that_a_template_does_not_show_are_written(template, written, shown):
+    turns = [USER, calls_of(call_of("edit", "a", old="a", n=3)), result_of("4", "a"), USER]
+    assert shown(template, turns) == f"<user>Hi<assistant>{written}<tool>4<user>Hi"
+    turns[1] = {**turns[1], "content": "I look."}
+    wanted = f"<user>Hi<assistant>I look.\n{written}<tool>4<user>Hi"
+    assert shown(template, turns) == wanted
+    if template != CHATML:  # the form is told by the template that tools are put under
+        assert shown({"default": CHATML, "tool_use": template}, turns) == wanted
+
+
+@pytest.mark.parametrize("name", CALL_FORMS)
+def test_written_calls_are_read_as_they_were(name):
+    arguments = {"old": 'a\n  "b" \\', "zip": "10001", "n": 3, "all": [1, {"x": None}], "on": True}
+    types = {"old": "string", "zip": "string", "n": "number", "all": "array", "on": "boolean"}
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    tools = [
+        {"name": "edit", "parameters": {"type": "object", "properties": properties}},
+        {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    ]
+    format = find_format(tokenizer_of(name))
+    for calls in ([("edit", arguments)], [("edit", arguments), ("look", {}), ("edit", arguments)]):
+        given = [call_of(tool, **its) for tool, its in calls]
+        reader = AnswerReader(format, tools)
+        text = write_calls(given, format)
+        pieces = [*reader.read(text), *reader.end(is_cut=False)]
+        read = [(one.name, one.arguments) for one in pieces if hasattr(one, "arguments")]
+        assert read == calls, text
+        assert not "".join(getattr(one, "text", "") for one in pieces).strip()
+
+
+@pytest.mark.parametrize(("template", "wanted"), [
+    (PHI, '<system><|tool|>[{"name": "edit", "parameters": {"type": "object"}}]<|/tool|><user>Hi'),
+    (SMOL, "<tools>" + str(TOOLS[0]) + "</tools><tool_call><user>Hi"),
+    (LFM, json.dumps(TOOLS) + "<user>Hi"),
+])  # fmt: skip
+def test_tools_stand_where_the_template_reads_them(template, wanted, shown):
+    assert shown(template, [USER], tools=TOOLS) == wanted
+    assert offers_tools(shown.tokenizer)
+    if template == PHI:
+        found = shown(template, [SYSTEM, USER], tools=TOOLS)
+        assert found.startswith("<system>Be brief.<|tool|>[{")
+
+
+def test_tools_that_a_template_only_shows_in_a_systems_turn_get_one(shown):
+    shown(CHATML, [USER])
+    shown.tokenizer._chat_template = deepseek_v32.apply_chat_template
+    assert '"name": "edit"' in render_turns(shown.tokenizer, [USER], tools=TOOLS)
+    assert "edit" not in render_turns(shown.tokenizer, [USER])
+
+
+@pytest.mark.parametrize("template", [
+    CHATML + "{# tools #}", {"default": CHATML, "rag": CHATML + "{{ tools }}"}, PARTS[0], FIRST,
+])  # fmt: skip
+def test_tools_that_a_template_does_nothing_with_are_refused(template, shown):
+    with pytest.raises(TurnError, match="tools are offered; expected no tools") as told:
+        shown(template, [USER], tools=TOOLS)
+    assert told.value.place == "tools" and not offers_tools(shown.tokenizer)
+
+
+def find(city: str) -> str:
+    """Finds.
+
+    Args:
+        city: where.
+    """
+    return city
+
+
+def test_functions_are_tools_wherever_these_stand(shown):
+    for template in (PHI, SMOL, LFM):
+        found = shown(template, [USER], tools=[find])
+        assert "Finds." in found and "where." in found
+
+
+@pytest.mark.parametrize("tokens", [(), ("<think>", "</think>")])
+@pytest.mark.parametrize("default", ["is defined and enable_thinking", "is not defined"])
+def test_thinking_is_on_or_off_as_the_template_has_it(tokens, default):
+    tokenizer = make_byte_tokenizer(tokens=tokens)
+    tokenizer._tokenizer.chat_template = (
+        f"{{% if enable_thinking {default} %}}on{{% else %}}off{{% endif %}}{CHATML}"
+    )
+    wanted = "on" if "not" in default else "off"
+    assert render_turns(tokenizer, [USER]) == wanted + "<user>Hi"
+    for asked in (True, False):
+        given = {"enable_thinking": asked}
+        text = tokenizer.decode(chat_tokens(tokenizer, [USER], template_args=given))
+        assert text == ("on" if asked and "not" not in default else "off") + "<user>Hi"
+
+
+FIRST_CALL = call_of("edit", "a", n=1)
+SECOND_CALL = call_of("look", "b", n=2)
+
+
+@pytest.mark.parametrize(("turns", "wanted"), [
+    ([calls_of(FIRST_CALL, SECOND_CALL), result_of("B", "b"), result_of("A", "a")],
+     '<assistant>{"n": 1}<ipython>"A"<assistant>{"n": 2}<ipython>"B"'),
+    ([calls_of(call_of("edit", n=1), call_of("look", n=2)), result_of("A"), result_of("B")],
+     '<assistant>{"n": 1}<ipython>"A"<assistant>{"n": 2}<ipython>"B"'),
+    ([calls_of(call_of("edit", [1], n=1), call_of("look", {}, n=2)), result_of("A", [1]),
+      result_of("B", {})], '<assistant>{"n": 1}<ipython>"A"<assistant>{"n": 2}<ipython>"B"'),
+    ([calls_of(FIRST_CALL, SECOND_CALL, content="I look."), result_of("B", "b"), USER],
+     '<assistant>I look.<assistant>{"n": 1}<assistant>{"n": 2}<ipython>"B"<user>Hi'),
+    ([calls_of(FIRST_CALL, content="I look."), result_of("A", "a"), ASSISTANT],
+     '<assistant>I look.<assistant>{"n": 1}<ipython>"A"<assistant>Yes.'),
+])  # fmt: skip
+def test_llamas_template_gets_a_call_a_turn_and_texts_before_them(turns, wanted, shown):
+    assert shown(LLAMA, [USER, *turns]) == f"<user>Hi{wanted}"
+
+
+def test_harmonys_template_gets_a_call_a_turn_and_one_thought(shown):
+    both = {**calls_of(FIRST_CALL, SECOND_CALL, content="I look."), "reasoning": "Hm."}
+    turns = [USER, both, result_of("B", "b"), result_of("A", "a")]
+    first = '<analysis>Hm.\n\nI look.<call>{"n": 1}<tool>A'
+    assert shown(GPT_OSS, turns) == f'<user>Hi{first}<analysis><call>{{"n": 2}}<tool>B'
+
+
+def test_a_result_belongs_to_the_last_call_of_its_id_or_to_the_next_one():
+    turns = [
+        calls_of(call_of("a", "x"), call_of("b", "x")), result_of("1", "x"), result_of("2", "x"),
+        calls_of(call_of("c", "x"), call_of("d")), result_of("3", "?"), result_of("4", "x"),
+        result_of("5"), USER, result_of("6", "x"), result_of("7"),
+    ]  # fmt: skip
+    assert find_answered_calls(turns) == {
+        1: (0, 0), 2: (0, 1), 4: (3, 1), 5: (3, 0), 8: (3, 0),
+    }  # fmt: skip
+    assert find_answered_calls([result_of("1", "x"), USER]) == {}
+
+
+def test_a_result_has_the_name_of_its_function(shown):
+    turns = [USER, calls_of(FIRST_CALL, SECOND_CALL), result_of("B", "b"), result_of("A", "a")]
+    wanted = "<user>Hi<assistant><call:edit><call:look><response:look>B<response:edit>A"
+    assert shown(FUNCTION_GEMMA, turns) == wanted
+    named = normalise_turns([*turns[:2], {**turns[2], "name": "mine"}, {**turns[3], "name": ""}])
+    assert [one.get("name") for one in named] == [None, None, "mine", "edit"]
+
+
+@pytest.mark.parametrize(("turns", "lost"), [
+    ([{**SYSTEM, "content": "H"}, USER], "system"),
+    ([{**SYSTEM, "content": "user"}, USER], "system"),
+    ([USER, calls_of(FIRST_CALL), result_of("4"), {**USER, "content": "Are 4 enough?"}], "tool"),
+])  # fmt: skip
+def test_a_text_that_stands_elsewhere_by_chance_is_lost_all_the_same(turns, lost, shown):
+    loses = "{% for m in messages if m.role != 'LOST' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    if lost == "system":  # which becomes the user's
+        wanted = f"<user>{turns[0]['content']}\n\nHi"
+        assert shown(loses.replace("LOST", lost), turns) == wanted
+    else:
+        with pytest.raises(InputError, match=r"leaves out a turn of 'tool' \('4'\)"):
+            shown(loses.replace("LOST", lost), turns)
+
+
+def test_many_turns_take_as_long_as_they_are(shown):
+    begun = process_time()
+    turns = [USER, ASSISTANT] * 10_000
+    assert shown("{{ messages|map(attribute='content')|join }}", turns) == "HiYes." * 10_000
+    refuses = "{% if messages|length > 9 %}{{ raise_exception('many') }}{% endif %}" + CHATML
+    text = "x" * 50
+    turns = [{"role": role, "content": text} for role in ("system", "user") for _ in range(60_000)]
+    joined = "\n\n".join([text] * 60_000)
+    assert shown(refuses, turns) == f"<system>{joined}<user>{joined}"
+    calls = [call_of("edit", n=n) for n in range(20_000)]
+    results = [result_of(str(n)) for n in range(20_000)]
+    turns = normalise_turns([calls_of(*calls), *results])
+    assert len(find_answered_calls(turns)) == len(calls)
+    assert process_time() - begun < 30, "each text is copied for every other one"

@@ -256,12 +256,13 @@ def time_and_describe_model(
 
 def _tool_calls_line(tokenizer: Any) -> str:
     """Return words that say in which form a model's calls of tools are read."""
-    from ..formats.families import UNKNOWN_CALLS, find_format, has_unknown_calls, offers_tools
+    from ..formats.families import UNKNOWN_CALLS, find_format
+    from ..rendering import has_unknown_calls, offers_tools
 
     if has_unknown_calls(tokenizer):
         return UNKNOWN_CALLS
     if not offers_tools(tokenizer):
-        return "none: the chat template offers no tools"
+        return "none: the chat template does not support tools"
     return f"read in the form {find_format(tokenizer).name}"
 
 

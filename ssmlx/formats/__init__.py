@@ -8,7 +8,7 @@
 |---|---|
 | `families.py` | the forms by name, and which one a model has |
 | `reader.py` | reads an answer as it comes |
-| `history.py` | how earlier answers are passed to templates: ids of calls, thoughts |
+| `history.py` | how earlier answers are passed to templates: ids, thoughts, calls as text |
 | `answer_grammars.py` | grammars of whole answers: forced calls, and forms after a thought |
 | `channels.py` | answers of several messages with headers: Harmony, Muse Spark |
 | `json_calls.py` | calls whose arguments are a JSON object |

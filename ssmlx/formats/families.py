@@ -213,7 +213,9 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
     Args:
         tokenizer: as `load` returns it.
     """
-    template = _text_of_templates(tokenizer)
+    template = tokenizer.chat_template
+    by_name = template if isinstance(template, dict) else {"default": template}
+    template = "\n".join(one for one in by_name.values() if isinstance(one, str))
 
     def is_told(sign: str | tuple[str, ...]) -> bool:
         texts = (sign,) if isinstance(sign, str) else sign
@@ -236,14 +238,6 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
     )
 
 
-def _text_of_templates(tokenizer: TokenizerWrapper) -> str:
-    """Return the chat template, or all of them if each has a name; empty for one that is code."""
-    template = tokenizer.chat_template
-    if isinstance(template, Mapping):
-        return "\n".join(map(str, template.values()))
-    return template if isinstance(template, str) else ""
-
-
 def _is_token(text: str, tokenizer: TokenizerWrapper) -> bool:
     """Whether a text is a token by itself."""
     token = tokenizer.convert_tokens_to_ids(text)
@@ -262,15 +256,3 @@ UNKNOWN_CALLS = (
     "this model's tool-call format is unknown: calls in a known family's format are recognised, "
     "anything else stays text, and calls cannot be forced"
 )
-
-
-def offers_tools(tokenizer: TokenizerWrapper) -> bool:
-    """Whether a model's chat template has a place for tools; one that is code is taken to have
-    one."""
-    template = _text_of_templates(tokenizer)
-    return "tools" in template if template else bool(tokenizer.has_chat_template)
-
-
-def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
-    """Whether a model's chat template offers tools, but the form of its calls is unknown."""
-    return offers_tools(tokenizer) and find_format(tokenizer).name is None

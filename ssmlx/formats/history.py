@@ -1,8 +1,10 @@
-"""What templates are given of earlier answers: ids of calls, and thoughts, as a family has them."""
+"""What templates are given of earlier answers, as a family has it: ids of calls, thoughts, calls as
+text."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 import string
@@ -11,13 +13,18 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..turns import BETWEEN_TEXTS, find_answered_calls
 from .call_form import Call
-from .families import AnswerFormat, find_format
+from .families import CALL_FORMS, AnswerFormat, find_format
+from .json_calls import write_json_call
 from .reader import AnswerReader, Begins, Text
+from .rules import GrammarRules
+from .tagged_calls import HERMES
 
 _LETTERS = string.ascii_letters + string.digits
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 _KIMI_ID = re.compile(r"(?:functions\.)?.+:\d+")
+_WRITTEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\[0-9\][^/]*/')  # literals; the number of Kimi's calls
 
 
 def call_id(call: Call) -> str:
@@ -36,8 +43,7 @@ def turns_for_template(
     """Return copies of turns, with ids of calls and thoughts as the model's template has them.
 
     Mistral's templates take ids of nine letters and digits alone, Kimi's those that name the
-    function; others are given what the turns have. Harmony's have thoughts as "thinking", and one
-    call a turn.
+    function; others are given what the turns have. Harmony's have thoughts as "thinking".
 
     Args:
         turns: normalised, see `turns.normalise_turns`.
@@ -52,37 +58,31 @@ def turns_for_template(
     if has_calls and name in ("mistral", "mistral_v3", "kimi_k2"):
         return _with_ids(found, in_kimis_form=name == "kimi_k2")
     if name == "harmony":
-        return _for_harmony(found)
+        return [*map(_with_thinking, found)]
     return found
 
 
-def _with_ids(turns: list[dict[str, Any]], *, in_kimis_form: bool) -> list[dict[str, Any]]:
+def _with_ids(turns: Sequence[dict[str, Any]], *, in_kimis_form: bool) -> list[dict[str, Any]]:
     """Return the turns with other ids of calls, and of their results alike.
 
-    A call or a result without an id gets that of its place among them.
+    A call without an id gets that of its place among all.
     """
-    id_by_given: dict[str, str] = {}
-    unanswered: list[str] = []
-    number = 0
-    for turn in turns:
-        calls = turn.get("tool_calls")
-        if isinstance(calls, list):
-            unanswered = []
-            own = []
-            for call in calls:
-                given = call.get("id") if isinstance(call, Mapping) else None
-                id = _kimi_id(call, number) if in_kimis_form else _short_id(given or number)
-                id_by_given[str(given)] = id
-                unanswered.append(id)
-                own.append({**call, "id": id} if isinstance(call, Mapping) else call)
-                number += 1
-            turn["tool_calls"] = own
-        elif turn.get("role") == "tool":
-            given = turn.get("tool_call_id")
-            answered = id_by_given.get(str(given)) if given else next(iter(unanswered), None)
-            turn["tool_call_id"] = answered or _short_id(given or "")
-            unanswered = [one for one in unanswered if one != answered]
-    return turns
+    answered = find_answered_calls(turns)
+    ids: dict[tuple[int, int], str] = {}
+    found = []
+    for number, turn in enumerate(turns):
+        own = dict(turn)
+        if calls := turn.get("tool_calls"):
+            for place, call in enumerate(calls):
+                given = call.get("id") or len(ids)
+                id = _kimi_id(call, len(ids)) if in_kimis_form else _short_id(given)
+                ids[number, place] = id
+            own["tool_calls"] = [{**call, "id": ids[number, n]} for n, call in enumerate(calls)]
+        elif turn["role"] == "tool":
+            given = turn.get("tool_call_id") or ""
+            own["tool_call_id"] = ids.get(answered.get(number, (-1, -1))) or _short_id(given)
+        found.append(own)
+    return found
 
 
 def _short_id(given: Any) -> str:
@@ -91,44 +91,78 @@ def _short_id(given: Any) -> str:
     return text if _ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
-def _kimi_id(call: Any, number: int) -> str:
-    """Return the id of a call, which names its function; the given one where it does."""
-    id = str(call.get("id")) if isinstance(call, Mapping) else ""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+def _kimi_id(call: Mapping[str, Any], number: int) -> str:
+    """Return the id of a call, which names its function; the given one if it does."""
+    id = str(call.get("id"))
+    name = call.get("function", call)["name"]
     return id if _KIMI_ID.fullmatch(id) else f"functions.{name}:{number}"
 
 
-def _for_harmony(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the turns with thoughts as "thinking", and each call in a turn, with its result."""
-    found: list[dict[str, Any]] = []
-    results: dict[Any, list[dict[str, Any]]] = {}
-    for turn in turns:
-        if turn.get("role") == "tool" and turn.get("tool_call_id") in results:
-            results[turn["tool_call_id"]].append(turn)
-            continue
-        thought = turn.pop("reasoning_content", None) or turn.get("thinking")
-        calls = turn.get("tool_calls")
-        if thought:
-            turn["thinking"] = thought
-        if not isinstance(calls, list) or not calls:
-            found.append(turn)
-            continue
-        if thought and turn.get("content"):  # which the template takes one of
-            turn["thinking"] = f"{thought}\n\n{turn['content']}"
-            turn["content"] = ""
-        results = {}
-        for place, call in enumerate(calls):
-            one = {**turn, "tool_calls": [call]}
-            if place:
-                one["content"] = ""
-                one.pop("thinking", None)
-            found.append(one)
-            if len(calls) > 1:  # results stand after their calls
-                place_of_result: list[dict[str, Any]] = []
-                found.append({"results": place_of_result})
-                results[call.get("id") if isinstance(call, Mapping) else None] = place_of_result
-    return [one for turn in found for one in turn.get("results", [turn])]
+def _with_thinking(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn with its thought as Harmony's template reads it: beside calls, the template
+    takes either a thought or a text."""
+    thought = turn.pop("reasoning_content", "")
+    if thought and turn.get("tool_calls") and turn.get("content"):
+        return {**turn, "thinking": f"{thought}{BETWEEN_TEXTS}{turn['content']}", "content": ""}
+    return {**turn, "thinking": thought} if thought else turn
+
+
+class _OneText(GrammarRules):
+    """Writes out a grammar that allows one text: as the expression of that text alone."""
+
+    def __init__(self) -> None:
+        """Begin with nothing: no rules are kept, and special tokens are texts too."""
+
+    def literal(self, text: str) -> str:
+        """Return a text as a JSON text."""
+        return json.dumps(text)
+
+    def json_value(self, schema: Any) -> str:
+        """Return the JSON of the schema's only value as a JSON text."""
+        if "const" in schema:
+            value = schema["const"]
+        else:
+            value = {name: one["const"] for name, one in schema["properties"].items()}
+        return json.dumps(json.dumps(value, ensure_ascii=False))
+
+    def text_up_to(self, mark: str, schema: Any, *, in_lines: bool = False) -> str:
+        """Return the schema's only text with the mark as a JSON text."""
+        line = "\n" if in_lines else ""
+        return json.dumps(schema["const"] + line + mark)
+
+    def add(self, body: str, options: str = "", *, is_terminal: bool = False) -> str:
+        """Return the body."""
+        return body
+
+
+def write_calls(calls: Sequence[Mapping[str, Any]], format: AnswerFormat) -> str:
+    """Return the text of calls as a model writes them, for a template that does not show calls.
+
+    It is what the grammar of the family's calls allows, if the arguments are given. Of a model
+    whose form of calls is unknown, or is told by headers of messages, it is Hermes's, JSON between
+    `<tool_call>` and `</tool_call>`.
+
+    Args:
+        calls: of a turn, normalised.
+        format: of the model's answers.
+    """
+    form = CALL_FORMS.get(format.name or "", HERMES)
+    rules = _OneText()
+    write = form.call or write_json_call()
+    texts = []
+    for number, call in enumerate(calls):
+        function = call.get("function", call)
+        arguments = {name: {"const": value} for name, value in function["arguments"].items()}
+        schema = {"type": "object", "properties": arguments, "required": [*arguments]}
+        expression = write(rules, function["name"], schema)
+        found = _WRITTEN.findall(expression)
+        texts.append("".join(json.loads(one) if one[0] == '"' else f"{number}" for one in found))
+    open = "" if form.stands_alone or not form.opens else form.opens[0]
+    groups = [texts] if form.between is not None else [[text] for text in texts]
+    return "\n".join(
+        f"{open}{form.before}{(form.between or '').join(group)}{form.after}{form.end}"
+        for group in groups
+    )
 
 
 def answer_turn(text: str, format: AnswerFormat, begins: Begins) -> dict[str, Any]:

@@ -105,10 +105,11 @@ def read_chat_template(folder: Path) -> str | dict[str, str] | None:
     `tool_use`, stand in `additional_chat_templates/NAME.jinja` or beside the default one.
 
     Returns:
-        The text, texts by name where there are several, or None where there is none.
+        The text; texts by name if there are several, or if the only one is not for chats, such as
+        "rag"; None if there are none.
 
     Raises:
-        InputError: a file cannot be read, or what it has is no template.
+        InputError: a file cannot be read, or its template is invalid.
     """
     found: dict[str, str] = {}
     for path in sorted([folder / JINJA_FILE, *folder.glob(NAMED_JINJA_FILES)]):
@@ -118,8 +119,8 @@ def read_chat_template(folder: Path) -> str | dict[str, str] | None:
     for path in (folder / name for name in JSON_FILES):
         if DEFAULT not in found and path.is_file():
             found = {**_templates_by_name(path), **found}
-    only = next(iter(found.values()), None)
-    return only if len(found) < 2 else found
+    for_chats = [found[name] for name in (DEFAULT, "tool_use") if name in found]
+    return for_chats[0] if len(found) == len(for_chats) == 1 else found or None
 
 
 def _templates_by_name(path: Path) -> dict[str, str]:

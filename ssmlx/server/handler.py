@@ -14,11 +14,11 @@ from ..answers import Answer
 from ..bars import Progress
 from ..drafters.registry import Loaded
 from ..engine import Engine
-from ..formats.families import has_unknown_calls
 from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
 from ..generation.segments import GenerationResponse
 from ..prompt_cache import PromptCache
+from ..rendering import has_unknown_calls
 from ..settings import check_settings, setting
 from .choices import Choice
 from .concurrency import READING, AnswerSlots, PromptProgress, RequestSlots, merge_answers

@@ -207,31 +207,34 @@ class PromptReader:
         """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
 
         The request's variables go before the server's. `enable_thinking` and `reasoning_effort` are
-        left out where the template does not name them; where the answer has to follow a grammar or
-        a forced tool call, and the template names it, `enable_thinking` is false whatever was asked
-        for.
+        left out if the template does not name them. If the answer has to follow a grammar or a
+        forced tool call, and the template names it, `enable_thinking` is false whatever was asked
+        for. A variable that nobody gives has the template's own default.
 
         Args:
             ask: the request; its `question` is read.
             model: whose adapter may have a template of its own.
 
         Raises:
-            InputError: the text cannot be read; the template has no form for turns or tools, or
-                refuses the turns; or there is another variable that it does not read.
+            InputError: the text cannot be read; there is no template for turns, it does not support
+                tools, or refuses the turns; or there is another variable that it does not read.
         """
         limit = model.backbone.context_length
         tokenizer = with_length_check(self.engine.tokenizer, self._bytes_per_token, limit)
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
-            _require_template_for_turns_and_tools(ask, tokenizer)
+            _require_template_for_turns(ask, tokenizer)
             prompt = {"messages": ask.question, "tools": ask.tools}
             args = {**self.template_args, **(ask.template_args or {})}
-            if "enable_thinking" not in str(tokenizer.chat_template):
+            # A template that is code of mlx-lm's reads this one variable.
+            is_code = tokenizer._chat_template is not None
+            named = "enable_thinking" if is_code else str(tokenizer.chat_template)
+            if "enable_thinking" not in named:
                 args.pop("enable_thinking", None)
             elif ask.grammar is not None or ask.forced_tools:
                 args["enable_thinking"] = False
-            if "reasoning_effort" not in str(tokenizer.chat_template):
+            if "reasoning_effort" not in named:
                 args.pop("reasoning_effort", None)
             if ask.continues or not ask.opens_turn:
                 own = {"continues": ask.continues, "add_generation_prompt": ask.opens_turn}
@@ -318,24 +321,11 @@ def _check_number_of_logprobs(
     check_field(num_tokens * (1 + config.logprobs) <= MOST_LOGPROBS, found, expected, "logprobs")
 
 
-def _require_template_for_turns_and_tools(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
-    """Raise RequestError where the model's chat template has no place for what is asked.
-
-    Without a template, only a single user turn without tools passes. With one, tools need the
-    word "tools" in it, and calls or their results the word "tool"; a template that is code passes.
-    """
+def _require_template_for_turns(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
+    """Raise RequestError for anything but a text of a user's if the model has no chat template."""
     turns = [one for one in ask.question if isinstance(one, Mapping)]
     is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools
     if not tokenizer.has_chat_template and not is_text:
         found = "messages are turns of a chat"
         expected = "one text of a user's: this model has no chat template"
         raise RequestError("messages", found, expected, "ask /v1/completions, or another model")
-    template = tokenizer.chat_template
-    if not isinstance(template, str):  # it is code, of a model made for tools
-        return
-    has_calls = any(one.get("role") == "tool" or one.get("tool_calls") for one in turns)
-    for name, is_asked, word in (("tools", ask.tools, "tools"), ("messages", has_calls, "tool")):
-        if is_asked and word not in template:
-            what = "tools are offered" if name == "tools" else "messages have calls of tools"
-            expected = "none: this model's chat template has no form for tools"
-            raise RequestError(name, what, expected, "drop them, or ask a model made for tools")

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ..errors import quoted
 from ..settings import GenerateConfig
 from ..turns import (
+    BETWEEN_TEXTS,
     ROLES,
     is_content_part,
     is_text_part,
@@ -19,6 +20,7 @@ from ..turns import (
     parse_arguments,
     part_text,
     read_content,
+    thought_text,
 )
 from . import requests
 from .completions import read_chat
@@ -65,9 +67,11 @@ _RESULTS = {
 }
 """Blocks that are results: the fields of the call's id and of what came of it."""
 
+_THOUGHTS = ("thinking", "reasoning")
 
-class Turns(list[dict[str, Any]]):
-    """The turns of a chat, a list of messages, built from typed blocks.
+
+class Turns:
+    """The turns of a chat, built from typed blocks.
 
     Blocks of one role in a row become one turn; a tool's result is a turn of its own.
 
@@ -77,7 +81,7 @@ class Turns(list[dict[str, Any]]):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._turns: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self.tools: list[tuple[str, Any]] = []
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
@@ -85,9 +89,9 @@ class Turns(list[dict[str, Any]]):
     def add_block_by_type(self, role: Any, block: Body, place: str) -> None:
         """Add a block or item by its type, to the last turn or to a new one.
 
-        Thinking becomes the turn's reasoning; a use of a tool becomes a call, and its result a
-        turn. What the model cannot use is left out: encrypted blocks, references, what another
-        server's tools did, and unknown types.
+        An item without a type is a message. Thinking becomes the turn's reasoning; a use of a tool
+        becomes a call, and its result a turn. What the model cannot use is left out: encrypted
+        blocks, references, what another server's tools did, and unknown types.
 
         Args:
             role: whose text it is, for types that do not say so.
@@ -95,13 +99,16 @@ class Turns(list[dict[str, Any]]):
             place: of the block in the request.
 
         Raises:
-            RequestError, TurnError: it is broken, or an image or another part that is no text.
+            RequestError, TurnError: it is broken, or an image or another part that is not a text.
         """
-        kind = block.get("type", "message")
-        if kind == "message":
+        kind = block.get("type")
+        where = f"{place}.type"
+        is_fine = kind is None or isinstance(kind, str)
+        requests.check_field(is_fine, f"{where} is {quoted(kind)}", "a text", where)
+        if kind in (None, "message"):
             self.add_text(block.get("role"), block.get("content"), f"{place}.content")
-        elif thought := _reasoning_text(block):
-            self._turn_of("assistant")["reasoning_content"] = thought
+        elif kind in _THOUGHTS and (thought := thought_text(block)):
+            self._turn_of("assistant")["reasoning_content"].append(thought)
         elif kind in _CALLS or kind in _RESULTS:
             if kind in _CALLS:
                 self._add_tool_call(block, place)
@@ -118,7 +125,7 @@ class Turns(list[dict[str, Any]]):
             self.left_out.append(f"{place} ({kind})")
 
     def add_text(self, role: Any, content: Any, place: str) -> None:
-        """Add text to the last turn if that is `role`'s, behind a blank line, else to a new one.
+        """Add text to the last turn if that is `role`'s, after a blank line, else to a new one.
 
         Args:
             role: "developer" counts as "system".
@@ -127,22 +134,21 @@ class Turns(list[dict[str, Any]]):
 
         Raises:
             RequestError: the role is unknown.
-            TurnError: a part is no text.
+            TurnError: a part is not a text.
         """
         where = f"{place.removesuffix('.content')}.role"
         ok = isinstance(role, str) and role in ROLES
         requests.check_field(ok, f"{where} is {quoted(role)}", f"one of {', '.join(ROLES)}", where)
         text, thought = read_content({"role": role, "content": content}, place)
         turn = self._turn_of("system" if role == "developer" else role)
-        turn["content"] = "\n\n".join(one for one in (turn["content"], text) if one)
-        if thought:
-            turn["reasoning_content"] = thought
+        turn["content"].append(text)
+        turn["reasoning_content"].append(thought)
 
     def _add_tool_call(self, block: Body, place: str) -> None:
         """Add a call to the assistant's turn, the last one if it is the assistant's.
 
         Raises:
-            RequestError, TurnError: it has no id or no name, or its arguments are none.
+            RequestError, TurnError: it has no id or no name, or its arguments are invalid.
         """
         id_field, arguments_field, tool = _CALLS[block["type"]]
         id = block.get(id_field) or block.get("id")
@@ -172,13 +178,13 @@ class Turns(list[dict[str, Any]]):
         found = f"{place} is a result of the call {quoted(id)}"
         requests.check_field(ok, found, "that call before it", place)
         text = self._result_text(block.get(result_field), f"{place}.{result_field}")
-        turn = {"role": "tool", "content": text, "tool_call_id": id, "name": self._names[id]}
-        self.append(turn)
+        turn = self._begin_turn("tool")
+        turn |= {"content": [text], "tool_call_id": id, "name": self._names[id]}
 
     def _result_text(self, result: Any, place: str) -> str:
         """Return what a tool's result says: its text, those of its parts, or its JSON.
 
-        A part that is no text is left out, and a note says so to the model.
+        A part that is not a text is left out, and a note says so to the model.
         """
         if result is None or isinstance(result, str):
             return result or ""
@@ -199,20 +205,22 @@ class Turns(list[dict[str, Any]]):
 
     def _turn_of(self, role: str) -> dict[str, Any]:
         """Return the last turn if it is `role`'s, else a new, empty one, which is added."""
-        if not self or self[-1]["role"] != role:
-            self.append({"role": role, "content": ""})
-        return self[-1]
+        is_last = bool(self._turns) and self._turns[-1]["role"] == role
+        return self._turns[-1] if is_last else self._begin_turn(role)
 
+    def _begin_turn(self, role: str) -> dict[str, Any]:
+        """Return a new, empty turn, which is added; its texts are lists until `joined`."""
+        self._turns.append({"role": role, "content": [], "reasoning_content": []})
+        return self._turns[-1]
 
-def _reasoning_text(block: Body) -> str:
-    """Return what a block of thinking says, or else its summary; "" for any other block."""
-    if block.get("type") == "thinking":
-        return str(block.get("thinking") or "")
-    if block.get("type") != "reasoning":
-        return ""
-    parts = block.get("content") or block.get("summary") or ()
-    texts = [one.get("text") for one in parts if isinstance(one, Mapping)]
-    return "".join(one for one in texts if isinstance(one, str))
+    def joined(self) -> list[dict[str, Any]]:
+        """Return the turns, the texts of each as one, with a blank line between them."""
+        found = []
+        for turn in self._turns:
+            own = {**turn, "content": BETWEEN_TEXTS.join(filter(None, turn["content"]))}
+            thought = BETWEEN_TEXTS.join(filter(None, own.pop("reasoning_content")))
+            found.append({**own, "reasoning_content": thought} if thought else own)
+        return found
 
 
 def _document_text(block: Body) -> str:
@@ -348,7 +356,7 @@ def read_as_chat_completion(
         RequestError: a field cannot be followed; it is called by `own_name_by_chats`.
     """
     chat = {name: body.get(name) for name in OF_CHATS if name not in translated}
-    chat |= {"messages": [*turns], "tools": offered.tools, **translated}
+    chat |= {"messages": turns.joined(), "tools": offered.tools, **translated}
     try:
         ask = read_chat(chat, config)
     except RequestError as error:
