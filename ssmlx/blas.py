@@ -200,7 +200,7 @@ def _usable_cores() -> set[int]:
 
 def num_usable_cores() -> int:
     """Cores that the process may keep busy: those that it may run on, or fewer if the control group
-    of its container gives it less time, as `docker --cpus` says.
+    of its container gives it less time, as Docker sets it.
     """
     return max(1, int(min(len(_usable_cores()), *_cores_of_cgroups())))
 
