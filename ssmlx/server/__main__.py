@@ -284,6 +284,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         "ws": "none",
         "lifespan": "off",
         "timeout_graceful_shutdown": 3,
+        "timeout_keep_alive": limits.idle,
         "use_colors": False,
         "http": make_connection_class(limits),
         "backlog": ACCEPTED_AT_ONCE,

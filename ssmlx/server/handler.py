@@ -34,13 +34,15 @@ class Limits:
 
     open: int = setting(8, least=1, option="--max-open")  # answers at once
     waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
-    # seconds that a request waits, or takes to come, or an event of its reply to be taken
+    # seconds that a request waits for a slot, and that a client may neither send more of a request
+    # nor read more of a reply
     wait: float = setting(60.0, above=0)
     time: float = setting(600.0, above=0, option="--timeout")  # seconds of a request in all
     silence: float = setting(5.0, above=0)  # seconds before a stream says that it is there
     body: int = setting(8 * 2**20, least=1)  # bytes of a request
     bodies: int = setting(64 * 2**20, least=1)  # of all requests that are no small ones
-    head: float = setting(10.0, above=0)  # seconds for a connection's next request to begin
+    head: float = setting(10.0, above=0)  # seconds for the head of a request to come
+    idle: float = setting(75.0, above=0)  # seconds between a reply and the next request
     connections: int = setting(1000, least=1)
 
     def __post_init__(self) -> None:
