@@ -7,6 +7,7 @@ happens on macOS.
 
 import ctypes
 import ctypes.util
+import logging
 import math
 import os
 import sys
@@ -30,13 +31,18 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 _openblas: ctypes.CDLL | None = None
 """The OpenBLAS that MLX computes with; of the process, as MLX is."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_GCC_FORTRAN = "libgfortran.so.5"
+_log = logging.getLogger("ssmlx")
 
 
 def load_openblas_before_mlx() -> None:
     """Have MLX's CPU backend on Linux compute with OpenBLAS: the installed wheel's, or else the
     system's.
 
-    It does nothing if the process has one for all already, as by `LD_PRELOAD`, or has imported MLX.
+    It loads nothing if the process has one for all already, as by `LD_PRELOAD`, or has imported
+    MLX, of which the log warns. OpenBLAS then has no more threads than the process may run at once.
     """
     global _openblas
     if sys.platform != "linux":
@@ -44,23 +50,48 @@ def load_openblas_before_mlx() -> None:
     everything = ctypes.CDLL(None)
     if hasattr(everything, "openblas_get_config"):
         _openblas = everything
-        return
-    if "mlx.core" in sys.modules:
-        return
+    elif "mlx.core" not in sys.modules:
+        _openblas = _load_mlx_with_first_that_there_is()
+    elif any(_files_in("mlx", "../mlx_cpu.libs", "libblas*")):
+        _log.warning(HINT)
+    if _openblas is not None:
+        most = num_usable_cores()
+        if _openblas.openblas_get_num_threads() > most:
+            _openblas.openblas_set_num_threads(most)
+
+
+def _load_mlx_with_first_that_there_is() -> ctypes.CDLL | None:
+    """Load MLX's library with the wheel's OpenBLAS, or else the system's, and return that; None if
+    neither can be loaded.
+    """
     for find in (_openblas_of_wheel, _openblas_of_system):
-        with suppress(OSError, StopIteration):
-            _openblas = _load_mlx_with(find())
-            return
+        with suppress(OSError, StopIteration, AttributeError):  # no such file, or symbol in it
+            return _load_mlx_with(find())
+    return None
 
 
 def _openblas_of_wheel() -> Path:
     return next(_files_in("ngsolve_openblas", ".", "libopenblas*.so*"))
 
 
+class _SymbolPlace(ctypes.Structure):
+    """What glibc's `dladdr` tells of an address: the file that it is from, and more."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
 def _openblas_of_system() -> Path:
-    ctypes.CDLL(ctypes.util.find_library("openblas") or "libopenblas.so.0")
-    loaded = Path("/proc/self/maps").read_text().split()
-    return next(Path(one) for one in loaded if Path(one).name.startswith("libopenblas"))
+    loaded = ctypes.CDLL(ctypes.util.find_library("openblas") or "libopenblas.so.0")
+    place = _SymbolPlace()
+    address = ctypes.cast(loaded.cblas_sgemm, ctypes.c_void_p)
+    if not ctypes.CDLL(None).dladdr(address, ctypes.byref(place)):
+        raise OSError("the system does not say where its OpenBLAS is")
+    return Path(os.fsdecode(place.file)).resolve()
 
 
 def _load_mlx_with(openblas: Path) -> ctypes.CDLL:
@@ -73,11 +104,12 @@ def _load_mlx_with(openblas: Path) -> ctypes.CDLL:
     with TemporaryDirectory(prefix="ssmlx-openblas-") as name:
         libraries = Path(name) / "mlx_cpu.libs"
         libraries.mkdir()
-        for file in _files_in("mlx", "../mlx_cpu.libs", "lib*.so*"):
-            is_blas = file.name.startswith("libblas")
-            (libraries / file.name).symlink_to(openblas if is_blas else file)
-            if file.name.startswith("libgfortran"):
-                (libraries / "libgfortran.so.5").symlink_to(file)
+        files = {file.name: file for file in _files_in("mlx", "../mlx_cpu.libs", "lib*.so*")}
+        for fortran in [one for one in files if one.startswith("libgfortran")]:
+            files.setdefault(_GCC_FORTRAN, files[fortran])
+        for file_name, file in files.items():
+            is_blas = file_name.startswith("libblas")
+            (libraries / file_name).symlink_to(openblas if is_blas else file)
         mlx = next(_files_in("mlx", "lib", "libmlx.so"))
         linked = Path(name) / "mlx" / "lib" / mlx.name
         linked.parent.mkdir(parents=True)
@@ -126,22 +158,23 @@ class OpenBlasThreads:
         self._most = _openblas.openblas_get_num_threads() if _openblas else 1
         self._used = self._most
         self._looked = -math.inf
-        self._others_busy = 0.0
+        self._others_busy = math.inf  # seconds, at the last look; infinite if that told nothing
 
     def adjust(self) -> None:
         """Look at what others used since the last time, if that was long enough ago.
 
-        Nothing changes where the system does not say. Not to be called by two threads at once;
+        Nothing changes if the system does not say. Not to be called by two threads at once;
         products may run meanwhile.
         """
         now = monotonic()
         passed = now - self._looked
         if _openblas is None or self._most == 1 or passed < self._SECONDS:
             return
+        before = self._others_busy
+        self._looked, self._others_busy = now, math.inf
         with suppress(OSError, ValueError):  # no such file, no more files to open, another form
-            busy = self._seconds_of_others()
-            share = max(0.0, busy - self._others_busy) / passed
-            self._looked, self._others_busy = now, busy
+            self._others_busy = self._seconds_of_others()
+            share = max(0.0, self._others_busy - before) / passed
             # a core of which others use a quarter still counts as idle
             threads = max(1, min(self._most, int(len(_usable_cores()) - share + 0.25)))
             if threads != self._used:
@@ -165,6 +198,31 @@ def _usable_cores() -> set[int]:
     return allowed(0) if allowed else set(range(os.cpu_count() or 1))
 
 
+def num_usable_cores() -> int:
+    """Cores that the process may keep busy: those that it may run on, or fewer if the control group
+    of its container gives it less time, as Docker sets it.
+    """
+    return max(1, int(min(len(_usable_cores()), *_cores_of_cgroups())))
+
+
+def _cores_of_cgroups() -> Iterator[float]:
+    """Yield how many cores' time each control group of the process allows; infinity at last."""
+    groups = {Path()}  # a container sees its own one there
+    with suppress(OSError, ValueError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            own = Path(line.partition(":")[2].partition(":")[2].lstrip("/"))
+            groups |= {own, *own.parents}
+    for group in groups:
+        with suppress(OSError, ValueError, ZeroDivisionError):  # without a limit, or of version 1
+            quota, period = map(int, (_CGROUPS / group / "cpu.max").read_text().split())
+            yield quota / period
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            files = (_CGROUPS / "cpu" / group / f"cpu.cfs_{one}_us" for one in ("quota", "period"))
+            quota, period = (int(file.read_text()) for file in files)
+            yield quota / period if quota > 0 else math.inf
+    yield math.inf
+
+
 class Machine(NamedTuple):
     """What computes here."""
 
@@ -177,8 +235,8 @@ def this_machine() -> Machine:
     """Find the chip, and what of it MLX computes on.
 
     Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, OpenBLAS 0.3.33 (SkylakeX)"). By MLX's
-    default device when it is first called; found once a process. The cores are those that the
-    process may run on, or fewer if `OPENBLAS_NUM_THREADS` or `OMP_NUM_THREADS` says so.
+    default device when it is first called; found once a process. The cores are
+    `num_usable_cores`, or fewer if `OPENBLAS_NUM_THREADS` or `OMP_NUM_THREADS` says so.
     """
     import mlx.core as mx
 
@@ -186,7 +244,7 @@ def this_machine() -> Machine:
     if mx.default_device() == mx.gpu:
         return Machine(name, "gpu")
     # Those that MLX's CPU backend may use: all that there are, or as the environment says.
-    cores = len(_usable_cores())
+    cores = num_usable_cores()
     limits = [os.environ.get(name, "") for name in _THREADS]
     cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
     counted = f"{cores} core{'s' if cores > 1 else ''}"

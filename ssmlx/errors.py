@@ -51,15 +51,19 @@ class ContextLengthError(InputError):
     Attributes:
         num_tokens: tokens of the prompt.
         limit: tokens of the context.
+        is_counted: whether the prompt has exactly `num_tokens`; else it has so many at least.
     """
 
-    def __init__(self, num_tokens: int, limit: int) -> None:
-        """Make the message for a prompt of `num_tokens` in a context of `limit` tokens."""
-        found = f"the prompt has {num_tokens} tokens"
+    def __init__(self, num_tokens: int, limit: int, *, is_counted: bool = True) -> None:
+        """Make the message for a prompt of `num_tokens`, or more unless `is_counted`, in a context
+        of `limit` tokens.
+        """
+        found = f"the prompt has {'' if is_counted else 'at least '}{num_tokens} tokens"
         expected = f"less than the model's context of {limit}"
         super().__init__(found, expected=expected, do="shorten it")
         self.num_tokens = num_tokens
         self.limit = limit
+        self.is_counted = is_counted
 
 
 class NoRoomError(InputError):

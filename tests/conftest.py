@@ -22,9 +22,16 @@ _OF_USERS = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "SSMLX_", "XDG_", "MLX_", "OPENBLAS_", "GOTO_", "OMP_",
     "MKL_", "BLIS_", "VECLIB_", "PYTHON", "LC_", "LANG", "TERM", "COLUMNS", "LINES", "NO_COLOR",
     "FORCE_COLOR", "CLICOLOR", "TQDM_", "TOKENIZERS_", "MPL", "HTTP_", "HTTPS_", "ALL_", "NO_PROXY",
-    "http_", "https_", "all_", "no_proxy", "PYTEST_ADDOPTS",
+    "http_", "https_", "all_", "no_proxy", "PYTEST_ADDOPTS", "GIT_", "OPENAI_", "ANTHROPIC_",
+    "LLM_", "PROMETHEUS_", "WEB_CONCURRENCY", "FORWARDED_ALLOW_IPS", "UV_", "npm_", "NPM_",
+    "NODE_OPTIONS", "TORCH", "KMP_", "PYRIGHT_", "PLAYWRIGHT_", "LD_PRELOAD",
 )  # fmt: skip
-_OF_HUB = ("HF_", "TRANSFORMERS_")  # which may say that the Hub is not to be asked
+_OF_INDEXES = (
+    "UV_INDEX", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX", "UV_FIND_LINKS", "UV_INSECURE_HOST",
+    "UV_NATIVE_TLS", "npm_config_registry", "NPM_CONFIG_REGISTRY", "npm_config_cafile",
+    "NPM_CONFIG_CAFILE",
+)  # fmt: skip
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # which say that the Hub is not to be asked
 _OF_TESTS = ("SSMLX_PASSED", "SSMLX_TEST_DEVICE", "SSMLX_TESTS_HOME")
 _ROOT = Path(__file__).parents[1]
 _KEPT = _ROOT / ".pytest_cache" / "kept"  # what no run need fetch or make again
@@ -49,8 +56,11 @@ def _remove_home(home: Path, owner: int) -> None:
 
 
 _HOME = _make_home()
+_GIT_CONFIG = _HOME / "gitconfig"
+_GIT_CONFIG.write_text("[safe]\n\tdirectory = *\n")  # else git refuses another owner's checkout
 for _name in [one for one in os.environ if one.startswith(_OF_USERS) and one not in _OF_TESTS]:
-    del os.environ[_name]
+    if not _name.startswith(_OF_INDEXES):
+        del os.environ[_name]
 os.environ |= {
     "HOME": str(_HOME),
     "SSMLX_TESTS_HOME": os.environ.get("SSMLX_TESTS_HOME", str(_HOME)),
@@ -58,16 +68,16 @@ os.environ |= {
     "PYTHONPATH": str(_ROOT),
     "MPLCONFIGDIR": str(_KEPT / "matplotlib"),
     "PYRIGHT_PYTHON_CACHE_DIR": str(_KEPT / "pyright"),
-    # Without it, git refuses a checkout of another owner's.
-    "GIT_CONFIG_GLOBAL": str(Path(_users_environment.get("HOME", "/"), ".gitconfig")),
+    "GIT_CONFIG_GLOBAL": str(_GIT_CONFIG),
+    "GIT_CONFIG_NOSYSTEM": "1",
 }
 if _WORKER:
     # Workers share the cores, so each takes one; and each has a folder for what MLX's CPU backend
     # compiles, which two at once would write over each other.
     os.environ["OMP_NUM_THREADS"] = "1"
-    _own = Path(tempfile.gettempdir()) / f"ssmlx-tests-{_WORKER}"
+    _own = _HOME / "tmp"
     _own.mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = str(_own)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_own)
 
 import ssmlx  # first: it chooses the BLAS that MLX will load
 
@@ -98,6 +108,12 @@ except Exception:
 """
 
 
+def environment_to_find_model(user):
+    """The environment of a process that looks for the real model where its user keeps models."""
+    own = {name: value for name, value in user.items() if name not in _OFFLINE}
+    return {**own, "PYTHONPATH": str(_ROOT)}
+
+
 def pytest_collection_finish(session):
     """Find the real model, if a test needs it: that of the user, which is only read, or else one
     that the checkout keeps, fetched by the first run.
@@ -107,13 +123,12 @@ def pytest_collection_finish(session):
         return
     of_worker = getattr(session.config, "workerinput", {})
     user = of_worker.get("users_environment", _users_environment)
-    user = {name: value for name, value in user.items() if not name.startswith(_OF_HUB)}
     _KEPT.mkdir(parents=True, exist_ok=True)
     with (_KEPT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers do this at once
         done = subprocess.run(
             [sys.executable, "-c", _FIND_MODEL, DEFAULT_MODEL, str(_KEPT)],
-            env={**user, "PYTHONPATH": str(_ROOT)},
+            env=environment_to_find_model(user),
             capture_output=True,
             text=True,
         )

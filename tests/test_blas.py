@@ -1,12 +1,15 @@
 """Which BLAS multiplies MLX's matrices on Linux: each case is a process of its own."""
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from ssmlx import blas
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
 has_wheel = pytest.mark.skipif(not find_spec("ngsolve_openblas"), reason="no wheel of OpenBLAS")
@@ -15,7 +18,7 @@ NAME = "from ssmlx.blas import blas_name; print(blas_name())"
 WITHOUT_WHEEL = "import sys; sys.modules['ngsolve_openblas'] = None"
 
 
-def run(*lines, **environment):
+def run(*lines, told="", **environment):
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         env={**os.environ, **environment},
@@ -24,7 +27,7 @@ def run(*lines, **environment):
         check=True,
         timeout=100,
     )
-    assert done.stderr == ""
+    assert told in done.stderr and bool(done.stderr) == bool(told)
     return done.stdout.splitlines()
 
 
@@ -42,8 +45,9 @@ def test_mlx_alone_multiplies_with_the_wheels_and_nothing_is_left(tmp_path):
     assert users <= {"libmlx.so", "liblapack", "libblas"}
 
 
-def test_mlx_that_was_imported_first_keeps_its_own():
-    assert run("import mlx.core, ssmlx", NAME) == ["the reference BLAS"]
+def test_mlx_that_was_imported_first_keeps_its_own_and_the_log_says_so():
+    told = "Import ssmlx before mlx"
+    assert run("import mlx.core, ssmlx", NAME, told=told) == ["the reference BLAS"]
 
 
 @pytest.mark.parametrize("environment", [{"TMPDIR": "/nowhere"}, {"HOME": "/nowhere"}])
@@ -118,3 +122,111 @@ def test_without_mlxs_cpu_backend_there_is_nothing_to_load(tmp_path):
     (package / "__init__.py").write_text("")
     lines = ("import ssmlx", "from ssmlx import blas", "print(blas._openblas)")
     assert run(*lines, PYTHONPATH=f"{tmp_path}{os.pathsep}{Path.cwd()}") == ["None"]
+
+
+ALONE = f"""
+import importlib.util, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("blas", {blas.__file__!r})
+blas = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(blas)
+"""
+"""The file alone, before it has loaded anything."""
+
+
+def write_cgroup(folder, version, quota):
+    """A control group, as Linux shows it, that allows `quota` of every 100,000 microseconds."""
+    if version == 2:
+        folder.mkdir(parents=True)
+        (folder / "cpu.max").write_text(f"{quota} 100000\n")
+    else:
+        (folder / "cpu").mkdir(parents=True)
+        (folder / "cpu" / "cpu.cfs_quota_us").write_text(f"{-1 if quota == 'max' else quota}\n")
+        (folder / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("quota", "cores"), [
+    ("max", 64), (250_000, 2), (200_000, 2), (50_000, 1), (9_900_000, 64), ("odd", 64),
+])  # fmt: skip
+def test_a_container_has_as_many_cores_as_its_quota_allows(
+    tmp_path, monkeypatch, version, quota, cores
+):
+    write_cgroup(tmp_path / "own", version, quota)
+    monkeypatch.setattr(blas, "_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(blas, "_OWN_CGROUPS", tmp_path / "missing")
+    monkeypatch.setattr(blas, "_usable_cores", lambda: {*range(64)})
+    assert blas.num_usable_cores() == cores
+
+
+def test_the_smallest_quota_of_all_groups_counts(tmp_path, monkeypatch):
+    own = tmp_path / "cgroup"
+    own.write_text("1:name=x\n0::/outer.slice/inner.service\n")
+    inner = "outer.slice/inner.service"
+    for name, quota in ((".", "max"), ("outer.slice", 300_000), (inner, 9**9)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "cpu.max").write_text(f"{quota} 100000\n")
+    monkeypatch.setattr(blas, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(blas, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(blas, "_usable_cores", lambda: {*range(64)})
+    assert blas.num_usable_cores() == 3
+
+
+@has_wheel
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_openblas_has_no_more_threads_than_the_quota_allows(tmp_path):
+    write_cgroup(tmp_path / "own", 2, 100_000)
+    lines = (
+        f"blas._CGROUPS = Path({str(tmp_path / 'own')!r})",
+        "blas.load_openblas_before_mlx()",
+        "print(blas._openblas.openblas_get_num_threads())",
+    )
+    assert run(ALONE, *lines, OPENBLAS_NUM_THREADS="2", OMP_NUM_THREADS="2") == ["1"]
+
+
+@has_wheel
+def test_the_systems_is_found_in_any_folder(tmp_path):
+    """Whatever its name; the process may have another library of such a name already."""
+    folder = tmp_path / "with spaces"
+    folder.mkdir()
+    (wheel,) = blas._files_in("ngsolve_openblas", ".", "libopenblas*.so*")
+    shutil.copy(wheel, folder / "libopenblas.so.0")
+    for file in blas._files_in("mlx", "../mlx_cpu.libs", "lib*.so*"):
+        name = "libgfortran.so.5" if file.name.startswith("libgfortran") else file.name
+        (folder / name).symlink_to(file)
+    lines = (
+        "blas.ctypes.util.find_library = lambda name: None",
+        "print(blas._openblas_of_system())",
+    )
+    found = run(ALONE, *lines, LD_LIBRARY_PATH=str(folder))
+    assert found == [str((folder / "libopenblas.so.0").resolve())]
+
+
+@has_wheel
+def test_a_fortran_library_under_its_own_name_is_no_obstacle(tmp_path):
+    lines = (
+        "files_in = blas._files_in",
+        "def more(package, folder, pattern):",
+        "    found = [*files_in(package, folder, pattern)]",
+        "    plain = [one for one in found if one.name.startswith('libgfortran')]",
+        f"    own = Path({str(tmp_path)!r}) / 'libgfortran.so.5'",
+        "    if plain and not own.exists(): own.symlink_to(plain[0])",
+        "    yield from [*found, own] if plain else found",
+        "blas._files_in = more",
+        "blas.load_openblas_before_mlx()",
+        "print(blas.blas_name())",
+    )
+    (name,) = run(ALONE, *lines)
+    assert name.startswith("OpenBLAS")
+
+
+@has_wheel
+def test_a_look_that_fails_is_not_repeated_at_once(tmp_path):
+    looked = []
+    threads = blas.OpenBlasThreads(tmp_path / "missing")
+    threads._most = 2
+    read = threads._seconds_of_others
+    threads._seconds_of_others = lambda: looked.append(1) or read()
+    for _ in range(3):
+        threads.adjust()
+    assert len(looked) == 1

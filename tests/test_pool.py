@@ -469,6 +469,7 @@ def test_each_api_has_503_where_there_is_no_room(client, path, stream):
         told["error"]["code"] == "no_room" and "of memory for its text" in told["error"]["message"]
     )
     assert "retry-after" not in found.headers, "it never fits"
+    assert found.headers["x-should-retry"] == "false"
     assert client.post(path, json={**ASKED[path], **short(path)}).status_code == 200
 
 
@@ -489,9 +490,10 @@ def test_an_answer_that_outgrows_the_memory_ends_its_stream_with_an_error(client
         assert found.status_code == 503 and found.json()["error"]["code"] == "no_room"
     found = client.post(path, json={**large, "stream": True})
     assert found.status_code == 200
-    event, data = found.text.strip().split("\n")[-2:]
-    told = json.loads(data.removeprefix("data: "))
-    assert event == "event: error" and told["error"]["code"] == "no_room"
+    told = dict(one.split("\n") for one in found.text.strip().split("\n\n") if "event: " in one)
+    error = json.loads(told["event: error"].removeprefix("data: "))["error"]
+    assert error["code"] == "no_room"
+    assert ("event: response.failed" in told) == (path == "/v1/responses")
     assert found.text.count("\ndata: ") > 100, "what fitted was told"
 
 

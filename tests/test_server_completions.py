@@ -1,6 +1,8 @@
 """Text completions of several prompts, several choices, and of prompts that are only scored."""
 
 import asyncio
+import json
+import time
 from itertools import accumulate
 
 import pytest
@@ -15,10 +17,14 @@ from test_server import CHAT, COMPLETIONS, chat, client_of, reply
 import ssmlx
 from ssmlx.decoding import loop
 from ssmlx.decoding.batch import Batch
+from ssmlx.decoding.sampling import TokenLogprobs
 from ssmlx.policy.controller import PLAIN_CALL
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server.app import make_app
+from ssmlx.server.app import _json_in_pieces, make_app
+from ssmlx.server.completions import TextCompletionWriter
 from ssmlx.server.handler import Limits, RequestHandler
+from ssmlx.server.logprobs import TokenEntries
+from ssmlx.server.requests import AnswerRequest, TextPart
 
 PROMPTS = [words(9), words(5, 20), "w7", words(9)]
 IDS = [[8, 9, 10], [11, 12], [13]]
@@ -188,3 +194,62 @@ def test_an_echoed_prompt_is_followed_by_its_answer_without_a_comment_between(cl
     found = client.post("/v1/completions", json=body)
     assert found.status_code == 200 and found.text.count("data: ") > 2
     assert all(one.startswith("data: ") for one in found.text.split("\n\n") if one)
+
+
+ENTRY = {"token": "w1 ", "logprob": -1.0, "bytes": None, "top_logprobs": []}
+
+
+def test_log_probabilities_are_written_in_proportion_to_their_number():
+    ask = AnswerRequest(question="", config=ssmlx.GenerateConfig(), is_chat=False)
+    started = time.process_time()
+    entry = TextCompletionWriter(ask)._logprobs_entry([ENTRY] * 30_000, 5)
+    assert time.process_time() - started < 1
+    assert entry["text_offset"] == [*range(5, 90_005, 3)]
+
+
+def test_a_stream_keeps_no_log_probabilities():
+    part = TextPart("w1 ", 1, [ENTRY])
+    for stream, kept in ((False, ["w1 "]), (True, None)):
+        config = ssmlx.GenerateConfig()
+        ask = AnswerRequest(question="", config=config, is_chat=False, stream=stream)
+        writer = TextCompletionWriter(ask)
+        assert writer._add_part(part)["logprobs"]["tokens"] == ["w1 "]
+        found = writer.reply["choices"][0]["logprobs"]
+        assert (found and found["tokens"]) == kept
+
+
+def test_a_long_prompt_is_echoed_in_parts(client, monkeypatch):
+    monkeypatch.setattr("ssmlx.server.choices._AT_ONCE", 16)
+    body = {"prompt": [words(50), "w7"], "echo": True, "logprobs": 2, "max_tokens": 1, "n": 2}
+    whole, _ = choices(client, **body)
+    chunks = reply(client, {**body, "stream": True}, COMPLETIONS)
+    told = [one["logprobs"] for chunk in chunks for one in chunk["choices"]]
+    assert max(len(one["tokens"]) for one in told if one) == 16
+    assert [one["text"] for one in choices(client, stream=True, **body)[0]] == [
+        one["text"] for one in whole
+    ]
+    assert all(one["text"] == "".join(one["logprobs"]["tokens"]) for one in whole)
+    for one in whole:
+        sizes = [*map(len, one["logprobs"]["tokens"][:-1])]
+        assert one["logprobs"]["text_offset"] == [0, *accumulate(sizes)]
+
+
+def test_a_reply_in_pieces_is_its_json():
+    value = {"a": {}, "b": [], "c": [{"d": {"e": [*range(250)], "f": "é\n"}, "g": None}] * 3}
+    value["h"] = [[[[[["deep"]]]]], {"i": {"j": {"k": {"l": [1.5, True]}}}}, ()]
+    pieces = [*_json_in_pieces(value)]
+    assert "".join(pieces) == json.dumps(value) and max(map(len, pieces)) < 600
+
+
+def test_a_token_is_decoded_once_for_all_its_entries(engine, monkeypatch):
+    decoded = []
+    entries = TokenEntries(engine.tokenizer)
+    others = [TokenLogprobs(9, -1.0, ((9, -1.0), (10, -2.0)))] * 50
+    first = entries.of_prompt(8, others)
+    decode = engine.tokenizer._tokenizer.decode
+    monkeypatch.setattr(
+        engine.tokenizer._tokenizer,
+        "decode",
+        lambda tokens, **more: decoded.append(tokens) or decode(tokens, **more),
+    )
+    assert entries.of_prompt(8, others) == first and len(decoded) <= 1

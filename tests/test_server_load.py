@@ -8,10 +8,12 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,22 +21,26 @@ pytest.importorskip("starlette")
 
 import httpx2 as httpx
 import mlx.core as mx
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from real import CHAT_TEMPLATE, ROOT, words, write_base
 from served import serving
 from test_server import CHAT, COMPLETIONS, ask_all, chat, client_of, drive
+from test_server_connections import GET, is_well
 from test_server_soak import write_byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
+from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.errors import ContextLengthError
 from ssmlx.server import grammars
 from ssmlx.server.app import make_app
 from ssmlx.server.concurrency import READING, SMALL, BodyBytes
 from ssmlx.server.handler import Limits, RequestHandler
+from ssmlx.server.request_prompts import PromptReader
 from ssmlx.server.text_lengths import most_bytes_per_token, with_length_check
+from ssmlx.settings import PromptLookupConfig
 
 COUNT = "/v1/messages/count_tokens"
 SECONDS = 30
@@ -114,15 +120,23 @@ def test_what_is_refused_by_its_bytes_is_too_long():
     ) == tokenizer.apply_chat_template(turns)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, COUNT, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
 def test_a_prompt_of_too_many_bytes_is_too_long(byte_client, path):
     text = "w" * 10_000
     body = {"messages": chat(text)["messages"], "prompt": text, "input": text}
-    used = {CHAT: "messages", COMPLETIONS: "prompt", COUNT: "messages", "/v1/responses": "input"}
+    used = {CHAT: "messages", COMPLETIONS: "prompt", "/v1/responses": "input"}
     found = byte_client.post(path, json={used[path]: body[used[path]]})
     error = found.json()["error"]
     assert (found.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert "prompt is too long" in error["message"]
+    assert "prompt is too long: at least 2" in error["message"], "four bytes a token at most"
+
+
+def test_a_count_is_told_of_any_prompt(byte_client):
+    short, long = (
+        byte_client.post(COUNT, json=chat("w" * size)).json()["input_tokens"]
+        for size in (10, 10_000)
+    )
+    assert long == short + 9_990
 
 
 # --- what requests hold ---
@@ -158,15 +172,61 @@ def test_logprobs_of_prompts_are_bounded(serve, monkeypatch):
     assert (found.status_code, found.json()["error"]["param"]) == (400, "logprobs")
 
 
+def test_logprobs_of_answers_are_bounded_unless_they_are_streamed(serve, monkeypatch):
+    monkeypatch.setattr("ssmlx.server.request_prompts.MOST_LOGPROBS", 1000)
+    client = client_of(serve(ssmlx.GenerateConfig(max_tokens=200)))
+    asked = chat(logprobs=True, top_logprobs=3, n=2)
+    for more, status in (({}, 400), ({"max_tokens": 9}, 200), ({"stream": True}, 200)):
+        found = client.post(CHAT, json={**asked, **more})
+        assert found.status_code == status, more
+        if status == 400:
+            assert found.json()["error"]["param"] == "logprobs"
+
+
+def test_a_prediction_is_read_as_far_as_the_answer_may_reach(serve, engine, monkeypatch):
+    """And not at all to count a prompt."""
+    encoded = []
+    encode = engine.tokenizer._tokenizer.encode
+    monkeypatch.setattr(
+        engine.tokenizer._tokenizer,
+        "encode",
+        lambda text, **more: encoded.append(text) or encode(text, **more),
+    )
+    client = client_of(serve())
+    prediction = {"type": "content", "content": "w9 " * 100_000}
+    found = client.post(CHAT, json=chat(prediction=prediction, max_tokens=4)).json()
+    assert found["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] <= 4
+    client.post(COUNT, json=chat(prediction=prediction))
+    assert any("w9 w9" in text for text in encoded) and max(map(len, encoded)) < 100
+
+
+def test_the_index_of_a_prediction_counts_as_memory():
+    drafter = PromptLookupDrafter(PromptLookupConfig(reference=[*range(5000)]))
+    before = drafter.cache_bytes
+    drafter.start([1, 2, 3])
+    assert before >= drafter.source.index.nbytes > 5000
+    assert drafter.cache_bytes == before
+
+
 def test_stop_texts_are_bounded(serve):
     found = client_of(serve()).post(CHAT, json=chat(stop=["x"] * 100_000))
     assert (found.status_code, found.json()["error"]["param"]) == (400, "stop")
 
 
+def test_counts_of_tokens_wait_in_the_queue(serve, monkeypatch):
+    def slowly(reader, ask):
+        time.sleep(0.3)
+        return 7
+
+    monkeypatch.setattr(PromptReader, "count_prompt_tokens", slowly)
+    found = ask_all(serve(limits=Limits(open=1, waiting=2)), [chat()] * 8, COUNT)
+    assert sorted(one.status_code for one in found) == [200] * 3 + [503] * 5
+
+
 @pytest.mark.parametrize("path", [CHAT, COUNT])
 def test_what_a_client_that_left_asked_for_is_not_computed(serve, path, monkeypatch):
     read = []
-    monkeypatch.setattr("ssmlx.server.app.parse_json", lambda body: read.append(body) or {})
+    monkeypatch.setattr("ssmlx.server.app._parse_json_object", lambda body: read.append(body) or {})
     held = Event()
     blocked = READING._for_large.submit(held.wait)
     gone = asyncio.Event()
@@ -267,6 +327,59 @@ def test_a_form_is_compiled_once_for_all_choices_and_not_by_the_tokenizers_lock(
         said = [one["message"]["content"] for one in found["choices"]]
         assert {*said} <= {*form["structured_outputs"]["choice"]} and len({*said}) > 1
     assert len(made) == 1
+
+
+class Panic(BaseException):
+    """As that of llguidance, which is no `Exception`."""
+
+
+@pytest.mark.parametrize("failure", [ValueError("odd"), Panic("odd")])
+def test_a_form_at_which_llguidance_fails_is_refused(byte_client, monkeypatch, failure):
+    def failing(*args, **more):
+        raise failure
+
+    monkeypatch.setattr(grammars, "LLMatcher", failing)
+    found = byte_client.post(CHAT, json=chat("Hi", guided_regex=f"new {type(failure)}"))
+    assert found.status_code == 400 and "odd" in found.json()["error"]["message"]
+
+
+def test_a_form_that_has_no_thread_may_be_asked_for_again(byte_client, monkeypatch):
+    class Unstarted(Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    own = SimpleNamespace(Thread=Unstarted, stack_size=threading.stack_size)
+    monkeypatch.setattr(grammars, "threading", own)
+    found = byte_client.post(CHAT, json=chat("Hi", guided_regex="no thread"))
+    assert found.status_code == 503 and "retry-after" in found.headers
+
+
+def test_a_compiled_form_is_kept_by_its_request(byte_client, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        grammars, "LLMatcher", lambda *args, **more: made.append(args) or LLMatcher(*args, **more)
+    )
+    wait = RequestHandler._wait_for_first_slot_or_503
+
+    async def forget_and_wait(handler):
+        grammars.compiled_matcher.cache_clear()
+        await wait(handler)
+
+    monkeypatch.setattr(RequestHandler, "_wait_for_first_slot_or_503", forget_and_wait)
+    found = byte_client.post(CHAT, json=chat("Hi", n=3, guided_choice=["kept", "forgotten"]))
+    assert found.status_code == 200 and len(made) == 1, found.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_form_breaks_ends_with_an_error(byte_client, monkeypatch, stream):
+    """llguidance then allows nothing but the end, and the text would be broken off as if whole."""
+    monkeypatch.setattr(grammars, "_LIMITS", LLParserLimits(max_lexer_states=20))
+    grammars.compiled_matcher.cache_clear()
+    form = {"guided_regex": "(a|b)[a-z]{3,40}x(ab|ac)+"}
+    found = byte_client.post(CHAT, json=chat("Hi", max_tokens=99, stream=stream, **form))
+    grammars.compiled_matcher.cache_clear()
+    assert "cannot be followed" in found.text and '"stop"' not in found.text
+    assert found.status_code == (200 if stream else 400)
 
 
 DEEP_FORMS = """
@@ -420,10 +533,13 @@ def test_a_connection_is_used_again_but_not_for_ever(served):
         assert [client.get("/health").status_code for _ in range(20)] == [200] * 20
     with many(1) as opened:
         (one,) = opened(served, "GET /health HTTP/1.1\nHost: localhost\n\n")
-        time.sleep(1)
+        assert is_well(one)
+        time.sleep(11)  # httpx keeps it for 5
+        one.sendall(GET)
+        assert is_well(one)
         one.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
         time.sleep(11)
-        assert one.recv(10_000).startswith(b"HTTP/1.1 200") and is_closed(one)
+        assert is_closed(one)
 
 
 def attack_by_idle_connections(served, log, count):

@@ -144,7 +144,7 @@ def test_what_a_model_says_is_text(page):
     assert {"strong", "pre"} <= set(found) <= set(ours.split())
     script(page, "<b>no</b>", status=400)
     ask(page, "w1")
-    assert (page.inner_text("#notice"), page.inner_text(FIGURES)) == ("<b>no</b>", "broken off")
+    assert (page.inner_text("#notice"), page.inner_text(FIGURES)) == ("<b>no</b>", "interrupted")
     script(page, "no key", status=401)
     ask(page, "w2")
     page.keyboard.type("secret\n")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from itertools import pairwise
 from time import process_time
@@ -78,13 +79,12 @@ class Scripted:
         self.texts = pieces(text, size)
         self.reason = reason
         self.stop = stop
-        self.reader = self  # in the place of a `PromptReader`
 
     def with_served_model_or_404(self, ask):
         return replace(ask, model="tiny")
 
-    def first_prompt_and_seeded_config(self, ask):
-        return [1] * 7, ask.config
+    async def count_prompt_tokens(self, ask):
+        return 7
 
     async def merged_parts_of_choices(self, ask, prompt_cache):
         self.ask = ask
@@ -608,6 +608,37 @@ def test_an_answer_that_fails_on_its_way_is_the_clients_own_error():
         asyncio.run(collected(other.messages.stream(**MESSAGE)))
     with pytest.raises(openai.APIError, match="the answer failed"):
         asyncio.run(collected(client.responses.stream(model="tiny", input="a")))
+
+
+def test_a_response_that_fails_on_its_way_is_a_failed_response():
+    """For clients, such as Codex, that wait for the event of it; others raise the error before."""
+    found = posted(Scripted("I add.", reason=None), "responses", {"input": "a", "stream": True})
+    lines = [json.loads(one[6:]) for one in found.text.split("\n") if one[:6] == "data: "]
+    assert [one["sequence_number"] for one in lines] == [*range(len(lines))]
+    typed = [TypeAdapter(ResponseStreamEvent).validate_python(one) for one in lines]
+    assert [one.type for one in typed[-2:]] == ["error", "response.failed"]
+    failed = typed[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+    assert "the answer failed" in failed.error.message
+    assert [one.status for one in failed.output] == ["incomplete"]
+
+
+def test_a_request_has_one_deadline():
+    """What it takes to read counts, too."""
+
+    class Slow(Scripted):
+        def with_served_model_or_404(self, ask):
+            time.sleep(0.5)
+            return super().with_served_model_or_404(ask)
+
+        async def merged_parts_of_choices(self, ask, prompt_cache):
+            left.append(ask.deadline - asyncio.get_running_loop().time())
+            async for part in super().merged_parts_of_choices(ask, prompt_cache):
+                yield part
+
+    left = []
+    assert posted(Slow(), "chat/completions", MESSAGE).status_code == 200
+    assert 0 < left[0] <= Limits().time - 0.5
 
 
 def test_a_schema_is_followed_whatever_the_logits():

@@ -1,6 +1,7 @@
 """What a request may ask for, field by field: followed, refused by name, or told as ignored."""
 
 import json
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -12,10 +13,12 @@ from test_server import CHAT, JSON, chat, client_of, reply, said
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
+from ssmlx.server import __main__ as command
 from ssmlx.server import completions, messages
-from ssmlx.server.app import APIS, make_app
-from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_fields_and_list_ignored
+from ssmlx.server.app import APIS, LOCAL, make_app
+from ssmlx.server.fields import FOLLOWED, check_fields_and_list_ignored
 from ssmlx.server.handler import Limits, RequestHandler
+from ssmlx.server.tool_choice import read_tool_choice
 
 LENGTH = 8
 
@@ -140,8 +143,7 @@ def test_the_fields_that_are_read_are_those_that_are_followed(path):
     read, write = APIS[path]
     body = Recorded(BODIES[path])
     write(read(body, ssmlx.GenerateConfig()))
-    # What a reply repeats of the request may be without effect on it.
-    assert body.read - (WITHOUT_EFFECT - FOLLOWED[path]) == FOLLOWED[path]
+    assert body.read == FOLLOWED[path]
 
 
 def test_a_token_count_follows_the_fields_of_the_message_that_it_reads():
@@ -271,3 +273,110 @@ def test_models(client):
     assert listed["data"][0]["max_input_tokens"] == 256
     found = client.get("/v1/models/org/other")
     assert found.status_code == 404 and found.json()["error"]["code"] == "model_not_found"
+
+
+XML = {"type": "xml"}
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("completions", {"prompt": 7}, "prompt"),
+    ("completions", {}, "prompt"),
+    ("completions", {"prompt": "w1", "suffix": "w2"}, "suffix"),
+    ("completions", {"prompt": ["w1"] * 300}, "prompt"),
+    ("completions", {"prompt": ["w1"] * 100, "n": 4}, "n"),
+    ("completions", {"prompt": "w1", "stream_options": 3}, "stream_options"),
+    ("responses", {"input": "w1", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ("responses", {"input": "w1", "conversation": "c"}, "conversation"),
+    ("responses", {"input": "w1", "prompt": {"id": "p"}}, "prompt"),
+    ("responses", {"input": "w1", "background": True}, "background"),
+    ("responses", {"input": "w1", "reasoning": {"effort": 3}}, "reasoning.effort"),
+    ("responses", {"input": "w1", "reasoning_effort": 3}, "reasoning_effort"),
+    ("responses", {"input": "w1", "text": {"format": XML}}, "text.format"),
+    ("responses", {"input": "w1", "metadata": {"a": 1}}, "metadata"),
+    ("responses", {"input": "w1", "metadata": {"a": "b" * 513}}, "metadata"),
+    ("responses", {"input": "w1", "metadata": {"a" * 65: "b"}}, "metadata"),
+    ("responses", {"input": "w1", "metadata": dict.fromkeys("abcdefghijklmnopq", "")}, "metadata"),
+    ("messages", {"messages": TURNS, "output_config": {"format": XML}}, "output_config.format"),
+    ("messages", {"messages": TURNS, "output_format": XML}, "output_format"),
+])  # fmt: skip
+def test_what_is_wrong_is_named(client, path, body, param):
+    assert error_of(client, path, body)["param"] == param
+
+
+def test_a_response_repeats_its_metadata(client):
+    metadata = dict.fromkeys("abcdefghijklmnop", "x" * 512)
+    body = {"input": "w1", "metadata": metadata}
+    assert client.post("/v1/responses", json=body).json()["metadata"] == metadata
+
+
+def nested(levels):
+    return '{"input": "w1", "own": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+
+
+@pytest.mark.parametrize("body", [
+    '{"input": "w1", "metadata": {"a": NaN}}', '{"input": "w1", "tool_choice": {"a": -Infinity}}',
+    '{"input": "w1", "own": 1e999}', '{"input": "w1"', "[]", '"w1"', "", "\xff", nested(101),
+    nested(900), nested(100_000), '{"input": ' + "9" * 5000 + "}",
+])  # fmt: skip
+def test_a_body_that_is_no_json_object_or_too_deep_is_refused(client, body):
+    found = client.post("/v1/responses", content=body.encode("latin-1"), headers=JSON)
+    error = found.json()["error"]
+    assert (found.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith("the request body is not a JSON object")
+
+
+def test_a_body_may_be_deep(client):
+    found = client.post("/v1/responses", content=nested(100), headers=JSON)
+    assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "br"])
+def test_a_compressed_body_is_refused_by_its_coding(client, coding):
+    own = {"content-encoding": coding, **JSON}
+    found = client.post(CHAT, content=json.dumps(chat()), headers=own)
+    assert found.status_code == 415 and coding in found.json()["error"]["message"]
+    own = {"content-encoding": "identity", **JSON}
+    assert client.post(CHAT, content=json.dumps(chat()), headers=own).status_code == 200
+
+
+def test_tens_of_thousands_of_tools_are_chosen_from_in_proportion():
+    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(20_000)]
+    allowed = {"mode": "required", "tools": tools}
+    body = {"tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    started = time.process_time()
+    assert len(read_tool_choice(body).forced) == 20_000
+    assert time.process_time() - started < 2
+
+
+def test_health_is_told_under_any_name(client):
+    for host in ("10.0.0.7:8080", "probe.example", ""):
+        assert client.get("/health", headers={"host": host}).status_code == 200
+        assert client.get("/v1/models", headers={"host": host}).status_code == 403
+
+
+def test_pages_of_allowed_hosts_and_origins_may_use_the_server(engine):
+    handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()])
+    hosts = [*LOCAL, "box.example", "app://obsidian.md"]
+    client = client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=2), hosts))
+    ask = {"access-control-request-method": "POST"}
+    for origin, is_allowed in (
+        ("tauri://localhost", True), ("http://localhost:3000", True), ("app://obsidian.md", True),
+        ("https://box.example:8443", True), ("https://obsidian.md", False), ("null", False),
+        ("https://box.example.evil.example", False), ("app://obsidian.md.evil.example", False),
+    ):  # fmt: skip
+        found = client.post(CHAT, json=chat(), headers={"origin": origin})
+        assert found.status_code == (200 if is_allowed else 403), origin
+        shared = found.headers.get("access-control-allow-origin")
+        assert shared == (origin if is_allowed else None)
+        found = client.options(CHAT, headers={"origin": origin, **ask})
+        assert found.status_code == (200 if is_allowed else 400), origin
+    for host, status in (("box.example:1", 200), ("obsidian.md", 403)):
+        assert client.get("/v1/models", headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize(("names", "is_told"), [((), True), (("192.168.1.5",), False)])
+def test_a_server_on_all_addresses_says_under_which_names_it_answers(capsys, names, is_told):
+    with command.listen_at("0.0.0.0", 0) as own:
+        command._print_warnings_address_and_example(own, ["tiny"], False, bool(names))
+    told = capsys.readouterr().out
+    assert ("--allow-host" in told) == is_told and "--api-keys" in told

@@ -12,10 +12,11 @@ openai = pytest.importorskip("openai")
 
 import httpx2 as httpx
 from real import words
-from test_server import CHAT, COMPLETIONS, drive
+from test_server import CHAT, COMPLETIONS, chat, client_of, drive, reply, said
 
 import ssmlx
 from ssmlx.decoding import loop
+from ssmlx.generation import segments
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import Limits, RequestHandler
@@ -107,8 +108,9 @@ READERS = (read_chat, read_completion, read_response, read_message)
 
 
 def test_the_clients_read_over_signs_of_life(app, pieces):
-    chat, completion, response, message = [asyncio.run(read(*clients(app))) for read in READERS]
-    assert chat == response == message and len(chat.split()) == len(completion.split()) == 4
+    said_in = [asyncio.run(read(*clients(app))) for read in READERS]
+    text, completion, response, message = said_in
+    assert text == response == message and len(text.split()) == len(completion.split()) == 4
     assert len(pieces) > 8
 
 
@@ -124,3 +126,31 @@ def test_an_error_behind_the_headers_is_an_event_and_the_clients_own(app, monkey
     for read in READERS:
         with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the answer failed"):
             asyncio.run(read(*clients(app)))
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_no_proxy_keeps_events_back(app, path):
+    for stream in (True, False):
+        start, *_ = asyncio.run(drive(app, {**ASKED[path], "stream": stream}, path=path))
+        assert ((b"x-accel-buffering", b"no") in start["headers"]) == stream
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_being_written_at_the_time_limit_ends_by_its_length(engine, monkeypatch, stream):
+    build = segments.build_responses
+
+    def slowly(*given):
+        for response in build(*given):
+            time.sleep(0.1)
+            yield response
+
+    monkeypatch.setattr(segments, "build_responses", slowly)
+    limits = Limits(time=2.0)
+    handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()], limits=limits)
+    client = client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=200, decoding="plain")))
+    chunks = reply(client, {**chat("w1"), "n": 2, "stream": stream})
+    ends = [one["finish_reason"] for chunk in chunks for one in chunk["choices"]]
+    assert [end for end in ends if end] == ["length"] * 2
+    assert 0 < chunks[-1]["usage"]["completion_tokens"] < 60 and said(chunks)
+    response = client.post("/v1/responses", json={"input": "w1"}).json()
+    assert response["status"] == "incomplete"

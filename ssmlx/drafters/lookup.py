@@ -81,8 +81,6 @@ class OtherText:
         num_prompt_tokens_before: how many of the prompt's last tokens are put before that text.
     """
 
-    nbytes = 0  # of the answer's own: earlier answers are shared
-
     def __init__(
         self,
         index: TextIndex,
@@ -95,11 +93,20 @@ class OtherText:
         self._num_prompt_tokens_before = num_prompt_tokens_before
         self.end: list[int] = []  # the text's newest tokens, as many as a match may have
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes, about, that are kept for this answer alone: of the index of an expected text, also
+        before it is made. Earlier answers are shared.
+        """
+        num_expected = len(self._expected_tokens)
+        num_before = self._num_prompt_tokens_before if num_expected else 0
+        return TextIndex.bytes_of(num_before + num_expected)
+
     def start(self, tokens: Sequence[int]) -> None:
         """Begin with the text `tokens`, whose end will be looked up.
 
-        The expected text, if there is one, is put into the index where that is empty, behind the
-        last `num_prompt_tokens_before` of `tokens`.
+        The expected text, if there is one, is put into the index if that is empty, after the last
+        `num_prompt_tokens_before` of `tokens`.
         """
         if self._expected_tokens and not self.index.tokens:
             end = tokens[-self._num_prompt_tokens_before :]

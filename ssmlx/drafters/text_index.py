@@ -68,7 +68,12 @@ class TextIndex:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes, about: an upper estimate, as if all n-grams differed."""
-        return _BYTES_PER_TOKEN * len(self.tokens)
+        return self.bytes_of(len(self.tokens))
+
+    @staticmethod
+    def bytes_of(num_tokens: int) -> int:
+        """Bytes that an index of so many tokens takes, as `nbytes` estimates them."""
+        return _BYTES_PER_TOKEN * num_tokens
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append `tokens`, and index the n-grams of `NGRAM_LENGTHS` that end with each.

@@ -72,7 +72,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--allow-host",
             "NAME",
-            "another host name that requests may use for this server; repeatable",
+            "another name of this server that requests may use, or the origin of pages that may "
+            "use it, such as app://obsidian.md; repeatable",
             list,
         ),
         (
@@ -132,13 +133,13 @@ def listen_at(host: str, port: int) -> socket.socket:
     """Return a TCP socket that listens; port 0 takes any that is free.
 
     Raises:
-        InputError: nothing can listen there.
+        InputError: the address or the port cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        found = f"nothing can listen at {host}, port {port} ({error})"
+        found = f"cannot listen on {host}:{port} ({error})"
         expected = "an address of this machine, and a free port"
         do = "choose another"
         raise InputError(found, expected=expected, do=do) from error
@@ -204,8 +205,8 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     The socket listens before the model is loaded. `attention` of --drafter is set for the process.
 
     Raises:
-        InputError: an option is wrong, a package is missing, nothing can listen at the address, or
-            the model cannot be loaded.
+        InputError: an option is wrong, a package is missing, the address cannot be used, or the
+            model cannot be loaded.
     """
     asked = generate_config(args)
     keys = read_private_api_keys(args.api_keys)
@@ -253,10 +254,11 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     handler = RequestHandler(
         engine, models, prompt_caches, loaded, args.template_args or {}, limits, args.any_model
     )
-    hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
+    allowed = [one.rstrip("/") for one in args.allow_host or ()]
+    hosts = [one.lower() for one in (*LOCAL, args.host, *allowed)]
     app = make_app(handler, config, hosts, keys)
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
-    _print_warning_address_and_example(sock, [*models], bool(keys))
+    _print_warnings_address_and_example(sock, [*models], bool(keys), bool(allowed))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     calls = [UNKNOWN_CALLS] if handler.has_unknown_calls else []
     answers = answer_lines(asked, model, engine.tokenizer)
@@ -284,6 +286,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         "ws": "none",
         "lifespan": "off",
         "timeout_graceful_shutdown": 3,
+        "timeout_keep_alive": limits.idle,
         "use_colors": False,
         "http": make_connection_class(limits),
         "backlog": ACCEPTED_AT_ONCE,
@@ -292,17 +295,19 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _print_warning_address_and_example(
-    sock: socket.socket, models: Sequence[str], needs_key: bool
+def _print_warnings_address_and_example(
+    sock: socket.socket, models: Sequence[str], needs_key: bool, has_other_names: bool
 ) -> None:
     """Print where the server listens, its models, and an example request.
 
-    Where no key is needed and other machines reach the address, a warning comes first.
+    Warnings come first: if no key is needed and other machines reach the address, and if it listens
+    on all addresses and is known by none that other machines use.
 
     Args:
         sock: that listens.
         models: names of models.
         needs_key: whether requests need a key.
+        has_other_names: whether it has names that --allow-host gave.
     """
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -310,7 +315,9 @@ def _print_warning_address_and_example(
     if needs_key:
         headers += ' -H "Authorization: Bearer $KEY"'
     elif host != "::1" and not host.startswith("127."):
-        print("whoever reaches this address may ask: see --api-keys")
+        print("anyone who can reach this address can use the server; see --api-keys")
+    if host in ("0.0.0.0", "::") and not has_other_names:
+        print("requests from other machines are refused; name this one with --allow-host NAME")
     print(f"{address} has {', '.join(models)}; a chat page is at {address}/\n")
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 

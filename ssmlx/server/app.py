@@ -5,8 +5,9 @@ import base64
 import hmac
 import json
 import logging
+import math
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,7 +26,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ContextLengthError, InputError, NoRoomError, require
-from ..json_files import parse_json
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
 from ..turns import TurnError
@@ -33,8 +33,8 @@ from . import completions, messages, responses
 from .concurrency import READING, BodyBytes
 from .fields import check_fields_and_list_ignored
 from .handler import RequestHandler
-from .request_prompts import AGAIN
 from .requests import (
+    AGAIN,
     AnswerRequest,
     Begun,
     Body,
@@ -58,9 +58,7 @@ APIS: dict[str, tuple[RequestReader, type[ResponseWriter]]] = {
     "/v1/responses": (responses.read_response, responses.ResponsesWriter),
 }
 """For each route of answers, the function that reads a request and the class that writes them."""
-OPEN = ("/", "/health")  # to those without a key, too
 LOCAL = ("localhost", "127.0.0.1", "::1")
-_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 _POLICY = (
     "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -75,12 +73,21 @@ _KINDS = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    504: "timeout_error",
 }
 """What Anthropic's API calls an error, by its status; OpenAI's has kinds of its own for few."""
 _READ_ON = 8  # bodies of how many times the largest that is read are read to their end
+_SLOWEST = 16 * 2**10
+"""Bytes of a body that have to come in a second, in the mean, beside the time that a client may be
+silent."""
+_DEEPEST = 100
+"""Objects and lists inside each other in a body: what reads them may go deeper by recursion."""
+_NEVER = {"x-should-retry": "false"}
+"""The header by which OpenAI's and Anthropic's clients do not repeat what would fail again."""
+_AT_ONCE = 100  # items of a long list of a reply that are made into JSON at once
 # Both phrases are looked for: Anthropic's, and OpenAI's.
 _TOO_LONG = (
-    "prompt is too long: {} tokens > {} maximum; expected less than the model's maximum context "
+    "prompt is too long: {}{} tokens > {} maximum; expected less than the model's maximum context "
     "length; shorten it"
 )
 _HELD = "ssmlx.held"
@@ -92,7 +99,8 @@ _log = logging.getLogger("ssmlx")
 class Routes:
     """The handlers of all routes, with the checks of host, origin and API key.
 
-    `hosts` are names of this server in lower case; without `keys` nobody needs one.
+    `hosts` are names of this server, and origins of pages that may use it, in lower case; without
+    `keys` nobody needs one.
     """
 
     handler: RequestHandler
@@ -110,12 +118,7 @@ class Routes:
         return _chat_page()
 
     async def get_health(self, request: Request) -> Response:
-        """Answer GET of /health, which needs no key.
-
-        Raises:
-            HTTPException: the host or origin is refused.
-        """
-        self._check_access_and_find_prompt_cache(request)
+        """Answer GET of /health, which needs no key, and comes from probes under any name."""
         return JSONResponse({"status": "ok"})
 
     async def get_metrics(self, request: Request) -> Response:
@@ -185,10 +188,14 @@ class Routes:
         Raises:
             HTTPException, InputError: as `_read_request` does, or the host, origin or key is
                 refused.
+            TimeoutError: to read it took more than `limits.time` seconds.
         """
         prompt_cache = self._check_access_and_find_prompt_cache(request)
         read, writer = APIS[request.url.path]
-        ask, headers = await self._read_request(request, read)
+        deadline = self._deadline()
+        async with asyncio.timeout_at(deadline):
+            ask, headers = await self._read_request(request, read)
+        ask = replace(ask, deadline=deadline)
         reply = AnswerResponse(self.handler, ask, writer(ask), prompt_cache)
         reply.headers.update(headers)
         return reply
@@ -198,17 +205,19 @@ class Routes:
 
         Raises:
             HTTPException, InputError: as `_read_request` does, the host, origin or key is refused,
-                the prompt cannot be made into tokens, or the server is being stopped (503).
+                or as `RequestHandler.count_prompt_tokens` does.
             TimeoutError: that took more than `limits.time` seconds.
         """
         self._check_access_and_find_prompt_cache(request)
-        ask, headers = await self._read_request(request, messages.read_message)
-        counting = READING.run(
-            ask.num_bytes, self.handler.reader.first_prompt_and_seeded_config, ask
-        )
-        async with asyncio.timeout(self.handler.limits.time):
-            prompt, _ = await _unless_client_leaves(request, counting)
-        return JSONResponse({"input_tokens": len(prompt)}, headers=headers)
+        async with asyncio.timeout_at(self._deadline()):
+            ask, headers = await self._read_request(request, messages.read_message)
+            counting = self.handler.count_prompt_tokens(ask)
+            num_tokens = await _unless_client_leaves(request, counting)
+        return JSONResponse({"input_tokens": num_tokens}, headers=headers)
+
+    def _deadline(self) -> float:
+        """Return when a request that begins now has to be answered, by the clock of the loop."""
+        return asyncio.get_running_loop().time() + self.handler.limits.time
 
     async def _read_request(
         self, request: Request, read: RequestReader
@@ -226,14 +235,17 @@ class Routes:
             model whose form of calls is not known.
 
         Raises:
-            HTTPException: the content type is not JSON (415), the model is unknown (404), or the
-                body is too large (413) or too slow (408), or has no room beside others (503).
-            InputError: the body is no JSON object, or the request cannot be followed.
-            TimeoutError: to read it took more than `limits.time` seconds.
+            HTTPException: the body is not plain JSON (415), the model is unknown (404), or the body
+                is too large (413) or too slow (408), or has no room beside others (503).
+            InputError: the body is not a JSON object, or the request cannot be followed.
+            ClientDisconnect: the client has gone.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            raise HTTPException(415, f"Content-Encoding {coding[:20]} is not supported")
         body = await self._read_body_in_time(request)
 
         def read_checked() -> tuple[AnswerRequest, Sequence[str]]:
@@ -243,70 +255,75 @@ class Routes:
             ask = replace(read(fields, self.config), num_bytes=len(body))
             return self.handler.with_served_model_or_404(ask), [*ignored, *ask.left_out]
 
-        async with asyncio.timeout(self.handler.limits.time):
-            reading = READING.run(len(body), read_checked)
-            ask, names = await _unless_client_leaves(request, reading)
+        reading = READING.run(len(body), read_checked)
+        ask, names = await _unless_client_leaves(request, reading)
         headers = {IGNORED: _header_text(names)} if names else {}
         if ask.tools and self.handler.has_unknown_calls:
             headers[TOOL_CALLS] = "unknown form"
         return ask, headers
 
     def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
-        """Return the prompt cache of the request's API key; the first one where no key is needed:
-        if there are no keys, and for the page and /health.
+        """Return the prompt cache of the request's API key; the first one if no key is needed: if
+        there are no keys, and for the page.
 
-        `Host` and `Origin` have to be names of this server, so that a page of another site, whose
-        name may resolve to this machine, cannot use it. A request without `Origin` passes. The key
-        stands in `x-api-key`, or else as the bearer in `Authorization`.
+        `Host` and `Origin` have to be known, so that a page of another site, whose name may resolve
+        to this machine, cannot use it. A request without `Origin` passes. The key stands in
+        `x-api-key`, or else as the bearer in `Authorization`.
 
         Raises:
             HTTPException: host or origin is unknown (403), or the key is wrong or missing (401).
         """
         headers = request.headers
-        if not self._is_known_host("//" + headers.get("host", "")):
-            raise HTTPException(403, "the server is not called that; see --allow-host")
-        if not self._is_known_host(headers.get("origin", "//localhost")):
-            raise HTTPException(403, "pages of other places may not ask here")
-        if not self.keys or request.url.path in OPEN:
+        if not _is_known("//" + headers.get("host", ""), self.hosts):
+            raise HTTPException(403, "unknown Host header; add it with --allow-host")
+        if "origin" in headers and not _is_known(headers["origin"], self.hosts):
+            raise HTTPException(403, "requests from this origin are not allowed")
+        if not self.keys or request.url.path == "/":
             return self.handler.prompt_caches[0]
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
         # All are compared, so that the time that it takes says nothing.
         same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
-            raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
+            raise HTTPException(401, "missing or invalid API key", {"WWW-Authenticate": "Bearer"})
         return self.handler.prompt_caches[same.index(True)]
-
-    def _is_known_host(self, address: str) -> bool:
-        """Whether the host name of a URL is one of this server's; False where it is no URL. The
-        port is not looked at.
-        """
-        with suppress(ValueError):
-            return urlsplit(address).hostname in self.hosts
-        return False
 
     async def _read_body_in_time(self, request: Request) -> bytes:
         """Return the bytes of a body.
 
         Raises:
-            InputError: the client has gone.
-            HTTPException: it took more than `limits.wait` seconds in all (408), is too large (413),
-                or there is no memory for it beside those of others (503).
+            HTTPException: nothing of it came for `limits.wait` seconds, or less than `_SLOWEST`
+                bytes a second (408); it is too large (413), or there is no memory for it beside
+                those of others (503).
+            ClientDisconnect: the client has gone.
         """
-        try:
-            async with asyncio.timeout(self.handler.limits.wait):
-                return await self._read_body_or_refuse_large(request)
-        except TimeoutError as error:
-            raise HTTPException(408, "the body took too long to come") from error
-        except ClientDisconnect:
-            return b""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        wait = self.handler.limits.wait
+        reading = asyncio.timeout(wait)
 
-    async def _read_body_or_refuse_large(self, request: Request) -> bytes:
+        def allow_more_time(num_bytes: int) -> None:
+            """Put the end off, as so many bytes have come by now."""
+            reading.reschedule(min(clock(), started + num_bytes / _SLOWEST) + wait)
+
+        try:
+            async with reading:
+                return await self._read_body_or_refuse_large(request, allow_more_time)
+        except TimeoutError as error:
+            raise HTTPException(408, "timed out reading the request body") from error
+
+    async def _read_body_or_refuse_large(
+        self, request: Request, has_come: Callable[[int], None]
+    ) -> bytes:
         """Return the bytes of a body.
 
         One that is too large is read on, up to `_READ_ON` times the limit, and dropped: a client
         that still sends reads no answer. What is kept counts in `bodies` until the response is
         sent.
+
+        Args:
+            request: whose body was not read.
+            has_come: called with the number of bytes that came so far.
 
         Raises:
             HTTPException: it has more than `limits.body` bytes (413), or there is no room for it
@@ -320,6 +337,7 @@ class Routes:
         has_room = True
         async for piece in request.stream():
             size += len(piece)
+            has_come(size)
             has_room = has_room and held.grow_to(size)
             if size <= limit and has_room:
                 pieces.append(piece)
@@ -331,7 +349,8 @@ class Routes:
         if size > limit:
             raise HTTPException(413, f"the body has more than {limit} bytes")
         if not has_room:
-            raise HTTPException(503, "other requests are too large; try again later", AGAIN)
+            detail = "too many large requests in progress; try again later"
+            raise HTTPException(503, detail, AGAIN)
         return b"".join(pieces)
 
     async def error_response(self, request: Request, failure: Exception) -> Response:
@@ -342,16 +361,48 @@ class Routes:
         return JSONResponse(_error_object(error), status_code=status, headers=error.headers)
 
 
+def _is_known(address: str, hosts: Sequence[str]) -> bool:
+    """Whether a URL, or the name of its host, is one of `hosts`; the port is not looked at."""
+    with suppress(ValueError):
+        return address.lower() in hosts or urlsplit(address).hostname in hosts
+    return False
+
+
 def _parse_json_object(body: bytes) -> dict[str, Any]:
-    """Return the object that a body is; raises InputError where it is none."""
+    """Return the object that a body is.
+
+    Raises:
+        InputError: it is not one, has a number that JSON does not have, or one that is too large,
+            or is nested more than `_DEEPEST` deep.
+    """
     try:
-        value = parse_json(body)
-    except ValueError:
-        value = None
-    found: dict[str, Any] = value if isinstance(value, dict) else {}
-    is_object = isinstance(value, dict)
-    require(is_object, "the body", expected="a JSON object", do="correct it")
-    return found
+        value = json.loads(body, parse_constant=_finite, parse_float=_finite)
+        is_object = isinstance(value, dict) and _is_shallow(value)
+    except (ValueError, RecursionError):
+        is_object = False
+    found = "the request body is not a JSON object"
+    expected = f"one of finite numbers, nested at most {_DEEPEST} deep"
+    require(is_object, found, expected=expected, do="correct it")
+    return dict(value)
+
+
+def _finite(text: str) -> float:
+    """Return the number that a text is; ValueError if it is infinite or none."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def _is_shallow(value: dict[str, Any]) -> bool:
+    """Whether no more than `_DEEPEST` objects and lists of a JSON value are inside each other."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for ones in inner for one in ones if isinstance(one, dict | list)]
+        if not level:
+            return True
+    return False
 
 
 async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -362,7 +413,7 @@ async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Resu
         work: what is awaited.
 
     Raises:
-        InputError: the client has gone; nobody reads it.
+        ClientDisconnect: the client has gone; nobody reads it.
     """
 
     async def watch() -> None:
@@ -374,8 +425,8 @@ async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Resu
     leaving = asyncio.create_task(watch())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        gone = "the client has gone"
-        require(working.done(), gone, expected="one that waits", do="ask again")
+        if not working.done():
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):
@@ -400,12 +451,11 @@ def _as_http_error(failure: Exception) -> HTTPException:
     match failure:
         case HTTPException():
             return failure
-        case ContextLengthError(num_tokens=tokens, limit=limit):
-            return DetailedHTTPException(
-                400, _TOO_LONG.format(tokens, limit), code="context_length_exceeded"
-            )
+        case ContextLengthError(num_tokens=tokens, limit=limit, is_counted=is_counted):
+            told = _TOO_LONG.format("" if is_counted else "at least ", tokens, limit)
+            return DetailedHTTPException(400, told, code="context_length_exceeded")
         case NoRoomError(wanted=wanted, limit=limit):
-            again = AGAIN if wanted <= limit else None
+            again = AGAIN if wanted <= limit else _NEVER
             return DetailedHTTPException(503, str(failure), again, code="no_room")
         case RequestError():
             return DetailedHTTPException(
@@ -416,7 +466,7 @@ def _as_http_error(failure: Exception) -> HTTPException:
         case InputError():
             return HTTPException(400, str(failure))
         case TimeoutError():
-            return HTTPException(504, "the answer took too long")
+            return HTTPException(504, "the answer took too long", _NEVER)
     return HTTPException(500, "the answer failed; the server's log says why")
 
 
@@ -427,6 +477,8 @@ def _error_object(http_error: HTTPException) -> dict[str, Any]:
     if isinstance(http_error, DetailedHTTPException):
         error |= {"param": http_error.param, "code": http_error.code}
     kind = _KINDS.get(http_error.status_code, usual)
+    if http_error.headers == AGAIN:
+        kind = "overloaded_error"
     inner: dict[str, Any] = {"type": kind, **error}
     if isinstance(http_error, DetailedHTTPException) and http_error.details is not None:
         inner["details"] = http_error.details
@@ -436,8 +488,7 @@ def _error_object(http_error: HTTPException) -> dict[str, Any]:
 class AnswerResponse(StreamingResponse):
     """The response to a POST: one JSON object, or a stream of events.
 
-    The answer is cancelled as soon as the client disconnects, or does not take what is sent within
-    `limits.wait` seconds.
+    The answer is cancelled as soon as the client disconnects.
     """
 
     def __init__(
@@ -455,13 +506,15 @@ class AnswerResponse(StreamingResponse):
             writer: writes the answer's parts in the API's form.
             prompt_cache: of the client.
         """
-        self._limits = handler.limits
         self._parts = handler.merged_parts_of_choices(ask, prompt_cache)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
         kind = "text/event-stream" if ask.stream else "application/json"
-        super().__init__((), media_type=kind, headers={"Cache-Control": "no-cache"})
+        headers = {"Cache-Control": "no-cache"}
+        if ask.stream:  # else nginx keeps events until it has many
+            headers["X-Accel-Buffering"] = "no"
+        super().__init__((), media_type=kind, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnect):
@@ -471,38 +524,39 @@ class AnswerResponse(StreamingResponse):
         """Send the answer, as events or as one object.
 
         An error before the first byte is raised, so that it gets a status; a later one is sent as
-        an event `error`, and logged where its status is 500. An answer that takes more than
-        `limits.time` seconds ends in a TimeoutError.
+        an event, and logged if its status is 500.
 
         Args:
             send: of ASGI.
 
         Raises:
-            ClientDisconnect: the client has gone, or does not take what is sent.
             Exception: any error of the answer, while nothing was sent.
         """
         try:
-            async with aclosing(self._parts), asyncio.timeout(self._limits.time):
+            async with aclosing(self._parts):
                 async for event in self._writer.events(
                     self._yield_items_and_send_keep_alives(send)
                 ):
                     if self._stream:
                         await self._send_headers_then_text(send, _event(*event))
             if not self._stream:
-                await self._send_headers_then_text(send, json.dumps(self._writer.reply))
+                pieces = _json_in_pieces(self._writer.reply)
+                text = await asyncio.to_thread("".join, pieces)
+                await self._send_headers_then_text(send, text)
         except Exception as failure:
-            if not self._is_begun or isinstance(failure, ClientDisconnect):
+            if not self._is_begun:
                 raise
             error = _as_http_error(failure)
             if error.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            await self._send_headers_then_text(send, _event("error", _error_object(error)))
+            for event in self._writer.failure(_error_object(error)):
+                await self._send_headers_then_text(send, _event(*event))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
         """Yield all items of the answer, `Begun` and `Waiting` included.
 
-        Before one of these is yielded, a stream's headers are sent where nothing was sent yet; else
+        Before one of these is yielded, a stream's headers are sent if nothing was sent yet; else
         a `Waiting` sends a keep-alive.
         """
         async for part in self._parts:
@@ -516,26 +570,41 @@ class AnswerResponse(StreamingResponse):
     async def _send_headers_then_text(self, send: Send, text: str) -> None:
         """Send text, with status 200 and the headers before the first one; empty text sends at
         most these.
-
-        Raises:
-            ClientDisconnect: the client did not take it within `limits.wait` seconds.
         """
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         body = {"type": "http.response.body", "body": text.encode(), "more_body": True}
-        try:
-            async with asyncio.timeout(self._limits.wait):
-                if not self._is_begun:
-                    await send(start)
-                self._is_begun = True
-                if text:
-                    await send(body)
-        except TimeoutError as error:
-            raise ClientDisconnect from error
+        if not self._is_begun:
+            await send(start)
+        self._is_begun = True
+        if text:
+            await send(body)
 
 
 def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+
+
+def _json_in_pieces(value: Any, depth: int = 4) -> Iterator[str]:
+    """Yield the JSON text of a reply in pieces: Python runs no other thread while it makes one.
+
+    Lists that are `depth` levels inside of the reply, as of log probabilities, may be long.
+    """
+    if depth and value and isinstance(value, dict | list):
+        is_object = isinstance(value, dict)
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        between = "{" if is_object else "["
+        for name, inner in named:
+            yield between + (f"{json.dumps(name)}: " if is_object else "")
+            yield from _json_in_pieces(inner, depth - 1)
+            between = ", "
+        yield "}" if is_object else "]"
+    elif value and isinstance(value, list):
+        for start in range(0, len(value), _AT_ONCE):
+            yield (", " if start else "[") + json.dumps(value[start : start + _AT_ONCE])[1:-1]
+        yield "]"
+    else:
+        yield json.dumps(value)
 
 
 @cache
@@ -549,6 +618,25 @@ def _chat_page() -> Response:
     policy = _POLICY.format(*sums)
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
     return Response(page, headers=headers, media_type="text/html")
+
+
+async def _no_response(request: Request, failure: Exception) -> Response:
+    """Answer a client that has gone, which reads nothing; it is not counted as refused."""
+    return Response(status_code=499)
+
+
+class _PagesOfHosts(CORSMiddleware):
+    """Lets pages of known hosts and origins read what is answered to them."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        """Wrap an application; `hosts` are those of `Routes`."""
+        shown = [IGNORED, TOOL_CALLS]
+        super().__init__(app, allow_headers="*", allow_methods="*", expose_headers=shown)
+        self._hosts = hosts
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """Whether the page of an origin may use the server."""
+        return _is_known(origin, self._hosts)
 
 
 class _HoldBodies:
@@ -575,17 +663,19 @@ def make_app(
 ) -> Starlette:
     """Make the ASGI application of the server.
 
-    Pages of this machine may use it from any port (CORS).
+    Pages of `hosts` may use it from any port (CORS).
 
     Args:
         handler: answers the requests.
         config: settings for what a request does not say; its `max_tokens` is a maximum. None for
             the defaults.
-        hosts: names by which the server may be addressed, in lower case.
+        hosts: in lower case, names by which the server may be addressed and whose pages may use
+            it, and whole origins of such pages, such as "app://obsidian.md".
         keys: API keys, in the order of the handler's prompt caches; without any, nobody needs one.
     """
     routes = Routes(handler, config or GenerateConfig(), hosts, keys)
     failures = (Exception, HTTPException, InputError, TimeoutError)
+    handlers: dict[Any, Any] = {kind: routes.error_response for kind in failures}
     app = Starlette(
         routes=[
             Route("/", routes.get_page),
@@ -596,13 +686,8 @@ def make_app(
             Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
             *(Route(path, routes.answer, methods=["POST"]) for path in APIS),
         ],
-        exception_handlers={kind: routes.error_response for kind in failures},
+        exception_handlers={**handlers, ClientDisconnect: _no_response},
     )
     app.add_middleware(_HoldBodies, bodies=BodyBytes(handler.limits.bodies))
-    any_: Any = {
-        "allow_headers": "*",
-        "allow_methods": "*",
-        "expose_headers": [IGNORED, TOOL_CALLS],
-    }
-    app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)
+    app.add_middleware(_PagesOfHosts, hosts=hosts)
     return app

@@ -1,11 +1,13 @@
 """One answer of a request: its responses become text, reasoning and tool calls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.batch import Mask
+from ..errors import first_line
 from ..formats.arguments import json_text
 from ..formats.families import find_format
 from ..formats.history import call_id
@@ -13,9 +15,13 @@ from ..formats.reader import AnswerReader, Piece, Text
 from ..generation.segments import GenerationResponse
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
+from .grammars import unsupported_form_error
 from .logprobs import TokenEntries
 from .request_prompts import Prompt
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
+
+_AT_ONCE = 256
+"""Tokens of an echoed prompt in a part, so that nobody waits long while one is written."""
 
 
 class Choice:
@@ -50,8 +56,26 @@ class Choice:
         self.prompt_cache = prompt_cache
         self.is_first = own == 0  # of its prompt
         self._token_entries = token_entries
-        self.ask = replace(ask, begins=prompt.begins)
+        self.ask = replace(ask, begins=prompt.begins, matcher=prompt.matcher)
+        self.mask: Mask | None = None  # that its answer is held to a form by, once it is opened
         self._parser = AnswerParser(tokenizer, self.ask)
+
+    def echoed_parts(self) -> Iterator[TextPart]:
+        """Yield its prompt as parts if it is echoed, with log probabilities if it is scored."""
+        text = self.prompt.text
+        entries = self.prompt.logprobs
+        if not self.ask.echoes:
+            return
+        if entries is None:
+            yield TextPart(text, choice=self.number)
+            return
+        begin = 0
+        for start in range(0, len(entries), _AT_ONCE):
+            own = entries[start : start + _AT_ONCE]
+            is_last = start + _AT_ONCE >= len(entries)
+            end = len(text) if is_last else begin + sum(len(one["token"]) for one in own)
+            yield TextPart(text[begin:end], 0, own, self.number)
+            begin = end
 
     def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
@@ -71,8 +95,8 @@ class Choice:
     def held_back_parts_and_end(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`.
 
-        Its reason is "length" for a full context too; the parser makes "tool_calls" of "stop" where
-        a tool was called.
+        Its reason is "length" for a full context too; the parser makes "tool_calls" of "stop" if a
+        tool was called.
 
         Args:
             last: the answer's last response, which was read already.
@@ -82,6 +106,11 @@ class Choice:
         return self._with_number(
             self._parser.split_into_parts(ChoiceEnd(reason, last, num_predicted))
         )
+
+    def raise_if_form_broke(self) -> None:
+        """Raise RequestError if the form of the answer could not be followed to its end."""
+        if error := getattr(self.mask, "error", ""):  # a mask of another kind has none
+            raise unsupported_form_error(None, first_line(ValueError(error))[:200])
 
     def with_scoring_counted_as_prefill(self, last: GenerationResponse) -> GenerationResponse:
         """Return `last` with the time that scoring its prompt took added to its `prefill_seconds`.
@@ -149,7 +178,7 @@ class AnswerParser:
         return [*found, end]
 
     def _parts(self, pieces: Sequence[Piece]) -> list[Part]:
-        """Return the parts of pieces of the answer; without calls after the first one where the
+        """Return the parts of pieces of the answer; without calls after the first one if the
         request allows only one.
         """
         found: list[Part] = []

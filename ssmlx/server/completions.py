@@ -3,7 +3,7 @@
 `/v1/completions` takes one prompt or a list of them, as texts or token ids; `n` choices of each are
 decoded beside each other, and stand in the order of the prompts. With `echo` a choice's text and
 `logprobs` begin with its prompt, the first of whose tokens has null; with `max_tokens` 0 nothing
-stands behind it. So lm-eval's `local-completions` can score texts.
+comes after it. So lm-eval's `local-completions` can score texts.
 
 A stream sends its headers as soon as its answer has begun, and a comment whenever no part has come
 for a while. An error after that is sent as an event `error`.
@@ -11,6 +11,7 @@ for a while. An error after that is sent as an event `error`.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import accumulate
 from secrets import token_hex
 from time import time
 from typing import Any, TypedDict, cast
@@ -96,7 +97,8 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
             answers are asked for.
     """
     first, *others = _read_one_or_many_prompts(body.get("prompt"))
-    requests.check_field(not body.get("suffix"), "suffix", "none")
+    suffix = body.get("suffix")
+    requests.check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
     body = body if writes else {**body, "max_tokens": 1}
@@ -109,7 +111,9 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         **_read_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
-    requests.check_field(ask.num_answers <= MOST_ANSWERS, found, f"{MOST_ANSWERS} answers at most")
+    expected = f"{MOST_ANSWERS} answers at most"
+    param = "n" if ask.choices > 1 else "prompt"
+    requests.check_field(ask.num_answers <= MOST_ANSWERS, found, expected, param)
     return ask
 
 
@@ -128,9 +132,8 @@ def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
 
     prompts = [prompt] if is_one(prompt) else prompt
     ok = isinstance(prompts, list) and all(map(is_one, prompts))
-    requests.check_field(
-        ok, f"prompt is {quoted(prompt)}", "a text or token ids, or a list of them"
-    )
+    expected = "a text or token ids, or a list of them"
+    requests.check_field(ok, f"prompt is {quoted(prompt)}", expected, "prompt")
     return cast("list[str | list[int]]", prompts)
 
 
@@ -149,6 +152,7 @@ def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None
         RequestError: a field cannot be followed.
     """
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
+    options = requests.read_typed_or_default(body, "stream_options", dict, {})
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
         "model": requests.read_typed_or_default(body, "model", str, ""),
@@ -160,7 +164,7 @@ def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None
             "prediction.content",
         ),
         "stream": requests.read_typed_or_default(body, "stream", bool, False),
-        "body": body,
+        "reports_usage": bool(options.get("include_usage")),
     }
 
 
@@ -289,6 +293,11 @@ def keep_alive_comment(waiting: Waiting) -> str:
     return f": keepalive {waiting.done}/{waiting.total}\n\n"
 
 
+def error_event_alone(error: Mapping[str, Any]) -> list[Event]:
+    """The events of an answer that fails after a part of it was sent."""
+    return [("error", error)]
+
+
 class TextCompletionWriter:
     """Writes text completions: a chunk for each part, and `reply`, the whole object.
 
@@ -296,18 +305,15 @@ class TextCompletionWriter:
     """
 
     keep_alive = staticmethod(keep_alive_comment)
+    failure = staticmethod(error_event_alone)
     prefix = "cmpl-"
     kind = "text_completion"
     kind_of_chunk = "text_completion"
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty reply for all of a request's answers.
-
-        Raises:
-            RequestError: `stream_options` is no object.
-        """
-        options = requests.read_typed_or_default(ask.body, "stream_options", dict, {})
-        self._has_usage = options.get("include_usage")
+        """Begin an empty reply for all of a request's answers."""
+        self._has_usage = ask.reports_usage
+        self._is_stream = ask.stream
         self._choices_per_prompt = ask.choices
         self._ends: dict[int, ChoiceEnd] = {}
         numbers = range(ask.num_answers)
@@ -320,10 +326,10 @@ class TextCompletionWriter:
         """Yield an event for each part of all choices, the usage if it is wanted, and [DONE].
 
         Events have no names. Every part is added to `reply`, which has usage and timings in the
-        end.
+        end; but for a stream no log probabilities.
 
         Args:
-            parts: of all choices, each with its `ChoiceEnd`; what is no `Part` is passed over.
+            parts: of all choices, each with its `ChoiceEnd`; anything but a `Part` is passed over.
         """
         head = {**self.reply, "object": self.kind_of_chunk}
         if self._has_usage:
@@ -354,7 +360,8 @@ class TextCompletionWriter:
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
-            whole["logprobs"] = _append_in_place_return_whole(whole["logprobs"] or {}, logprobs)
+            if not self._is_stream:
+                whole["logprobs"] = _append_in_place_return_whole(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason
         own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
@@ -382,12 +389,12 @@ class TextCompletionWriter:
             token_entries: as `TokenEntries.of_segment` returns them.
             text_offset: characters of the choice's text before them.
         """
-        sizes = [len(one["token"]) for one in token_entries]
+        sizes = (len(one["token"]) for one in token_entries)
         return {
             "tokens": [one["token"] for one in token_entries],
             "token_logprobs": [one["logprob"] for one in token_entries],
             "top_logprobs": [_logprobs_by_text_with_own(one) for one in token_entries],
-            "text_offset": [text_offset + sum(sizes[:count]) for count in range(len(sizes))],
+            "text_offset": [*accumulate(sizes, initial=text_offset)][:-1],
         }
 
 
@@ -440,8 +447,7 @@ class ChatCompletionWriter(TextCompletionWriter):
 def _logprobs_by_text_with_own(one: dict[str, Any]) -> dict[str, float] | None:
     """Return log probabilities of an entry's likeliest tokens by text, and the token's own.
 
-    Of tokens with the same text the first, and so the likeliest, counts. None where the entry has
-    none.
+    Of tokens with the same text the first, and so the likeliest, counts. None if it has none.
     """
     if one["top_logprobs"] is None:
         return None

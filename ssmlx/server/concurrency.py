@@ -35,7 +35,7 @@ class ReadingThreads:
     ) -> _Result:
         """Compute a piece, and return its result or raise its error.
 
-        Where the awaiting task is cancelled, a piece that has not begun is left out.
+        If the awaiting task is cancelled, a piece that has not begun is left out.
 
         Args:
             num_bytes: of the request's body.
@@ -126,13 +126,15 @@ class RequestSlots:
     another request from its first slot.
     """
 
-    def __init__(self, slots: AnswerSlots) -> None:
+    def __init__(self, slots: AnswerSlots, deadline: float) -> None:
         """Begin with the slot that the request was admitted with.
 
         Args:
             slots: those of the server, one of which was already taken for this request.
+            deadline: of the request, by the clock of the event loop; no slot is waited for longer.
         """
         self._slots = slots
+        self._deadline = deadline
         self._has_first = True
         self._turn = asyncio.Lock()
 
@@ -141,8 +143,11 @@ class RequestSlots:
         """Wait for a slot, hold it inside the block, and free it.
 
         The first block gets the slot that the request was admitted with.
+
+        Raises:
+            TimeoutError: none got free before the deadline.
         """
-        async with self._turn:
+        async with asyncio.timeout_at(self._deadline), self._turn:
             if not self._has_first:
                 await self._slots.take()
             self._has_first = False

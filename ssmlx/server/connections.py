@@ -1,4 +1,4 @@
-"""Connections that end: by time where no request comes or nothing is read, and by number."""
+"""Connections that end: by time if nothing comes or nothing is read, and by number."""
 
 import asyncio
 import logging
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .handler import Limits
@@ -15,14 +16,17 @@ _RESERVED = 256
 """Files beside connections: of models and caches, and of connections that were just accepted."""
 ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before any of them is counted."""
+_MOST_AHEAD = 64 * 2**10
+"""Bytes that a client may send after a request that is not answered yet."""
 _log = logging.getLogger("ssmlx")
 
 
 class BoundedConnection(H11Protocol):
     """uvicorn's connection, which does not stay open for ever.
 
-    It is closed if the head of a request does not come in time, a response is not read, or there
-    are too many connections; then the one goes that has waited longest for a request.
+    It is closed if the head of a request does not come in time, nothing of a response is read for
+    some time, too much comes after a request, or there are too many connections; then the one goes
+    that has waited longest for its client to send something.
     """
 
     def __init__(self, *args: Any, limits: Limits, most: int, **more: Any) -> None:
@@ -36,32 +40,39 @@ class BoundedConnection(H11Protocol):
         super().__init__(*args, **more)
         self._limits = limits
         self._most = most
-        self._waits_since = 0.0  # for a request; a time of `time.monotonic`
+        self._waits_since = 0.0  # for its client; a time of `time.monotonic`
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # bytes that were not sent yet when that timer was started
 
     @property
-    def _waits_for_request(self) -> bool:
+    def _is_between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _waits_for_client(self) -> bool:
+        """Whether its client has to send something next: a request, or more of one."""
+        if self._is_between_requests:
+            return self.transport.get_write_buffer_size() == 0
+        return bool(self.cycle.more_body)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_head()
+        self._waits_since = time.monotonic()
+        self._start_head_timer()
         if len(self.connections) > self._most:
             self._close_longest_waiting()
 
     def _close_longest_waiting(self) -> None:
-        """Close the connection that has waited longest for a request, perhaps this one."""
+        """Close the connection that has waited longest for its client, perhaps this one."""
         every = cast("set[BoundedConnection]", self.connections)
-        waiting = [one for one in every if one._waits_for_request]
+        waiting = [one for one in every if one._waits_for_client]
         oldest = min(waiting, key=lambda one: one._waits_since)
         self.connections.discard(oldest)
         oldest.transport.abort()
 
-    def _wait_for_head(self) -> None:
+    def _start_head_timer(self) -> None:
         """Close the connection unless the whole head of a request comes in time."""
-        self._stop_head_timer()
-        self._waits_since = time.monotonic()
         self._head_timer = self.loop.call_later(self._limits.head, self.timeout_keep_alive_handler)
 
     def _stop_head_timer(self) -> None:
@@ -69,29 +80,59 @@ class BoundedConnection(H11Protocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.MUST_CLOSE:
+            return  # nothing may come after its last request
+        if self._is_between_requests and self._head_timer is None:
+            self._start_head_timer()
+        super().data_received(data)
+
     def handle_events(self) -> None:
         super().handle_events()
-        if not self._waits_for_request:
-            self._stop_head_timer()
+        if self._is_between_requests:
+            return
+        self._stop_head_timer()
+        self._waits_since = time.monotonic()
+        if not self.cycle.more_body:
+            self._read_on_to_see_its_end()
+
+    def _read_on_to_see_its_end(self) -> None:
+        """Read on while a request is answered: only so is it seen that the client has gone.
+
+        h11 keeps what comes meanwhile, such as another request, and uvicorn stops to read for it.
+        """
+        ahead, _ = self.conn.trailing_data
+        if len(ahead) > _MOST_AHEAD:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        self._wait_for_head()
+        self._waits_since = time.monotonic()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._abort_if_not_read()
+            self._abort_unless_read()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._abort_if_not_read()
+        self._abort_unless_read()
 
-    def _abort_if_not_read(self) -> None:
-        """Drop what was sent if it is not read in time."""
+    def _abort_unless_read(self) -> None:
+        """Drop what was sent if nothing more of it is read in time."""
         if self._read_timer is None:
-            self._read_timer = self.loop.call_later(self._limits.wait, self.transport.abort)
+            self._num_unread = self.transport.get_write_buffer_size()
+            self._read_timer = self.loop.call_later(self._limits.wait, self._abort_or_wait_on)
+
+    def _abort_or_wait_on(self) -> None:
+        self._read_timer = None
+        if self.transport.get_write_buffer_size() < self._num_unread:
+            self._abort_unless_read()
+        else:
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._abort_if_not_read()
+        self._abort_unless_read()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -40,7 +40,7 @@ FOLLOWED = {
     "/v1/messages": _MESSAGES,
     "/v1/messages/count_tokens": _MESSAGES,
     "/v1/responses": OF_CHATS - {"max_tokens"} | {
-        "input", "instructions", "max_output_tokens", "text", "reasoning",
+        "input", "instructions", "max_output_tokens", "text", "reasoning", "metadata",
         "previous_response_id", "conversation", "prompt", "background",
     },
 }  # fmt: skip

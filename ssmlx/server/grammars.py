@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
@@ -10,13 +11,13 @@ import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from starlette.exceptions import HTTPException
 
-from ..decoding.batch import Mask
 from ..errors import first_line, quoted
 from ..formats.rules import STYLE
 from ..formats.schemas import with_closed_objects
 from . import requests
-from .requests import Body, RequestError
+from .requests import AGAIN, Body, RequestError
 
 # Nothing interrupts llguidance, so its input is bounded: what passes compiles in a second or two.
 MOST_CHARS = 256 * 2**10
@@ -135,7 +136,7 @@ def read_grammar(body: Body) -> str | None:
 
     The fields are `response_format`, vLLM's `structured_outputs` and `guided_...`, and llama.cpp's
     `json_schema` and `grammar`. Whether llguidance can follow the grammar is not checked here;
-    `grammar_mask` does.
+    `compiled_matcher` does.
 
     Raises:
         RequestError: there are several forms, or one is of an unknown kind or broken.
@@ -162,7 +163,8 @@ def read_grammar(body: Body) -> str | None:
         try:
             return _KINDS[kind](value)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise _unsupported_form(name, f"{quoted(value)} ({first_line(error)[:200]})") from error
+            why = f"{quoted(value)} ({first_line(error)[:200]})"
+            raise unsupported_form_error(name, why) from error
     return None
 
 
@@ -183,7 +185,7 @@ def _response_format_schema(form: Body) -> Body | None:
     return schema
 
 
-def _unsupported_form(name: str | None, why: str) -> RequestError:
+def unsupported_form_error(name: str | None, why: str) -> RequestError:
     """Make the error for a form that llguidance cannot follow.
 
     Args:
@@ -208,13 +210,58 @@ def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
         raise RequestError(None, found, expected, "ask without it, or another model") from error
 
 
-def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> Mask:
-    """Return a function that masks logits so that an answer follows a grammar.
+class GrammarMask:
+    """Masks logits so that an answer follows a grammar; it has a state, so each answer has its own.
 
-    Given an answer's tokens so far and the logits [V] of the next one, it returns these with -inf
-    for tokens that would leave the grammar. After a complete text only end tokens are allowed. It
-    may be called again with fewer tokens, which takes the rest back. It has a state of its own: one
-    function for one answer.
+    Given an answer's tokens so far and the logits [1, V] of the next one, it returns these with
+    -inf for tokens that would leave the grammar. After a complete text only end tokens are allowed.
+    It may be called again with fewer tokens, which takes the rest back.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        """Begin an answer.
+
+        Args:
+            matcher: by `compiled_matcher`; it is copied.
+        """
+        self._matcher = matcher.deep_copy()
+        self._num_known = 0
+
+    @property
+    def error(self) -> str:
+        """Why llguidance could not follow the grammar to its end, or "". From then on only end
+        tokens are allowed, so an answer that has an error is broken off, however it ends.
+        """
+        return str(self._matcher.get_error())
+
+    def __call__(self, tokens: Sequence[int], logits: mx.array) -> mx.array:
+        """Return the logits [1, V] of the token after `tokens`, the whole answer so far, masked."""
+        self._matcher.rollback(max(0, self._num_known - len(tokens)))
+        self._matcher.consume_tokens([*tokens[self._num_known :]])
+        self._num_known = len(tokens)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little", count=logits.shape[-1])
+        return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
+
+
+def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> GrammarMask:
+    """Return the mask of one answer that follows a grammar.
+
+    Args:
+        tokenizer: of the model, by `llguidance_tokenizer`.
+        grammar: of llguidance.
+
+    Raises:
+        RequestError, HTTPException: as `compiled_matcher` does.
+    """
+    return GrammarMask(compiled_matcher(tokenizer, grammar))
+
+
+@lru_cache(maxsize=8)
+def compiled_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return the matcher of a grammar at its beginning, which is to be copied.
+
+    It is kept for the next requests.
 
     Args:
         tokenizer: of the model, by `llguidance_tokenizer`.
@@ -222,49 +269,32 @@ def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> Mask:
 
     Raises:
         RequestError: llguidance cannot follow the grammar, or it is too large.
-    """
-    matcher = _compiled(tokenizer, grammar).deep_copy()
-    num_known = 0
-
-    def constrained(tokens: Sequence[int], logits: mx.array) -> mx.array:
-        """Return the logits [V] of the token after `tokens`, the whole answer so far, masked."""
-        nonlocal num_known
-        matcher.rollback(max(0, num_known - len(tokens)))
-        matcher.consume_tokens([*tokens[num_known:]])
-        num_known = len(tokens)
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little", count=logits.shape[-1])
-        return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
-
-    return constrained
-
-
-@lru_cache(maxsize=8)
-def _compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return the matcher of a grammar at its beginning, which is to be copied.
-
-    It is kept for the other choices of a request, and for the next requests.
-
-    Raises:
-        RequestError: llguidance cannot follow the grammar, or it is too large.
+        HTTPException: no thread can be started for it now (503).
     """
     if len(grammar) > MOST_CHARS:
-        raise _unsupported_form(None, f"it has more than {MOST_CHARS:,} characters")
-    found: list[LLMatcher] = []
+        raise unsupported_form_error(None, f"it has more than {MOST_CHARS:,} characters")
+    compiled: Future[LLMatcher] = Future()
 
-    def compile_it() -> None:
-        """Append the matcher to `found`."""
-        found.append(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
+    def compile_into_future() -> None:
+        """Set the matcher, or what llguidance has raised."""
+        try:
+            compiled.set_result(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
+        except BaseException as error:  # a panic of llguidance is no Exception
+            compiled.set_exception(error)
 
-    thread = threading.Thread(target=compile_it)
+    thread = threading.Thread(target=compile_into_future)
     with _starting:
         before = threading.stack_size(_STACK)
         try:
             thread.start()
+        except RuntimeError as error:
+            detail = "the form of the answer cannot be compiled now; try again later"
+            raise HTTPException(503, detail, AGAIN) from error
         finally:
             threading.stack_size(before)
     thread.join()
-    (matcher,) = found
-    if matcher.is_error():
-        raise _unsupported_form(None, first_line(ValueError(matcher.get_error()))[:200])
-    return matcher
+    failure = compiled.exception()
+    why = compiled.result().get_error() if failure is None else first_line(failure)
+    if why:
+        raise unsupported_form_error(None, first_line(ValueError(why))[:200]) from failure
+    return compiled.result()

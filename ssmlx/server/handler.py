@@ -2,15 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
-from ..answers import Answer
+from ..answers import Answer, Segment
 from ..bars import Progress
 from ..drafters.registry import Loaded
 from ..engine import Engine
@@ -22,8 +22,8 @@ from ..rendering import has_unknown_calls
 from ..settings import check_settings, setting
 from .choices import Choice
 from .concurrency import READING, AnswerSlots, PromptProgress, RequestSlots, merge_answers
-from .request_prompts import AGAIN, PromptReader, stopping_error
-from .requests import AnswerRequest, Begun, DetailedHTTPException, StreamItem, TextPart
+from .request_prompts import PromptReader
+from .requests import AGAIN, AnswerRequest, Begun, DetailedHTTPException, StreamItem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,15 @@ class Limits:
 
     open: int = setting(8, least=1, option="--max-open")  # answers at once
     waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
-    # seconds that a request waits, or takes to come, or an event of its reply to be taken
+    # seconds that a request waits for a slot, and that a client may neither send more of a request
+    # nor read more of a reply
     wait: float = setting(60.0, above=0)
     time: float = setting(600.0, above=0, option="--timeout")  # seconds of a request in all
     silence: float = setting(5.0, above=0)  # seconds before a stream says that it is there
     body: int = setting(8 * 2**20, least=1)  # bytes of a request
     bodies: int = setting(64 * 2**20, least=1)  # of all requests that are no small ones
-    head: float = setting(10.0, above=0)  # seconds for a connection's next request to begin
+    head: float = setting(10.0, above=0)  # seconds for the head of a request to come
+    idle: float = setting(75.0, above=0)  # seconds between a reply and the next request
     connections: int = setting(1000, least=1)
 
     def __post_init__(self) -> None:
@@ -137,13 +139,26 @@ class RequestHandler:
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
+    async def count_prompt_tokens(self, ask: AnswerRequest) -> int:
+        """Return how many tokens the prompt of a request has; it counts among those that wait.
+
+        Args:
+            ask: the request, with a known model's name.
+
+        Raises:
+            InputError: the prompt cannot be made into tokens.
+            HTTPException: too many others wait, or the server is shutting down (503).
+        """
+        with self._counted_as_waiting_or_503():
+            return await READING.run(ask.num_bytes, self.reader.count_prompt_tokens, ask)
+
     async def merged_parts_of_choices(
         self, ask: AnswerRequest, prompt_cache: PromptCache
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
-        Where anything is generated, `Begun` says that the first choice has begun; only an
-        echoed prompt may come before it. After each silence comes a `Waiting`.
+        If anything is generated, `Begun` says that the first choice has begun; only an echoed
+        prompt may come before it. After each silence comes a `Waiting`.
 
         Args:
             ask: the request, with a known model's name.
@@ -152,13 +167,18 @@ class RequestHandler:
         Raises:
             InputError: it cannot be followed.
             NoRoomError: there is no memory for it.
-            HTTPException: too many others wait, no slot got free in time, or the server is being
-                stopped (503).
+            HTTPException: too many others wait, no slot got free in time, or the server is shutting
+                down (503).
+            TimeoutError: the deadline passed before each choice had a token. A choice that has one
+                by then ends there, by its length.
         """
         with self._counted_as_waiting_or_503():
-            prompts, config = await self.reader.read_checked_prompts_and_config(ask)
-            await self._wait_for_first_slot_or_503()
-        slots = RequestSlots(self._slots)
+            async with asyncio.timeout_at(ask.deadline):
+                prompts, config = await self.reader.read_checked_prompts_and_config(ask)
+                await self._wait_for_first_slot_or_503()
+        # What was read as tokens is not kept beside them.
+        ask = replace(ask, question="", others=(), prediction="")
+        slots = RequestSlots(self._slots, ask.deadline)
         progress = PromptProgress()
         try:
             tokenizer = self.engine.tokenizer
@@ -185,9 +205,8 @@ class RequestHandler:
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
         it finds it in the prompt cache. It then waits for a slot. When the answer of the request's
-        first choice has begun, `Begun` is yielded. Where nothing is to be generated, the end
-        comes right behind the echoed prompt. The tokens of the choice are counted when it has
-        ended.
+        first choice has begun, `Begun` is yielded. If nothing is to be generated, the end comes
+        right after the echoed prompt. The tokens of the choice are counted when it has ended.
 
         Args:
             choice: to answer.
@@ -195,19 +214,21 @@ class RequestHandler:
             progress: is called with the prompt's processed tokens, and all of them.
 
         Raises:
-            HTTPException: the server is being stopped (503).
-            InputError, NoRoomError: the engine refuses the choice.
+            HTTPException: the server is shutting down (503).
+            TimeoutError: the deadline passed before its first token.
+            InputError, NoRoomError: the engine refuses the choice, or its form breaks.
         """
         prompt = choice.prompt
         if not choice.is_first:
             await prompt.is_read.wait()
         try:
             async with slots.wait_for_and_hold_slot():
-                if choice.ask.echoes:
-                    yield await self._echoed_prompt_scored_if_asked(choice, progress)
+                await self._score_prompt_once_if_asked(choice, progress)
+                for echoed in choice.echoed_parts():
+                    yield echoed
                 last = None if choice.ask.writes else prompt.empty_answer()
                 if choice.ask.writes:
-                    async with await asyncio.to_thread(
+                    async with self._open_until_deadline(
                         self._open_answer, choice, progress
                     ) as answer:
                         if choice.number == 0:
@@ -217,7 +238,10 @@ class RequestHandler:
                             for part in choice.response_parts_or_empty_text(last):
                                 yield part
                 if last is None or last.finish_reason is None:
-                    raise stopping_error()
+                    self.reader.check_open()  # else it was the deadline that ended it
+                if last is None:
+                    raise TimeoutError
+                choice.raise_if_form_broke()
                 last = choice.with_scoring_counted_as_prefill(last)
                 self.metrics.count_ended_answer(last)
                 for part in choice.held_back_parts_and_end(last):
@@ -225,31 +249,51 @@ class RequestHandler:
         finally:
             prompt.is_read.set()
 
-    async def _echoed_prompt_scored_if_asked(self, choice: Choice, progress: Progress) -> TextPart:
-        """Return the prompt as the first part of a choice that echoes it.
+    @asynccontextmanager
+    async def _open_until_deadline(
+        self,
+        open_: Callable[[Choice, Progress], Answer[Segment]],
+        choice: Choice,
+        progress: Progress,
+    ) -> AsyncIterator[Answer[Segment]]:
+        """Open an answer for the block, which is cancelled at the deadline of the choice's request:
+        reading it then ends, without an error.
+        """
+        async with await asyncio.to_thread(open_, choice, progress) as answer:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_at(choice.ask.deadline, answer.cancel)
+            try:
+                yield answer
+            finally:
+                timer.cancel()
 
-        Where log probabilities are wanted, the part has them: the prompt is scored for the first of
-        its choices, which is waited for, and keeps them for the others.
+    async def _score_prompt_once_if_asked(self, choice: Choice, progress: Progress) -> None:
+        """Score a choice's prompt if its log probabilities are wanted, and keep them there.
+
+        It is scored for the first of its choices, which the others wait for.
 
         Args:
             choice: whose prompt it is.
             progress: is called while the prompt is scored.
 
         Raises:
-            HTTPException: the server is being stopped (503).
+            HTTPException: the server is shutting down (503).
+            TimeoutError: the deadline passed.
         """
         prompt = choice.prompt
-        if choice.config.logprobs is not None and prompt.logprobs is None:
-            started = time.perf_counter()
-            async with await asyncio.to_thread(self._open_scoring, choice, progress) as answer:
-                scored = [one async for one in answer]
-            if not scored:
-                raise stopping_error()
-            prompt.logprobs = await READING.run(
-                choice.ask.num_bytes, self.reader.scored_entries, prompt, scored[0]
-            )
-            prompt.seconds = time.perf_counter() - started
-        return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
+        is_asked = choice.ask.echoes and choice.config.logprobs is not None
+        if not is_asked or prompt.logprobs is not None:
+            return
+        started = time.perf_counter()
+        async with self._open_until_deadline(self._open_scoring, choice, progress) as answer:
+            scored = [one async for one in answer]
+        if not scored:
+            self.reader.check_open()
+            raise TimeoutError
+        prompt.logprobs = await READING.run(
+            choice.ask.num_bytes, self.reader.scored_entries, prompt, scored[0]
+        )
+        prompt.seconds = time.perf_counter() - started
 
     @contextmanager
     def _counted_as_waiting_or_503(self) -> Iterator[None]:
@@ -259,7 +303,7 @@ class RequestHandler:
             HTTPException: more of them wait already than get a slot now and may wait (503).
         """
         if self._waiting >= self._slots.num_free + self.limits.waiting:
-            raise HTTPException(503, "too many requests wait already; try again later", AGAIN)
+            raise HTTPException(503, "the request queue is full; try again later", AGAIN)
         self._waiting += 1
         try:
             with self.metrics.waiting.track_inprogress():
@@ -278,24 +322,26 @@ class RequestHandler:
             async with asyncio.timeout(self.limits.wait):
                 await self._slots.take()
         except TimeoutError as error:
-            raise HTTPException(503, "no answer ended in time; try again later", AGAIN) from error
+            detail = "timed out waiting for a free slot; try again later"
+            raise HTTPException(503, detail, AGAIN) from error
 
     def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
         """Begin a choice's answer in the engine, and return it.
 
         Raises:
-            HTTPException: the server is being stopped.
+            HTTPException: the server is shutting down.
             InputError, NoRoomError: the engine refuses it.
         """
         self.reader.check_open()
         ask = choice.ask
+        choice.mask = self.reader.make_mask_or_none(ask)
         return self.engine.stream(
             choice.prompt.tokens,
             choice.config,
             adapter=self.models[ask.model],
             prompt_cache=choice.prompt_cache,
             drafter=self.loaded,
-            mask=self.reader.make_mask_or_none(ask),
+            mask=choice.mask,
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
             keep_at=choice.prompt.keep_at,
@@ -308,7 +354,7 @@ class RequestHandler:
         The processed prompt goes into the prompt cache if the choice generates tokens after it.
 
         Raises:
-            HTTPException: the server is being stopped.
+            HTTPException: the server is shutting down.
             InputError, NoRoomError: the engine refuses it.
         """
         self.reader.check_open()

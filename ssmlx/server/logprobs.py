@@ -19,6 +19,7 @@ class TokenEntries:
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         """Keep the model's tokenizer, which is not used before entries are asked for."""
         self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int] | None]] = {}  # as many as the vocabulary has
 
     def of_segment(
         self, response: GenerationResponse, *, with_end_token: bool = False
@@ -30,7 +31,7 @@ class TokenEntries:
             with_end_token: whether an end token, which is not in the text, has an entry too.
 
         Returns:
-            An entry for each token, with the likeliest tokens at the same position; None where the
+            An entry for each token, with the likeliest tokens at the same position; None if the
             response has no log probabilities.
         """
         if response.logprobs is None:
@@ -66,15 +67,25 @@ class TokenEntries:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """Return an entry with "token", "logprob" and "bytes".
 
-        A text that is no whole character has no bytes. Minus infinity becomes `LEAST`.
+        Minus infinity becomes `LEAST`. The list of bytes is that of all entries of the token.
         """
-        before, length = self._token_before_and_its_length
-        text = self._tokenizer.decode([before, token])[length:]
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": _utf8_bytes(text)}
+        text, utf8 = self._text_and_bytes(token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": utf8}
+
+    def _text_and_bytes(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's text and its UTF-8 bytes, None for a part of a character.
+
+        Each is decoded once: an answer's tokens are made into entries on the event loop.
+        """
+        if token not in self._known:
+            before, length = self._token_before_and_its_length
+            text = self._tokenizer.decode([before, token])[length:]
+            self._known[token] = text, _utf8_bytes(text)
+        return self._known[token]
 
     @cached_property
     def _token_before_and_its_length(self) -> tuple[int, int]:
-        """The token behind which each other one is decoded, and the length of its text: alone, some
+        """The token after which each other one is decoded, and the length of its text: alone, some
         would lose a space.
         """
         (*_, before) = self._tokenizer.encode("a", add_special_tokens=False)

@@ -7,6 +7,7 @@ from typing import Any
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import requests
+from .completions import error_event_alone
 from .requests import (
     AnswerRequest,
     Body,
@@ -73,7 +74,10 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         ),
         "chat_template_kwargs": template_args,
     }
-    names = {"stop": "stop_sequences", "response_format": "output_config"}
+    names = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format" if form else "output_format",
+    }
     return read_as_chat_completion(body, translated, turns, offered, config, names)
 
 
@@ -93,6 +97,8 @@ class MessagesWriter:
 
     `reply` is complete once `events` has ended.
     """
+
+    failure = staticmethod(error_event_alone)
 
     @staticmethod
     def keep_alive(waiting: Waiting) -> str:

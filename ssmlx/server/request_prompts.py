@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.exceptions import HTTPException
 
@@ -32,24 +32,22 @@ from ..prompts import (
 from ..settings import GenerateConfig
 from .concurrency import READING
 from .grammars import (
+    GrammarMask,
     SchemaTooLargeError,
     check_schema_size,
-    grammar_mask,
+    compiled_matcher,
     llguidance_tokenizer,
 )
 from .logprobs import TokenEntries
-from .requests import AnswerRequest, RequestError, check_field
+from .requests import AGAIN, AnswerRequest, RequestError, check_field
 from .text_lengths import most_bytes_per_token, with_length_check
-from .thought_limit import with_thought_ended
+from .thought_limit import ThoughtLimit
 
-AGAIN = {"Retry-After": "1"}
 MOST_LOGPROBS = 1_000_000
-"""Log probabilities of a request's prompts, over all its choices; some hundred MB."""
-
-
-def stopping_error() -> HTTPException:
-    """Make the error for an answer that the server's end leaves open (503)."""
-    return HTTPException(503, "the server is being stopped", AGAIN)
+"""Log probabilities of a request: of the prompts that it echoes and, if its reply is sent whole, of
+its answers; some hundred MB."""
+_CHARS_PER_TOKEN = 16
+"""Characters of a prediction that are looked at for each token of the answer that it may draft."""
 
 
 @dataclass(eq=False)
@@ -60,6 +58,7 @@ class Prompt:
     text: str  # what is echoed of it
     keep_at: int | None  # see `Engine.stream`
     begins: Begins = "text"  # what its answers begin with
+    matcher: LLMatcher | None = None  # of the form of its answers, at the beginning
     # whether other answers to it find it in the prompt cache, as far as it can be kept there
     is_read: asyncio.Event = field(default_factory=asyncio.Event)
     logprobs: list[dict[str, Any]] | None = None  # of its tokens, once it is scored
@@ -102,17 +101,17 @@ class PromptReader:
         self, ask: AnswerRequest
     ) -> tuple[list[Prompt], GenerateConfig]:
         """Return all prompts of a request, in their order, checked against the model, and its
-        settings; the grammar of its answers is compiled.
+        settings; the form of its answers is compiled.
 
-        Each prompt is a piece for `READING`, as is the grammar. So the rest is left out where
-        nobody waits for it any more.
+        Each prompt is a piece for `READING`, as is each form. So the rest is left out if nobody
+        waits for it any more.
 
         Args:
             ask: the request, with a known model's name.
 
         Raises:
             InputError: a prompt cannot be answered, or the answers cannot follow the grammar.
-            HTTPException: the server is being stopped.
+            HTTPException: the server is shutting down.
         """
         size = ask.num_bytes
         first, config = await READING.run(size, self.first_prompt_and_seeded_config, ask)
@@ -120,9 +119,14 @@ class PromptReader:
         for one in ask.others:
             other = replace(ask, question=one)
             prompts.append(await READING.run(size, self._read_checked_prompt, other))
-        _check_number_of_logprobs(ask, prompts, config)
-        asked = replace(ask, begins=prompts[0].begins)
-        await READING.run(size, self._compile_grammar_if_any, asked)
+        model = self.engine.model(self.models[ask.model])
+        _check_number_of_logprobs(ask, prompts, config, model)
+        matchers: dict[Begins, LLMatcher | None] = {}
+        for prompt in prompts:
+            if prompt.begins not in matchers:
+                asked = replace(ask, begins=prompt.begins)
+                matchers[prompt.begins] = await READING.run(size, self._matcher_or_none, asked)
+            prompt.matcher = matchers[prompt.begins]
         return prompts, config
 
     def _read_checked_prompt(self, ask: AnswerRequest) -> Prompt:
@@ -151,33 +155,39 @@ class PromptReader:
         prefill = str(last.get("content")) if isinstance(last, Mapping) else ""
         return begins_after(prompt, self.engine.tokenizer, prefill)
 
-    def _compile_grammar_if_any(self, ask: AnswerRequest) -> None:
-        """Compile the grammar that the answers to a request have to follow; it is kept for them.
+    def _matcher_or_none(self, ask: AnswerRequest) -> LLMatcher | None:
+        """Compile the form that the answers to a request have to follow; None if there is none.
+
+        A tool call that the request forces has precedence over another form.
 
         Raises:
-            RequestError: as `make_mask_or_none` does, or a tool that may be forced is too large.
+            RequestError: the form cannot be followed, or is too large, or llguidance cannot read
+                the tokenizer.
+            HTTPException: it cannot be compiled now (503).
         """
+        if ask.grammar is None and not ask.forced_tools:
+            return None
         if ask.forced_tools:
             try:
                 check_schema_size(ask.tools)
             except SchemaTooLargeError as error:
                 found = f"tools are too large: {error}"
                 raise RequestError("tools", found, "smaller schemas") from error
-        self.make_mask_or_none(ask)
+        return compiled_matcher(self._llguidance_tokenizer, self._grammar_of_answer(ask))
 
     def first_prompt_and_seeded_config(
         self, ask: AnswerRequest
     ) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of a request's first prompt, and the settings of its answer.
 
-        A seed is drawn where the request has none. `prediction`, an expected text, becomes
-        `prompt_lookup.reference`; `ignore_eos` becomes a bias of -inf on end tokens. Whether the
-        prompt fits the model is not checked.
+        A seed is drawn if the request has none. `prediction`, an expected text, becomes
+        `prompt_lookup.reference`, as far as an answer can be as long; `ignore_eos` becomes a bias
+        of -inf on end tokens. Whether the prompt fits the model is not checked.
 
         Raises:
             InputError: the prompt or the expected text cannot be made into tokens.
             RequestError: `logit_bias` names a token that the model lacks.
-            HTTPException: the server is being stopped.
+            HTTPException: the server is shutting down.
         """
         self.check_open()
         config = ask.config
@@ -188,22 +198,49 @@ class PromptReader:
         highest = max(config.logit_bias or (), default=0)
         size = model.backbone.vocab_size
         check_field(highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias")
-        if ask.prediction:
-            check_text(ask.prediction)
-            text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
-            lookup = replace(config.prompt_lookup, reference=text)
-            config = replace(config, prompt_lookup=lookup)
         if ask.ignores_end:
             ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
             config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
-        return self._encode_text_ids_or_turns(ask, model), config
+        prompt = self._encode_text_ids_or_turns(ask, model)
+        if ask.prediction:
+            check_text(ask.prediction)
+            most = _most_answer_tokens(config, model, len(prompt))
+            text = ask.prediction[: _CHARS_PER_TOKEN * most]
+            expected = tuple(tokenizer.encode(text, add_special_tokens=False)[:most])
+            lookup = replace(config.prompt_lookup, reference=expected)
+            config = replace(config, prompt_lookup=lookup)
+        return prompt, config
+
+    def count_prompt_tokens(self, ask: AnswerRequest) -> int:
+        """Return how many tokens the prompt of a request has, also if they do not fit the model.
+
+        Raises:
+            InputError: it cannot be made into tokens.
+            HTTPException: the server is shutting down.
+        """
+        self.check_open()
+        model = self.engine.model(self.models[ask.model])
+        return len(self._encode(ask, model, self.engine.tokenizer))
 
     def check_open(self) -> None:
-        """Raises HTTPException where the server is being stopped."""
+        """Raise HTTPException if the server is shutting down (503)."""
         if self.engine.is_closed:
-            raise stopping_error()
+            raise HTTPException(503, "the server is shutting down", AGAIN)
 
     def _encode_text_ids_or_turns(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
+        """Return the tokens of a request's prompt, as `_encode` does.
+
+        Raises:
+            ContextLengthError: a text certainly does not fit the model, by its bytes.
+            InputError: as `_encode` does.
+        """
+        limit = model.backbone.context_length
+        tokenizer = with_length_check(self.engine.tokenizer, self._bytes_per_token, limit)
+        return self._encode(ask, model, tokenizer)
+
+    def _encode(
+        self, ask: AnswerRequest, model: StreamFusedModel, tokenizer: TokenizerWrapper
+    ) -> list[int]:
         """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
 
         The request's variables go before the server's. `enable_thinking` and `reasoning_effort` are
@@ -214,13 +251,12 @@ class PromptReader:
         Args:
             ask: the request; its `question` is read.
             model: whose adapter may have a template of its own.
+            tokenizer: of the model, by `with_length_check` or not.
 
         Raises:
             InputError: the text cannot be read; there is no template for turns, it does not support
                 tools, or refuses the turns; or there is another variable that it does not read.
         """
-        limit = model.backbone.context_length
-        tokenizer = with_length_check(self.engine.tokenizer, self._bytes_per_token, limit)
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
@@ -267,21 +303,21 @@ class PromptReader:
     def make_mask_or_none(self, ask: AnswerRequest) -> Mask | None:
         """Return the mask that holds an answer to a grammar, or None; each call makes a new one.
 
-        A tool call that the request forces has precedence over another grammar. A thought that the
-        prompt opened is free.
+        A thought that the prompt opened is free. What `ask` does not have compiled is compiled now.
 
         Raises:
-            RequestError: the grammar cannot be followed, or llguidance cannot read the tokenizer.
+            RequestError, HTTPException: as `_matcher_or_none` does.
         """
-        tokenizer = self.engine.tokenizer
-        if ask.grammar is None and not ask.forced_tools:
+        matcher = ask.matcher or self._matcher_or_none(ask)
+        if matcher is None:
             return None
-        mask = grammar_mask(self._llguidance_tokenizer, self._grammar_of_answer(ask))
+        tokenizer = self.engine.tokenizer
+        mask = GrammarMask(matcher)
         end_mark = thought_end(find_format(tokenizer))
         if ask.begins == "text" or not end_mark:
             return mask
         most = ask.config.max_tokens * 3 // 4  # the rest is for what comes after the thought
-        return with_thought_ended(mask, tokenizer, end_mark, most)
+        return ThoughtLimit(mask, tokenizer, end_mark, most)
 
     def _grammar_of_answer(self, ask: AnswerRequest) -> str:
         """Return the grammar of a whole answer, of a thought that it begins with too.
@@ -309,16 +345,29 @@ class PromptReader:
         return self.token_entries.of_prompt(prompt.tokens[0], found.logprobs)
 
 
+def _most_answer_tokens(config: GenerateConfig, model: StreamFusedModel, num_prompt: int) -> int:
+    """Return how many tokens an answer to a prompt of `num_prompt` tokens may have."""
+    limit = model.backbone.context_length
+    room = config.max_tokens if limit is None else limit - num_prompt
+    return max(0, min(config.max_tokens, room))
+
+
 def _check_number_of_logprobs(
-    ask: AnswerRequest, prompts: Sequence[Prompt], config: GenerateConfig
+    ask: AnswerRequest, prompts: Sequence[Prompt], config: GenerateConfig, model: StreamFusedModel
 ) -> None:
-    """Raise RequestError where a request asks for more than `MOST_LOGPROBS` of its prompts."""
-    if not ask.echoes or config.logprobs is None:
+    """Raise RequestError if a request asks for more than `MOST_LOGPROBS`."""
+    if config.logprobs is None:
         return
-    num_tokens = ask.choices * sum(len(one.tokens) for one in prompts)
-    found = f"logprobs of {num_tokens} tokens of prompts"
-    expected = f"{MOST_LOGPROBS // (1 + config.logprobs)} at most, over all choices"
-    check_field(num_tokens * (1 + config.logprobs) <= MOST_LOGPROBS, found, expected, "logprobs")
+    num_tokens = 0
+    for prompt in prompts:
+        num_prompt = len(prompt.tokens)
+        num_tokens += ask.choices * num_prompt if ask.echoes else 0
+        if ask.writes and not ask.stream:
+            num_tokens += ask.choices * _most_answer_tokens(config, model, num_prompt)
+    most = MOST_LOGPROBS // (1 + config.logprobs)
+    found = f"logprobs of up to {num_tokens} tokens"
+    expected = f"{most} at most, over all choices: by echo, n, max_tokens, or a stream"
+    check_field(num_tokens <= most, found, expected, "logprobs")
 
 
 def _require_template_for_turns(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:

@@ -1,9 +1,11 @@
 """A request of any API, the parts of its answer, and checks of a request's fields."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from llguidance import LLMatcher
 from starlette.exceptions import HTTPException
 
 from ..drafters.lookup import EXPECTED
@@ -16,6 +18,8 @@ from ..turns import Message, part_text
 
 Body = Mapping[str, Any]
 """A request's JSON object."""
+AGAIN = {"Retry-After": "1"}
+"""The header of a refusal that may pass."""
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 """What JSON calls the types that `read_typed_or_default` checks."""
 
@@ -46,11 +50,14 @@ class AnswerRequest:
     continues: bool = False  # whether it goes on from the last turn, the assistant's
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
     begins: Begins = "text"  # what the answer begins with, once its prompt is known
+    matcher: LLMatcher | None = None  # of its form at the beginning, once that is compiled
     ignores_end: bool = False  # whether end tokens are never chosen
     prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
     stream: bool = False  # whether the answer is sent part by part
-    body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
+    reports_usage: bool = False  # whether a stream ends with its usage
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that a reply repeats
     num_bytes: int = 0  # of the body
+    deadline: float = math.inf  # when it has to be answered, by the clock of the event loop
     is_chat: bool = True
     others: Sequence[str | list[int]] = ()  # further prompts, each answered as the first one
     echoes: bool = False  # whether an answer begins with its prompt
@@ -155,7 +162,7 @@ class RequestError(InputError):
 
     Args:
         param: the field; None where several, or the whole request, are meant.
-        found: what was found, which begins with the field's name where there is one.
+        found: what was found, which begins with the field's name if there is one.
         expected, do: as those of `InputError`.
         details: what Anthropic's clients read of an error beside its words.
     """

@@ -1,11 +1,13 @@
 """OpenAI's responses: reads their requests, and writes their replies."""
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from itertools import count
 from secrets import token_hex
 from time import time
 from typing import Any, NamedTuple
 
+from ..errors import quoted
 from ..settings import GenerateConfig
 from . import requests
 from .completions import keep_alive_comment
@@ -31,6 +33,11 @@ from .typed_blocks import (
     value_under_any_name,
 )
 
+# As OpenAI's API bounds them; lengths are in characters.
+_MOST_METADATA = 16
+_MOST_NAME = 64
+_MOST_VALUE = 512
+
 
 def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/responses (OpenAI); it has to bring its whole conversation, and becomes
@@ -45,9 +52,9 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
             keep; it has this API's name.
     """
     for name in ("previous_response_id", "conversation", "prompt", "background"):
-        requests.check_field(
-            not body.get(name), name, "the whole conversation as input: nothing is kept"
-        )
+        value = body.get(name)
+        expected = "the whole conversation as input: nothing is kept"
+        requests.check_field(not value, f"{name} is {quoted(value)}", expected, name)
     turns = Turns()
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions, "instructions")
@@ -63,8 +70,14 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),
     }
-    names = {"max_tokens": "max_output_tokens", "response_format": "text", "messages": "input"}
-    return read_as_chat_completion(body, translated, turns, offered, config, names)
+    names = {
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort" if effort else "reasoning_effort",
+    }
+    ask = read_as_chat_completion(body, translated, turns, offered, config, names)
+    return replace(ask, echoed=_read_echoed_fields(body, ask))
 
 
 def _with_offered_names(choice: Any) -> Any:
@@ -110,7 +123,7 @@ class ResponsesWriter:
         self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
         self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
         self.reply |= {"output": self._items, "error": None, "incomplete_details": None}
-        self.reply |= {"completed_at": None, "usage": None, **_echoed_and_constant_fields(ask)}
+        self.reply |= {"completed_at": None, "usage": None, **ask.echoed}
 
     async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
         """Yield the events of a response; each group of parts becomes an item of its output.
@@ -153,6 +166,20 @@ class ResponsesWriter:
                     yield self._numbered_event(
                         _completed_or_incomplete_before(part), response=self.reply
                     )
+
+    def failure(self, error: Mapping[str, Any]) -> list[Event]:
+        """Return the events of an answer that fails after a part of it was sent.
+
+        OpenAI's clients raise the first one; others, such as Codex, wait for the second. `reply`
+        is what there is of the response, and failed.
+        """
+        for item in self._items:
+            if item["status"] == "in_progress":
+                item["status"] = "incomplete"
+        own = {"code": "server_error", "message": error["message"]}
+        self.reply |= {"status": "failed", "error": own}
+        told = {**error, "sequence_number": next(self._sequence)}
+        return [("error", told), self._numbered_event("failed", response=self.reply)]
 
     def _append_empty_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
         """Append an empty item for a group of parts to the output, and return it.
@@ -215,13 +242,14 @@ class ResponsesWriter:
         return typed_event(f"response.{name}", sequence_number=next(self._sequence), **data)
 
 
-def _echoed_and_constant_fields(ask: AnswerRequest) -> dict[str, Any]:
+def _read_echoed_fields(body: Body, ask: AnswerRequest) -> dict[str, Any]:
     """Return the fields of a response that repeat its request, with defaults for those it lacks,
     and those that are the same for every request.
+
+    Raises:
+        RequestError: `metadata` has more than OpenAI's API allows.
     """
-    body = ask.body
     offered = ask.tools or ()
-    metadata = body.get("metadata")
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
     instructions = body.get("instructions")
@@ -232,7 +260,7 @@ def _echoed_and_constant_fields(ask: AnswerRequest) -> dict[str, Any]:
         "instructions": instructions if isinstance(instructions, str) else None,
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": None,
-        "metadata": metadata if isinstance(metadata, Mapping) else {},
+        "metadata": _read_metadata(body),
         "parallel_tool_calls": ask.parallel_calls,
         "previous_response_id": None,
         "reasoning": {"effort": effort, "summary": None},
@@ -246,6 +274,24 @@ def _echoed_and_constant_fields(ask: AnswerRequest) -> dict[str, Any]:
         "top_p": ask.config.top_p or 1.0,
         "truncation": "disabled",
     }
+
+
+def _read_metadata(body: Body) -> dict[str, str]:
+    """Return the `metadata` of a request, within the bounds that OpenAI's API has for them.
+
+    Raises:
+        RequestError: they are no texts by name, or too many, or too long.
+    """
+    metadata: dict[str, Any] = requests.read_typed_or_default(body, "metadata", dict, {})
+    ok = len(metadata) <= _MOST_METADATA and all(
+        len(name) <= _MOST_NAME and isinstance(value, str) and len(value) <= _MOST_VALUE
+        for name, value in metadata.items()
+    )
+    expected = (
+        f"at most {_MOST_METADATA} texts of {_MOST_VALUE} characters, with names of {_MOST_NAME}"
+    )
+    requests.check_field(ok, f"metadata is {quoted(metadata)}", expected, "metadata")
+    return metadata
 
 
 def _completed_or_incomplete_before(next_part: Part) -> str:

@@ -47,7 +47,7 @@ class LengthCheckedTokenizer:
         num_bytes = len(text.encode(errors="replace"))
         fewest = -(-num_bytes // self._bytes_per_token)
         if fewest >= self._limit:
-            raise ContextLengthError(fewest, self._limit)
+            raise ContextLengthError(fewest, self._limit, is_counted=False)
         return list(self._checked.encode(text, **more))
 
 

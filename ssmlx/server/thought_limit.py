@@ -6,41 +6,50 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.batch import Mask
+from .grammars import GrammarMask
 
 
-def with_thought_ended(
-    mask: Mask, tokenizer: TokenizerWrapper, end_mark: str, max_thought_tokens: int
-) -> Mask:
-    """Return a mask that ends a thought after so many tokens of an answer, unless it is over.
+class ThoughtLimit:
+    """A mask that ends a thought after so many tokens of an answer, unless it is over."""
 
-    Args:
-        mask: of the whole answer, which allows any thought up to the mark.
-        tokenizer: of the model.
-        end_mark: the text that ends the thought.
-        max_thought_tokens: tokens of the answer before the mark has to come.
-    """
-    ending = list(tokenizer.encode(end_mark, add_special_tokens=False))
+    def __init__(
+        self, mask: GrammarMask, tokenizer: TokenizerWrapper, end_mark: str, max_thought_tokens: int
+    ) -> None:
+        """Begin an answer.
 
-    over_at = math.inf  # tokens with which the thought is over, once that is known
+        Args:
+            mask: of the whole answer, which allows any thought up to the mark.
+            tokenizer: of the model.
+            end_mark: the text that ends the thought.
+            max_thought_tokens: tokens of the answer before the mark has to come.
+        """
+        self._mask = mask
+        self._tokenizer = tokenizer
+        self._end_mark = end_mark
+        self._ending = list(tokenizer.encode(end_mark, add_special_tokens=False))
+        self._max_thought_tokens = max_thought_tokens
+        self._over_at = math.inf  # tokens with which the thought is over, once that is known
 
-    def limited(tokens: Sequence[int], logits: mx.array) -> mx.array:
-        """Return the logits [V] of the token after `tokens`, the whole answer so far, masked."""
-        nonlocal over_at
-        masked = mask(tokens, logits)
-        if len(tokens) < max_thought_tokens or len(tokens) >= over_at:
+    @property
+    def error(self) -> str:
+        """As `GrammarMask.error`."""
+        return self._mask.error
+
+    def __call__(self, tokens: Sequence[int], logits: mx.array) -> mx.array:
+        """Return the logits [1, V] of the token after `tokens`, the whole answer so far, masked."""
+        masked = self._mask(tokens, logits)
+        if len(tokens) < self._max_thought_tokens or len(tokens) >= self._over_at:
             return masked
-        if end_mark in tokenizer.decode([*tokens]):
-            over_at = len(tokens)
+        if self._end_mark in self._tokenizer.decode([*tokens]):
+            self._over_at = len(tokens)
             return masked
-        over_at = math.inf
+        self._over_at = math.inf
+        ending = self._ending
         begun = next(n for n in range(len(ending) - 1, -1, -1) if _ends_with(tokens, ending[:n]))
         is_next = mx.arange(masked.shape[-1]) == ending[begun]
         forced = mx.where(is_next, masked, -mx.inf)
         # The mask forbids the mark within a character, and where the answer has no thought.
         return masked if forced.max().item() == -mx.inf else forced
-
-    return limited
 
 
 def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:

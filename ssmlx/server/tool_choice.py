@@ -9,12 +9,12 @@ from .requests import Body
 
 
 class ToolChoice(NamedTuple):
-    """The tools that a request offers, and those of which it forces a call. `tools` is None where
-    it offers none.
+    """The tools that a request offers, and those of which it forces a call. `tools` is None if it
+    offers none.
     """
 
     tools: list[Any] | None  # those that are offered
-    forced: tuple[str, ...]  # names of which the answer has to call one; () where it need not
+    forced: tuple[str, ...]  # names of which the answer has to call one; () if it need not
     is_parallel: bool  # whether it may have several calls
     left_out: tuple[str, ...]  # tools that are no functions, such as "tools[1] (custom)"
 
@@ -27,7 +27,7 @@ def read_tool_choice(body: Body) -> ToolChoice:
 
     "required" and "any" mean the same, and so do a named "function" and a "tool". A named tool
     allows one call alone; with "none" no tools are offered; "allowed_tools" offers those of its
-    list, and forces one of them where its mode is "required". Without a choice nothing is forced.
+    list, and forces one of them if its mode is "required". Without a choice nothing is forced.
     `disable_parallel_tool_use` of the choice counts too.
 
     Tools that are no functions are left out: another server would run them, or their calls have no
@@ -43,25 +43,26 @@ def read_tool_choice(body: Body) -> ToolChoice:
     is_parallel = requests.read_typed_or_default(body, "parallel_tool_calls", bool, True)
     is_parallel = is_parallel and inner.get("disable_parallel_tool_use") is not True
     tools, left_out = _split_functions(requests.read_typed_or_default(body, "tools", list, []))
-    known = [_tool_name(one) for one in tools or ()]
+    every = [_tool_name(one) for one in tools or ()]
+    known = {*every} - {None}
     if kind == "allowed_tools":
         allowed = inner.get("allowed_tools", inner)
         mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
         ok = isinstance(listed, list) and mode in ("auto", "required")
-        names = [_tool_name(one) for one in listed or ()] if ok else []
-        _check_choice(ok and bool(names) and all(one in known for one in names), choice)
+        names = dict.fromkeys(map(_tool_name, listed or ())) if ok else {}
+        _check_choice(bool(names) and names.keys() <= known, choice)
         tools = [one for one in tools or () if _tool_name(one) in names]
-        forced = _checked_names(names) if mode == "required" else ()
+        forced = _checked_names([*names]) if mode == "required" else ()
         return ToolChoice(tools, forced, is_parallel, left_out)
     if kind in ("function", "tool"):
         name = _tool_name(inner)
-        _check_choice(isinstance(name, str) and name in known, choice)
+        _check_choice(name in known, choice)
         return ToolChoice(tools, _checked_names([name]), False, left_out)
     _check_choice(kind in (None, "auto", "none", "required", "any"), choice)
     is_forced = kind in ("required", "any")
-    _check_choice(bool(known) or not is_forced, choice)
-    forced = _checked_names(known) if is_forced else ()
+    _check_choice(bool(every) or not is_forced, choice)
+    forced = _checked_names(every) if is_forced else ()
     return ToolChoice(None if kind == "none" else tools, forced, is_parallel, left_out)
 
 
@@ -90,16 +91,15 @@ def _check_choice(ok: bool, choice: Any) -> None:
     requests.check_field(ok, f"tool_choice is {quoted(choice)}", _EXPECTED, "tool_choice")
 
 
-def _checked_names(names: Sequence[Any]) -> tuple[str, ...]:
-    """Return the names as a tuple; raise a `RequestError` for `tools` unless all are texts."""
-    found = tuple(one for one in names if isinstance(one, str))
+def _checked_names(names: Sequence[str | None]) -> tuple[str, ...]:
+    """Return the names as a tuple; raise a `RequestError` for `tools` if one is missing."""
+    found = tuple(one for one in names if one is not None)
     requests.check_field(len(found) == len(names), "tools", "a name for each", "tools")
     return found
 
 
-def _tool_name(tool: Any) -> Any:
-    """Return the name of a tool, or of a choice of one, whatever its type; None where it has
-    none.
-    """
+def _tool_name(tool: Any) -> str | None:
+    """Return the name of a tool, or of a choice of one; None unless it has a text as its name."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    return function.get("name") if isinstance(function, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None

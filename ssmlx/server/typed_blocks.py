@@ -345,8 +345,7 @@ def read_as_chat_completion(
     """Read a request by its translation into a chat completion.
 
     Args:
-        body: the request, which the result keeps; its fields of `OF_CHATS` are those of the chat
-            completion.
+        body: the request; its fields of `OF_CHATS` are those of the chat completion.
         translated: further fields of the chat completion, or others in place of the request's.
         turns, offered: the chat's turns and its tools.
         config: the server's settings.
@@ -362,7 +361,7 @@ def read_as_chat_completion(
     except RequestError as error:
         raise error.copy_with_renamed_field(own_name_by_chats) from error
     left_out = (*turns.left_out, *offered.left_out)
-    return replace(ask, body=body, left_out=left_out, namespaced=offered.namespaced)
+    return replace(ask, left_out=left_out, namespaced=offered.namespaced)
 
 
 async def mark_groups_of_parts(
