@@ -54,9 +54,9 @@ def load_openblas_before_mlx() -> None:
         _openblas = _load_mlx_with_first_that_there_is()
     elif any(_files_in("mlx", "../mlx_cpu.libs", "libblas*")):
         _log.warning(HINT)
-    if _openblas is not None:
+    with suppress(AttributeError, OSError):  # an unusual build of it, a system that does not say
         most = num_usable_cores()
-        if _openblas.openblas_get_num_threads() > most:
+        if _openblas is not None and _openblas.openblas_get_num_threads() > most:
             _openblas.openblas_set_num_threads(most)
 
 

@@ -39,6 +39,7 @@ system's first turn, as JSON, or in the variable where there is such a turn; in 
 
 # What no template has of its own, whatever case it writes in.
 _WORD = "73919462"
+_LONG = 12  # characters of a text that is not found in a prompt by chance
 _KEY = "k5501837"
 _VALUE = "v6402859"
 _TOOL_NAME = "tool28046173"
@@ -352,7 +353,8 @@ def render_turns(
         for arranged in chain([turns], other_arrangements(turns)):
             try:
                 text = render(arranged)
-                _require_all_shown(arranged, form, render)
+                if not _are_in_order(arranged, text):
+                    _require_all_shown(arranged, form, render)
                 return text
             except TemplateBoundsError:
                 raise
@@ -405,6 +407,17 @@ def _apply_template(
     if tokenizer._chat_template is not None:
         return str(tokenizer._chat_template(turns, **variables))
     return str(tokenizer._tokenizer.apply_chat_template(turns, tokenize=False, **variables))
+
+
+def _are_in_order(turns: Sequence[Message], text: str) -> bool:
+    """Whether what all turns say is in a text, one after the other, and too long to be there by
+    chance."""
+    at = 0
+    for said in (turn["content"].strip() for turn in turns):
+        at = text.find(said, at) + len(said)
+        if len(said) < _LONG or at < len(said):
+            return False
+    return True
 
 
 def _require_all_shown(

@@ -23,13 +23,8 @@ _OF_USERS = (
     "MKL_", "BLIS_", "VECLIB_", "PYTHON", "LC_", "LANG", "TERM", "COLUMNS", "LINES", "NO_COLOR",
     "FORCE_COLOR", "CLICOLOR", "TQDM_", "TOKENIZERS_", "MPL", "HTTP_", "HTTPS_", "ALL_", "NO_PROXY",
     "http_", "https_", "all_", "no_proxy", "PYTEST_ADDOPTS", "GIT_", "OPENAI_", "ANTHROPIC_",
-    "LLM_", "PROMETHEUS_", "WEB_CONCURRENCY", "FORWARDED_ALLOW_IPS", "UV_", "npm_", "NPM_",
-    "NODE_OPTIONS", "TORCH", "KMP_", "PYRIGHT_", "PLAYWRIGHT_", "LD_PRELOAD",
-)  # fmt: skip
-_OF_INDEXES = (
-    "UV_INDEX", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX", "UV_FIND_LINKS", "UV_INSECURE_HOST",
-    "UV_NATIVE_TLS", "npm_config_registry", "NPM_CONFIG_REGISTRY", "npm_config_cafile",
-    "NPM_CONFIG_CAFILE",
+    "LLM_", "PROMETHEUS_", "WEB_CONCURRENCY", "FORWARDED_ALLOW_IPS", "NODE_OPTIONS", "TORCH",
+    "PYRIGHT_", "PLAYWRIGHT_", "LD_PRELOAD",
 )  # fmt: skip
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # which say that the Hub is not to be asked
 _OF_TESTS = ("SSMLX_PASSED", "SSMLX_TEST_DEVICE", "SSMLX_TESTS_HOME")
@@ -59,8 +54,7 @@ _HOME = _make_home()
 _GIT_CONFIG = _HOME / "gitconfig"
 _GIT_CONFIG.write_text("[safe]\n\tdirectory = *\n")  # else git refuses another owner's checkout
 for _name in [one for one in os.environ if one.startswith(_OF_USERS) and one not in _OF_TESTS]:
-    if not _name.startswith(_OF_INDEXES):
-        del os.environ[_name]
+    del os.environ[_name]
 os.environ |= {
     "HOME": str(_HOME),
     "SSMLX_TESTS_HOME": os.environ.get("SSMLX_TESTS_HOME", str(_HOME)),

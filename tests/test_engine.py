@@ -646,8 +646,8 @@ def test_a_fused_folders_own_streams_are_the_default_and_no_adapter(base, tmp_pa
 LEAVES = """
 import sys
 sys.path.insert(0, {tests!r})
-from tiny import make_model, make_tokenizer
 import ssmlx
+from tiny import make_model, make_tokenizer
 answer = ssmlx.stream_generate(make_model(), make_tokenizer(), [1, 2, 3])
 print(len(next(answer).tokens))
 """
@@ -663,8 +663,8 @@ FORKS = """
 import os, signal, sys
 from contextlib import closing
 sys.path.insert(0, {tests!r})
-from tiny import make_model, make_tokenizer
 import ssmlx
+from tiny import make_model, make_tokenizer
 
 model, tokenizer = make_model(), make_tokenizer()
 opened = ssmlx.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=9)

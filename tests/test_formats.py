@@ -485,6 +485,8 @@ ONE = "<function=edit>\n<parameter=old>\n{}\n</parameter>\n</function>\n"
     ("hunyuan", "<tool_calls>\n<tool_call>edit<tool_sep>\n<arg_key>old</arg_key>\n"
      "<arg_value>a</arg_value>\n</tool_call>\n</tool_calls>", [A]),
     ("llama", 'edit\n{"old": "a"}', [A]),
+    ("llama", '{"name": "edit"}', [("edit", {})]),
+    ("llama", '<|python_tag|>{"name": "edit", "parameters": null}', [("edit", {})]),
     ("gemma4", "<|tool_call>call:edit{old:see (this), new:b}<tool_call|>",
      [("edit", {"old": "see (this)", "new": "b"})]),
     ("minimax_m3", f'{NS}<tool_call>{NS}<invoke name="edit">{NS}<old>a{NS}</old>{NS}</invoke>'
@@ -563,10 +565,12 @@ def test_the_forms_of_templates_with_names_are_known():
     templates = {"default": "{{ messages }}", "tool_use": "{# tools directly_answer #}"}
     both._tokenizer.chat_template = templates
     assert find_format(both).name == "command_r" and not has_unknown_calls(both)
-    older, newer = make_tokenizer("[TOOL_CALLS]"), make_tokenizer("[TOOL_CALLS]", ["[ARGS]"])
+    older, newer = make_tokenizer("[TOOL_CALLS]"), make_tokenizer("[TOOL_CALLS] [ARGS]")
     assert [find_format(one).name for one in (older, newer)] == ["mistral_v3", "mistral"]
     by_code = make_tokenizer("", ["｜DSML｜", "<｜tool▁calls▁begin｜>"])
     assert find_format(by_code).name == "deepseek_v32"
+    on_others_vocabulary = make_tokenizer("<tool_call> tool_call.name", ["[TOOL_CALLS]"])
+    assert find_format(on_others_vocabulary).name == "json_tools"
 
 
 def test_tools_that_are_broken_are_refused():

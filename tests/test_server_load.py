@@ -173,14 +173,18 @@ def test_logprobs_of_prompts_are_bounded(serve, monkeypatch):
 
 
 def test_logprobs_of_answers_are_bounded_unless_they_are_streamed(serve, monkeypatch):
-    monkeypatch.setattr("ssmlx.server.request_prompts.MOST_LOGPROBS", 1000)
-    client = client_of(serve(ssmlx.GenerateConfig(max_tokens=200)))
-    asked = chat(logprobs=True, top_logprobs=3, n=2)
-    for more, status in (({}, 400), ({"max_tokens": 9}, 200), ({"stream": True}, 200)):
-        found = client.post(CHAT, json={**asked, **more})
-        assert found.status_code == status, more
-        if status == 400:
-            assert found.json()["error"]["param"] == "logprobs"
+    monkeypatch.setattr("ssmlx.server.request_prompts.MOST_LOGPROBS", 96)
+    client = client_of(serve(ssmlx.GenerateConfig(max_tokens=40)))
+    asked = chat(logprobs=True, top_logprobs=3, n=2, ignore_eos=True)
+    found = client.post(CHAT, json=asked).json()
+    assert [one["finish_reason"] for one in found["choices"]] == ["length"] * 2
+    assert found["usage"]["completion_tokens"] == 2 * 96 // (2 * (1 + 3))
+    assert (
+        client.post(CHAT, json={**asked, "max_tokens": 9}).json()["usage"]["completion_tokens"]
+        == 2 * 9
+    )
+    streamed = client.post(CHAT, json={**asked, "stream": True}).text
+    assert streamed.count('"top_logprobs"') == 2 * 40
 
 
 def test_a_prediction_is_read_as_far_as_the_answer_may_reach(serve, engine, monkeypatch):

@@ -513,7 +513,7 @@ def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.a
     def counts(size: int) -> mx.array:
         return count_tokens(recent[:, -size:], logits.shape[1])
 
-    if penalty := config.repetition_penalty:
+    if (penalty := config.repetition_penalty) not in (None, 0, 1):
         seen = counts(config.repetition_context_size) > 0
         weaker = mx.where(logits < 0, logits * penalty, logits / penalty)
         logits = mx.where(seen, weaker, logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,8 +207,8 @@ class AnswerFormat:
 
 
 def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
-    """Return how the model of a tokenizer writes its answers, by its chat templates and tokens;
-    else as its configuration, or mlx-lm, names its calls.
+    """Return how the model of a tokenizer writes its answers: by its chat templates, else as its
+    configuration, or mlx-lm, names its calls, else by its tokens.
 
     Args:
         tokenizer: as `load` returns it.
@@ -217,16 +217,23 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
     by_name = template if isinstance(template, dict) else {"default": template}
     template = "\n".join(one for one in by_name.values() if isinstance(one, str))
 
+    def is_in_template(sign: str | tuple[str, ...]) -> bool:
+        texts = (sign,) if isinstance(sign, str) else sign
+        return all(one in template for one in texts)
+
     def is_told(sign: str | tuple[str, ...]) -> bool:
         texts = (sign,) if isinstance(sign, str) else sign
         return all(one in template or _is_token(one, tokenizer) for one in texts)
+
+    def first_told(told: Callable[[str | tuple[str, ...]], bool]) -> str | None:
+        return next((name for name in CALL_FORMS if any(map(told, CALL_FORMS[name].signs))), None)
 
     if is_told(HARMONY.signs):
         return AnswerFormat("harmony", (), None, channels=HARMONY)
     parser: Any = tokenizer.tool_parser
     named = str(getattr(parser, "__module__", "")).rpartition(".")[2]
-    told = (name for name, form in CALL_FORMS.items() if any(map(is_told, form.signs)))
-    name = next(told, named if named in CALL_FORMS else None)
+    # Tokens tell least: a vocabulary may be another family's.
+    name = first_told(is_in_template) or (named if named in CALL_FORMS else first_told(is_told))
     known = tokenizer.think_start, tokenizer.think_end
     thought = known if tokenizer.has_thinking else next(filter(is_told, _THOUGHT_MARKS), None)
     return AnswerFormat(

@@ -23,7 +23,8 @@ _ARGUMENTS = ("arguments", "parameters", "args")
 def calls_in_json(value: Any, *, needs_arguments: bool = False) -> list[Call]:
     """Return the calls of a JSON value: an object with a name and arguments, or a list of such.
 
-    Arguments may be the text of their JSON; missing arguments are none, unless they are needed.
+    Arguments may be the text of their JSON; missing ones are none, unless they are needed because
+    the object says more than a name.
 
     Raises:
         NotACallError: it is not such a value.
@@ -43,7 +44,8 @@ def _call_in_object(value: Any, *, needs_arguments: bool) -> Call:
     arguments = next((value[one] for one in _ARGUMENTS if one in value), None)
     if isinstance(arguments, str):
         arguments = Cursor(arguments).json() if arguments.strip() else {}
-    arguments = {} if arguments is None and not needs_arguments else arguments
+    says_more = needs_arguments and not {*value} <= {*_NAMES, *_ARGUMENTS, "type", "id"}
+    arguments = {} if arguments is None and not says_more else arguments
     if not name or not isinstance(arguments, dict):
         raise NotACallError()
     id = value.get("id")
@@ -61,7 +63,7 @@ def read_json_calls(
         cursor: after the mark that opens them.
         tools: those that are offered.
         end: the mark.
-        needs_arguments: whether an object without arguments is no call.
+        needs_arguments: whether an object is no call that says more than a name, and no arguments.
 
     Raises:
         NotACallError: there is none; see `CallReader`.

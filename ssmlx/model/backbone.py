@@ -206,7 +206,7 @@ class Backbone(Stages):
         """
         return {path: module for path, module in self.replaced.items() if module is not None}
 
-    @property
+    @cached_property
     def context_length(self) -> int | None:
         """Most positions that the model was made for, see `rope.context_length`; None if nothing
         bounds them."""

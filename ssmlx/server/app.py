@@ -31,6 +31,7 @@ from ..settings import GenerateConfig
 from ..turns import TurnError
 from . import completions, messages, responses
 from .concurrency import READING, BodyBytes
+from .connections import SLOWEST
 from .fields import check_fields_and_list_ignored
 from .handler import RequestHandler
 from .requests import (
@@ -76,10 +77,8 @@ _KINDS = {
     504: "timeout_error",
 }
 """What Anthropic's API calls an error, by its status; OpenAI's has kinds of its own for few."""
+_CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
 _READ_ON = 8  # bodies of how many times the largest that is read are read to their end
-_SLOWEST = 16 * 2**10
-"""Bytes of a body that have to come in a second, in the mean, beside the time that a client may be
-silent."""
 _DEEPEST = 100
 """Objects and lists inside each other in a body: what reads them may go deeper by recursion."""
 _NEVER = {"x-should-retry": "false"}
@@ -243,9 +242,9 @@ class Routes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
-        coding = request.headers.get("content-encoding", "identity").strip().lower()
-        if coding not in ("", "identity"):
-            raise HTTPException(415, f"Content-Encoding {coding[:20]} is not supported")
+        coding = request.headers.get("content-encoding", "").strip().lower()
+        if coding in _CODINGS:
+            raise HTTPException(415, f"Content-Encoding {coding} is not supported")
         body = await self._read_body_in_time(request)
 
         def read_checked() -> tuple[AnswerRequest, Sequence[str]]:
@@ -292,7 +291,7 @@ class Routes:
         """Return the bytes of a body.
 
         Raises:
-            HTTPException: nothing of it came for `limits.wait` seconds, or less than `_SLOWEST`
+            HTTPException: nothing of it came for `limits.wait` seconds, or less than `SLOWEST`
                 bytes a second (408); it is too large (413), or there is no memory for it beside
                 those of others (503).
             ClientDisconnect: the client has gone.
@@ -304,7 +303,7 @@ class Routes:
 
         def allow_more_time(num_bytes: int) -> None:
             """Put the end off, as so many bytes have come by now."""
-            reading.reschedule(min(clock(), started + num_bytes / _SLOWEST) + wait)
+            reading.reschedule(min(clock(), started + num_bytes / SLOWEST) + wait)
 
         try:
             async with reading:

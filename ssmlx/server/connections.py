@@ -18,6 +18,8 @@ ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before any of them is counted."""
 _MOST_AHEAD = 64 * 2**10
 """Bytes that a client may send after a request that is not answered yet."""
+SLOWEST = 16 * 2**10
+"""Bytes a second at which a client has to send or read, once `Limits.wait` has passed."""
 _log = logging.getLogger("ssmlx")
 
 
@@ -118,14 +120,15 @@ class BoundedConnection(H11Protocol):
         self._abort_unless_read()
 
     def _abort_unless_read(self) -> None:
-        """Drop what was sent if nothing more of it is read in time."""
+        """Drop what was sent unless it is read in time, or at a tolerable rate."""
         if self._read_timer is None:
             self._num_unread = self.transport.get_write_buffer_size()
             self._read_timer = self.loop.call_later(self._limits.wait, self._abort_or_wait_on)
 
     def _abort_or_wait_on(self) -> None:
         self._read_timer = None
-        if self.transport.get_write_buffer_size() < self._num_unread:
+        num_read = self._num_unread - self.transport.get_write_buffer_size()
+        if num_read >= SLOWEST * self._limits.wait:
             self._abort_unless_read()
         else:
             self.transport.abort()
@@ -142,6 +145,7 @@ class BoundedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
         self._stop_head_timer()
         if self._read_timer is not None:
             self._read_timer.cancel()

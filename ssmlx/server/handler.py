@@ -25,6 +25,8 @@ from .concurrency import READING, AnswerSlots, PromptProgress, RequestSlots, mer
 from .request_prompts import PromptReader
 from .requests import AGAIN, AnswerRequest, Begun, DetailedHTTPException, StreamItem
 
+_FULL = "the request queue is full; try again later"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -108,6 +110,7 @@ class RequestHandler:
         self.metrics.report_pool(self.engine.memory_pool)
         self._slots = AnswerSlots(self.limits.open, self.metrics.open)
         self._waiting = 0
+        self._num_counts = 0  # of tokens, under way
 
     def close(self) -> None:
         """Close the engine, which cancels open answers, waits for their end and frees its memory;
@@ -140,7 +143,8 @@ class RequestHandler:
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
     async def count_prompt_tokens(self, ask: AnswerRequest) -> int:
-        """Return how many tokens the prompt of a request has; it counts among those that wait.
+        """Return how many tokens the prompt of a request has; as many may wait for that as may wait
+        for an answer.
 
         Args:
             ask: the request, with a known model's name.
@@ -149,8 +153,13 @@ class RequestHandler:
             InputError: the prompt cannot be made into tokens.
             HTTPException: too many others wait, or the server is shutting down (503).
         """
-        with self._counted_as_waiting_or_503():
+        if self._num_counts > self.limits.waiting:
+            raise HTTPException(503, _FULL, AGAIN)
+        self._num_counts += 1
+        try:
             return await READING.run(ask.num_bytes, self.reader.count_prompt_tokens, ask)
+        finally:
+            self._num_counts -= 1
 
     async def merged_parts_of_choices(
         self, ask: AnswerRequest, prompt_cache: PromptCache
@@ -303,7 +312,7 @@ class RequestHandler:
             HTTPException: more of them wait already than get a slot now and may wait (503).
         """
         if self._waiting >= self._slots.num_free + self.limits.waiting:
-            raise HTTPException(503, "the request queue is full; try again later", AGAIN)
+            raise HTTPException(503, _FULL, AGAIN)
         self._waiting += 1
         try:
             with self.metrics.waiting.track_inprogress():

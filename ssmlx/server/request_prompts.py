@@ -119,8 +119,7 @@ class PromptReader:
         for one in ask.others:
             other = replace(ask, question=one)
             prompts.append(await READING.run(size, self._read_checked_prompt, other))
-        model = self.engine.model(self.models[ask.model])
-        _check_number_of_logprobs(ask, prompts, config, model)
+        config = _with_bounded_logprobs(ask, prompts, config)
         matchers: dict[Begins, LLMatcher | None] = {}
         for prompt in prompts:
             if prompt.begins not in matchers:
@@ -352,22 +351,25 @@ def _most_answer_tokens(config: GenerateConfig, model: StreamFusedModel, num_pro
     return max(0, min(config.max_tokens, room))
 
 
-def _check_number_of_logprobs(
-    ask: AnswerRequest, prompts: Sequence[Prompt], config: GenerateConfig, model: StreamFusedModel
-) -> None:
-    """Raise RequestError if a request asks for more than `MOST_LOGPROBS`."""
+def _with_bounded_logprobs(
+    ask: AnswerRequest, prompts: Sequence[Prompt], config: GenerateConfig
+) -> GenerateConfig:
+    """Return the settings of a request, whose answers end, if the reply is sent whole, where there
+    are `MOST_LOGPROBS`.
+
+    Raises:
+        RequestError: its echoed prompts alone have more.
+    """
     if config.logprobs is None:
-        return
-    num_tokens = 0
-    for prompt in prompts:
-        num_prompt = len(prompt.tokens)
-        num_tokens += ask.choices * num_prompt if ask.echoes else 0
-        if ask.writes and not ask.stream:
-            num_tokens += ask.choices * _most_answer_tokens(config, model, num_prompt)
+        return config
     most = MOST_LOGPROBS // (1 + config.logprobs)
-    found = f"logprobs of up to {num_tokens} tokens"
-    expected = f"{most} at most, over all choices: by echo, n, max_tokens, or a stream"
-    check_field(num_tokens <= most, found, expected, "logprobs")
+    echoed = ask.choices * sum(len(one.tokens) for one in prompts) if ask.echoes else 0
+    found = f"logprobs of {echoed} tokens of prompts"
+    check_field(echoed <= most, found, f"{most} at most, over all choices", "logprobs")
+    if ask.stream or not ask.writes:
+        return config
+    room = (most - echoed) // (ask.choices * len(prompts))
+    return replace(config, max_tokens=max(1, min(config.max_tokens, room)))
 
 
 def _require_template_for_turns(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:

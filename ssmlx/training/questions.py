@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from ..errors import require
 from ..rendering import render_turns
 from ..templates import frozen_at_new_year_2026
@@ -183,10 +185,15 @@ def user_turn_prefix(tokenizer: Any) -> list[int]:
     """Return the tokens of the chat template up to where the text of a first user's turn begins. A
     template that asks for the date gets a fixed one.
 
+    Args:
+        tokenizer: mlx-lm's wrapper, or transformers' own.
+
     Raises:
         InputError: the template refuses a user's turn.
         ValueError: the template does not show the turn's text as it is.
     """
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
     text = render_turns(tokenizer, [{"role": "user", "content": _MARKER}])
     return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
 
