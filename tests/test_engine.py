@@ -720,8 +720,8 @@ def test_a_forked_process_ends_and_is_refused_an_answer(request, base, tmp_path)
 BEFORE = """
 import os, sys
 sys.path.insert(0, {tests!r})
-from tiny import make_model, make_tokenizer
 import ssmlx, ssmlx.engine
+from tiny import make_model, make_tokenizer
 
 pid = os.fork()
 answer = ssmlx.generate(make_model(), make_tokenizer(), [1, 2], max_tokens=3)
