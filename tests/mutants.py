@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -633,13 +634,13 @@ MUTANTS = [
 ]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("words", nargs="*", help="take mutants whose place has one of these")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     chosen = [one for one in MUTANTS if not args.words or any(w in one.place for w in args.words)]
     with tempfile.TemporaryDirectory(prefix="ssmlx-mutants-") as name:
         copies = queue.SimpleQueue[Path]()
