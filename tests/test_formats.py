@@ -321,6 +321,10 @@ def read(name, text, tools, size=None, *, is_cut=False, thought=None):
     format = find_format(tokenizer_of(name))
     assert format.name == ("glm47" if name == "laguna" else name)
     reader = AnswerReader(format, tools, answer_begins(format, ""))
+    return read_in_pieces(reader, text, size, is_cut=is_cut)
+
+
+def read_in_pieces(reader, text, size, *, is_cut=False):
     size = size or len(text) or 1
     found = [
         one for at in range(0, len(text), size) for one in reader.read(text[at : at + size])
@@ -548,10 +552,8 @@ def test_marks_that_a_text_names_are_text():
     ):
         for size in (1, 99):
             reader = AnswerReader(format, tools)
-            found = [
-                x for at in range(0, len(text), size) for x in reader.read(text[at : at + size])
-            ]
-            assert joined(found + reader.end(is_cut=False)) == [Text(text)]
+            found = read_in_pieces(reader, text, size)
+            assert found == [Text(text)]
 
 
 def test_the_tool_of_command_r_that_does_nothing_says_nothing():
@@ -625,8 +627,7 @@ def test_thoughts_are_told_from_text(marks, text, are_tokens):
     format = find_format(make_tokenizer(**told))
     for size in (1, 4, 99):
         reader = AnswerReader(format)
-        found = [x for at in range(0, len(text), size) for x in reader.read(text[at : at + size])]
-        assert joined(found + reader.end(is_cut=False)) == [Text("Hm.", True), Text("Red.")]
+        assert read_in_pieces(reader, text, size) == [Text("Hm.", True), Text("Red.")]
     begun = AnswerReader(format, begins=answer_begins(format, f"assistant\n{marks[0]}\n"))
     assert joined(begun.read(text.removeprefix(marks[0]) + " "))[0] == Text("Hm.", True)
     assert answer_begins(format, "assistant\n") == "text"
@@ -644,10 +645,8 @@ def test_a_call_in_a_thought_ends_it_and_what_is_none_stays_in_it():
     ):
         for size in (1, 99):
             reader = AnswerReader(format, tools_of(old=STRING))
-            found = [
-                x for at in range(0, len(text), size) for x in reader.read(text[at : at + size])
-            ]
-            assert joined(found + reader.end(is_cut=False)) == wanted
+            found = read_in_pieces(reader, text, size)
+            assert found == wanted
 
 
 def test_a_model_of_an_unknown_form_has_the_calls_of_every_other():
@@ -659,10 +658,8 @@ def test_a_model_of_an_unknown_form_has_the_calls_of_every_other():
         for size in (1, 99):
             text = WRITERS[name]([A])
             reader = AnswerReader(find_format(unknown), tools)
-            found = [
-                x for at in range(0, len(text), size) for x in reader.read(text[at : at + size])
-            ]
-            assert arguments_in(found + reader.end(is_cut=False)) == [A], name
+            found = read_in_pieces(reader, text, size)
+            assert arguments_in(found) == [A], name
 
 
 def test_text_is_told_at_once():

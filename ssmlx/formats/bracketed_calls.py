@@ -42,20 +42,14 @@ def read_python_calls(cursor: Cursor, tools: OfferedTools, end: str = "") -> lis
     mark = "```" if is_fenced else end
     if cursor.has("["):
         found = cursor.items("]", lambda: _read_python_call(cursor, tools))
-        _take_end(cursor, mark)
+        cursor.take_or_end(mark)
     else:
         found = read_until_end(cursor, mark, lambda: _read_python_call(cursor, tools))
     if is_fenced:
-        _take_end(cursor, end)
+        cursor.take_or_end(end)
     if not found:
         raise NotACallError()
     return found
-
-
-def _take_end(cursor: Cursor, mark: str) -> None:
-    cursor.skip_space()
-    if mark:
-        cursor.take_or_end(mark)
 
 
 def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:

@@ -110,12 +110,15 @@ class Cursor:
             raise UnfinishedError() if mark.startswith(self.rest) else NotACallError()
 
     def take_or_end(self, mark: str) -> None:
-        """Go past `mark`, which may be missing, or cut, at the end of a text after which nothing
-        comes.
+        """Go past white space and `mark`, which may be missing, or cut, at the end of a text after
+        which nothing comes; past white space alone if it is empty.
 
         Raises:
             NotACallError: the text goes on differently.
         """
+        self.skip_space()
+        if not mark:
+            return
         try:
             self.take(mark)
         except UnfinishedError:

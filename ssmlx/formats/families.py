@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
@@ -217,23 +218,23 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
     by_name = template if isinstance(template, dict) else {"default": template}
     template = "\n".join(one for one in by_name.values() if isinstance(one, str))
 
-    def is_in_template(sign: str | tuple[str, ...]) -> bool:
+    def is_told(sign: str | tuple[str, ...], *, by_tokens: bool = True) -> bool:
         texts = (sign,) if isinstance(sign, str) else sign
-        return all(one in template for one in texts)
+        return all(one in template or (by_tokens and _is_token(one, tokenizer)) for one in texts)
 
-    def is_told(sign: str | tuple[str, ...]) -> bool:
-        texts = (sign,) if isinstance(sign, str) else sign
-        return all(one in template or _is_token(one, tokenizer) for one in texts)
-
-    def first_told(told: Callable[[str | tuple[str, ...]], bool]) -> str | None:
-        return next((name for name in CALL_FORMS if any(map(told, CALL_FORMS[name].signs))), None)
+    def first_told(*, by_tokens: bool) -> str | None:
+        is_sign = partial(is_told, by_tokens=by_tokens)
+        return next(
+            (name for name, form in CALL_FORMS.items() if any(map(is_sign, form.signs))), None
+        )
 
     if is_told(HARMONY.signs):
         return AnswerFormat("harmony", (), None, channels=HARMONY)
     parser: Any = tokenizer.tool_parser
     named = str(getattr(parser, "__module__", "")).rpartition(".")[2]
     # Tokens tell least: a vocabulary may be another family's.
-    name = first_told(is_in_template) or (named if named in CALL_FORMS else first_told(is_told))
+    name = first_told(by_tokens=False)
+    name = name or (named if named in CALL_FORMS else first_told(by_tokens=True))
     known = tokenizer.think_start, tokenizer.think_end
     thought = known if tokenizer.has_thinking else next(filter(is_told, _THOUGHT_MARKS), None)
     return AnswerFormat(

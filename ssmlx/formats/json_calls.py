@@ -143,7 +143,6 @@ def _read_section(
     def read_call() -> Call:
         cursor.take(begin)
         found: Call = read_one(cursor)
-        cursor.skip_space()
         cursor.take_or_end(end)
         return found
 
@@ -172,6 +171,19 @@ def _json_object(cursor: Cursor) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise NotACallError()
     return value
+
+
+def read_fenced_object(cursor: Cursor) -> dict[str, Any]:
+    """Go past a JSON object, which may be in a Markdown fence, and return it.
+
+    Raises:
+        NotACallError: it is another value, or invalid.
+    """
+    is_fenced = cursor.has_fence()
+    found = _json_object(cursor)
+    if is_fenced:
+        cursor.take_or_end("```")
+    return found
 
 
 def _write_kimi_call(rules: GrammarRules, name: str, schema: Schema) -> str:
@@ -206,12 +218,7 @@ def _read_deepseek_call(cursor: Cursor) -> Call:
     cursor.skip_space()
     if name == "function" and not cursor.text.startswith("{", cursor.at):
         name = cursor.text_until("\n").strip()
-    is_fenced = cursor.has_fence()
-    arguments = _json_object(cursor)
-    if is_fenced:
-        cursor.skip_space()
-        cursor.take_or_end("```")
-    return Call(name, arguments)
+    return Call(name, read_fenced_object(cursor))
 
 
 def _write_deepseek_call(before: str, middle: str, after: str) -> CallWriter:
@@ -316,7 +323,6 @@ def _read_apertus_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
         if not isinstance(arguments, dict):
             raise NotACallError()
         found.append(Call(name, arguments))
-    cursor.skip_space()
     cursor.take_or_end("<|tools_suffix|>")
     return found
 

@@ -17,7 +17,13 @@ import regex  # type: ignore[import-untyped]
 from .arguments import OfferedTools, allowed_types, argument_value, inner_schema, referenced
 from .call_form import Call, CallForm, CallWriter, read_until_end
 from .cursor import Cursor, NotACallError, UnfinishedError
-from .json_calls import calls_in_json, make_json_form, read_json_calls, write_json_call
+from .json_calls import (
+    calls_in_json,
+    make_json_form,
+    read_fenced_object,
+    read_json_calls,
+    write_json_call,
+)
 from .rules import GrammarRules, Schema, parameters_required_first
 from .schemas import alternatives
 
@@ -90,9 +96,7 @@ class Tags:
         cursor.skip_space()
         if cursor.text.startswith("{", cursor.at):
             (call,) = calls_in_json({"name": name, "arguments": cursor.json()})
-            if self.foot:
-                cursor.skip_space()
-                cursor.take_or_end(self.foot)
+            cursor.take_or_end(self.foot)
             return call
         return self.read_arguments(cursor, name, tools)
 
@@ -317,13 +321,10 @@ def _read_hunyuan_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
     def read_call() -> Call:
         cursor.take(_CALL_MARKS[0])
         name = cursor.match(_HUNYUAN_NAME)["name"]
-        if cursor.has_fence():
-            (call,) = calls_in_json({"name": name, "arguments": cursor.json()})
-            cursor.skip_space()
-            cursor.take_or_end("```")
+        if cursor.text.startswith("`", cursor.at):
+            call = Call(name, read_fenced_object(cursor))
         else:
             call = GLM.read_arguments(cursor, name, tools)
-        cursor.skip_space()
         cursor.take_or_end(_CALL_MARKS[1])
         return call
 
