@@ -377,6 +377,37 @@ def test_a_folder_is_bounded_and_what_another_extends_is_dropped(tmp_path):
         assert PromptCache(folder=tmp_path).take(model, text(60, seed))[1] == 59
 
 
+def test_the_file_of_another_model_is_neither_read_nor_deleted(tmp_path):
+    model, tokens = model_of(), text(60)
+    with PromptCache(folder=tmp_path) as prompts:
+        prompts.put(model, tokens, fill(model, tokens))
+    (path,) = written(tmp_path)
+    assert PromptCache(folder=tmp_path).take(model_of(seed=5), tokens)[1] == 0
+    assert written(tmp_path) == [path]
+    assert PromptCache(folder=tmp_path).take(model, tokens)[1] == 59
+
+
+def test_a_file_is_not_read_if_the_memory_has_as_much(tmp_path):
+    model, tokens = model_of(), text(60)
+    prompts = PromptCache(folder=tmp_path)
+    prompts.put(model, tokens, fill(model, tokens))
+    prompts.flush()
+    (path,) = written(tmp_path)
+    os.utime(path, (1, 1))  # a file that is read is marked as used
+    assert prompts.take(model, tokens)[1] == 59 and path.stat().st_mtime == 1
+
+
+def test_a_prompt_larger_than_its_folder_may_be_drives_no_other_out(tmp_path):
+    model = model_of()
+    small, large = text(20), text(300, seed=2)
+    with PromptCache(folder=tmp_path) as prompts:
+        prompts.put(model, small, fill(model, small))
+    (path,) = written(tmp_path)
+    with PromptCache(folder=tmp_path, max_disk_bytes=2 * path.stat().st_size) as prompts:
+        prompts.put(model, large, fill(model, large))
+    assert written(tmp_path) == [path]
+
+
 def fill(model, tokens):
     cache = model.make_cache()
     written_by(model, tokens, cache, decoding="plain")

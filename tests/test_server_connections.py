@@ -208,6 +208,10 @@ def test_a_connection_may_be_silent_between_requests_but_not_in_a_head(serve):
                 own.sendall(GET)
             assert is_well(own)
             assert own.recv(1000) == b"", "it is closed in the end"
+        for begun in (b"", GET[:30]):
+            with connected(server, begun) as own:
+                started = time.monotonic()
+                assert own.recv(1000) == b"" and time.monotonic() - started < 3
         with connected(server, GET) as own:
             assert is_well(own)
             own.sendall(GET[:30])
