@@ -211,15 +211,16 @@ class PromptReader:
         return prompt, config
 
     def count_prompt_tokens(self, ask: AnswerRequest) -> int:
-        """Return how many tokens the prompt of a request has, also if they do not fit the model.
+        """Return how many tokens the prompt of a request has.
 
         Raises:
+            ContextLengthError: it certainly does not fit the model, by its bytes.
             InputError: it cannot be made into tokens.
             HTTPException: the server is shutting down.
         """
         self.check_open()
         model = self.engine.model(self.models[ask.model])
-        return len(self._encode(ask, model, self.engine.tokenizer))
+        return len(self._encode_text_ids_or_turns(ask, model))
 
     def check_open(self) -> None:
         """Raise HTTPException if the server is shutting down (503)."""
@@ -227,19 +228,6 @@ class PromptReader:
             raise HTTPException(503, "the server is shutting down", AGAIN)
 
     def _encode_text_ids_or_turns(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
-        """Return the tokens of a request's prompt, as `_encode` does.
-
-        Raises:
-            ContextLengthError: a text certainly does not fit the model, by its bytes.
-            InputError: as `_encode` does.
-        """
-        limit = model.backbone.context_length
-        tokenizer = with_length_check(self.engine.tokenizer, self._bytes_per_token, limit)
-        return self._encode(ask, model, tokenizer)
-
-    def _encode(
-        self, ask: AnswerRequest, model: StreamFusedModel, tokenizer: TokenizerWrapper
-    ) -> list[int]:
         """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
 
         The request's variables go before the server's. `enable_thinking` and `reasoning_effort` are
@@ -250,12 +238,14 @@ class PromptReader:
         Args:
             ask: the request; its `question` is read.
             model: whose adapter may have a template of its own.
-            tokenizer: of the model, by `with_length_check` or not.
 
         Raises:
+            ContextLengthError: it certainly does not fit the model, by its bytes.
             InputError: the text cannot be read; there is no template for turns, it does not support
                 tools, or refuses the turns; or there is another variable that it does not read.
         """
+        limit = model.backbone.context_length
+        tokenizer = with_length_check(self.engine.tokenizer, self._bytes_per_token, limit)
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
