@@ -24,6 +24,7 @@ from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.generation.segments import check_prompt_length
 from ssmlx.loading.identity import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
+from ssmlx.settings import field_of_drafter_settings
 
 from .price import Prices, cheapest_system, price_answers, price_ratios_and_slow_answers
 from .results import (
@@ -416,7 +417,7 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
     if config.drafter is not None:
         registered = registered_drafter(config.drafter)
         if (own := registered.own_settings_or_default(config)) is not None:
-            shapes[registered.config_field] = asdict(own)
+            shapes[field_of_drafter_settings(type(own))] = asdict(own)
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 

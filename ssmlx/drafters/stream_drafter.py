@@ -255,11 +255,7 @@ class StreamDrafter:
         )
 
 
-@register_drafter(
-    "streams",
-    config_keys={"schedule": "stream_schedule"},
-    shaped_by=("num_streams", "tree", "prune"),
-)
+@register_drafter("streams", shaped_by=("num_streams", "tree", "prune"))
 def build(inputs: DrafterInputs) -> StreamDrafter:
     """Build the drafter of an answer: the settings name the number of streams, the tree and the
     schedule. InputError where the adapter has fewer streams, or cannot follow the schedule."""

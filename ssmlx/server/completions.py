@@ -18,7 +18,7 @@ from typing import Any, TypedDict, cast
 
 from .. import __version__
 from ..errors import quoted
-from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig, allowed_values
+from ..settings import MAX_STOP, WIRE_NAMES, Allowed, GenerateConfig, allowed_values
 from . import requests
 from .grammars import read_grammar
 from .requests import (
@@ -36,15 +36,6 @@ from .requests import (
 from .tool_choice import read_tool_choice
 
 _ALLOWED = {one.name: allowed for one in fields(GenerateConfig) if (allowed := allowed_values(one))}
-_SAMPLING = {one.name for one in fields(SamplingConfig)} - {"seed", "logprobs"}
-"""Settings of sampling, without those that mean more in a request."""
-SETTINGS = {
-    **{name: name for name in _ALLOWED if name in _SAMPLING},
-    "temperature": "temp",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-}
-"""Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
 FINGERPRINT = f"ssmlx-{__version__}"
 """What decodes: the package, for all that may change an answer comes with it."""
 _MOST_STOPS = 256  # texts are looked for with every token
@@ -171,7 +162,7 @@ def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None
 def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     """Return the settings that a request changes, each checked under the request's name for it.
 
-    Of two names for one setting, the later one in `SETTINGS` counts. `stop` and `logit_bias` are
+    Of two names for one setting, the later one in `WIRE_NAMES` counts. `stop` and `logit_bias` are
     always among them. A negative seed becomes one of 63 bits.
 
     Args:
@@ -186,7 +177,7 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
             typical tokens.
     """
     found: dict[str, Any] = {}
-    for name, own in SETTINGS.items():
+    for name, own in WIRE_NAMES.items():
         if body.get(name) is not None:
             found[own] = requests.checked_number_or_none(name, body[name], _ALLOWED[own])
     is_greedy = found.get("temp", config.temp) == 0

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import quoted
-from .completions import SETTINGS
+from ..settings import WIRE_NAMES
 from .requests import Body, RequestError
 
 _SHARED = {
-    *SETTINGS,
+    *WIRE_NAMES,
     "model", "stream", "seed", "logit_bias", "ignore_eos", "stop", "prediction",
     "grammar", "json_schema", "structured_outputs",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
