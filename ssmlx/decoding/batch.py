@@ -34,38 +34,30 @@ Chosen = tuple[mx.array, mx.array | None]
 
 @dataclass(eq=False)
 class Row:
-    """An answer that a batch decodes, endlessly; `unread` holds what its reader has not taken
-    yet."""
+    """An answer that a batch decodes, endlessly."""
 
     model: StreamFusedModel
     sampler: Sampling
-    cache: TextCache  # empty while it is in a batch that shares calls
-    text: list[int]  # that is known, tokens that were not read yet among it
+    cache: TextCache  # empty while the row is in a batch that shares calls
+    text: list[int]  # known tokens, read by the answer's reader or not
     take: Take = take_all
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
-    unread: deque[Step] = field(default_factory=deque)
-    position: int = 0  # of the token that the next call of a batch decides behind
+    unread: deque[Step] = field(default_factory=deque)  # what its reader has not taken yet
+    position: int = 0  # of the token that the batch's next call decides after
     tail: mx.array | None = None  # [C] the last tokens before it
 
     def compute_cache_without_last_token(self) -> None:
-        """Have its cache hold its text but the last token, computed; waits for the device."""
+        """Have the cache hold the text but its last token; waits for the device."""
         self.cache.keep_first(len(self.text) - 1)
         mx.eval(self.cache.state)
 
-    def sample_masked_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
-        """Decide the token after `token`, by the row's own settings, mask and noise.
-
-        Changes `tail`, whose last token is `token` then, and nothing else.
-
-        Args:
-            token: [1] the row's newest token.
-            logits: [1, V] of the target after it.
-
-        Returns:
-            The next token [1], and what `Sampling.token_logprobs_or_none` has of it: None where the
-            settings ask for no log probabilities. Both lazy.
-        """
+    def sample_masked_and_move_tail(
+        self,
+        token: mx.array,  # [1] the newest token
+        logits: mx.array,  # [1, V] after it
+    ) -> Chosen:
+        """Decide the token after `token`, lazily; `tail` moves on by `token`."""
         sampler = self.sampler
         only = indices(1)
         assert self.tail is not None
@@ -78,11 +70,7 @@ class Row:
         return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
 
     def committed_rows_as_kv_caches(self) -> list[KVCache]:
-        """The row's committed keys and values, as one of mlx-lm's caches for each layer.
-
-        They hold slices of its cache's buffers. Empty caches where no token is committed, as of a
-        text of one token.
-        """
+        """The committed keys and values by layer, as slices of the cache's buffers."""
         caches = [KVCache() for _ in range(self.model.num_layers)]
         if self.cache.offset:
             for layer, cache in enumerate(caches):
@@ -93,7 +81,7 @@ class Row:
 class Batch:
     """Plain decoding of several texts by one model, with one call for a token of each.
 
-    Where the model cannot keep texts of different lengths apart, each text has calls of its own.
+    If the model cannot keep texts of different lengths apart, each text has calls of its own.
     """
 
     def __init__(self, model: StreamFusedModel) -> None:
@@ -102,7 +90,6 @@ class Batch:
         self._forget_rows_and_calls()
 
     def _forget_rows_and_calls(self) -> None:
-        """Forget all rows, their caches and the calls under way."""
         self._rows: list[Row] = []
         self._caches: list[BatchKVCache] = []
         self._newest = indices(0)  # [b] the newest token of each row
@@ -111,49 +98,35 @@ class Batch:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether one call has a row for each text; else each text has calls and a cache of its
-        own.
-        """
+        """Whether one call has a row for each text; else each text has its own calls and cache."""
         return self._model.backbone.capabilities.has("batches")
 
     @property
     def members(self) -> list[Row]:
-        """The answers that the next call has a row for, those that are joining among them."""
+        """The rows of the next call, joining ones included."""
         return self._rows + self._joining
 
     @property
     def padding_bytes(self) -> int:
-        """About how many bytes padding takes in the shared caches.
-
-        All rows of these are as long as the longest text, and grow by `BatchKVCache.step` tokens at
-        once; room for one such step counts as filled. 0 without rows, or where calls are not
-        shared.
-        """
+        """About what padding takes in the shared caches, whose rows are as long as the longest."""
         keys = self._caches[0].keys if self._caches else None
         if keys is None or not self._rows:
             return 0
         length = keys.shape[2]
+        # They grow by `BatchKVCache.step` tokens at once; room for one step counts as filled.
         filled = sum(min(length, len(row.text) + BatchKVCache.step) for row in self._rows)
         num_bytes = sum(one.nbytes for one in self._caches)
         return int(num_bytes * (1 - filled / (length * len(self._rows))))
 
     def queue_to_join(self, row: Row) -> None:
-        """Give an answer a row in the calls to come, from the next `step` on.
-
-        Its cache must hold its text but the last token. Sets the row's `position` and `tail` by its
-        text.
-        """
+        """Give an answer, whose cache lacks its last token, a row from the next `step` on."""
         row.position = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
     def remove_and_restore_cache(self, row: Row) -> None:
-        """Take an answer out of the batch; its cache holds its text but the last token again.
-
-        Its tokens of calls under way are dropped; waits for the device. An answer that is still
-        joining has not given its cache away, and only stops joining. Does nothing for an answer
-        that is not in the batch.
-        """
+        """Take an answer out; its cache holds all but the last token again. Waits."""
+        # A row that is still joining has not given its cache away.
         if row in self._joining:
             self._joining.remove(row)
         if row not in self._rows:
@@ -168,6 +141,7 @@ class Batch:
         if not self._rows:
             self._forget_rows_and_calls()
             return
+        # Its tokens of calls under way are dropped.
         for rows, *_ in self._calls:
             rows[:] = [None if one is row else one for one in rows]
         keep = [n for n in range(len(self._rows) + 1) if n != number]
@@ -176,17 +150,10 @@ class Batch:
             cache.filter(keep)
 
     def step(self) -> list[Row]:
-        """Admit rows that are joining, and read the next token of every row into its `unread`.
+        """Admit joining rows, and read the next token of every row; returns the rows that left.
 
-        One answer or more must have a row or be joining. Two tokens are read where a call was still
-        under way when a row joined.
-
-        Returns:
-            The rows that have left the batch: those that are over, or whose reader is `MOST_UNREAD`
-            tokens behind.
-
-        Raises:
-            Exception: what a call has raised; the batch is empty then.
+        A row leaves when its answer is over, or its reader is `MOST_UNREAD` tokens behind. If a
+        call fails, the batch is empty.
         """
         try:
             return self._launch_and_read_calls()
@@ -196,11 +163,7 @@ class Batch:
             raise
 
     def _launch_and_read_calls(self) -> list[Row]:
-        """Admit those that join, launch calls, and read the oldest; see `step`.
-
-        Mostly a call runs while the one before it is read. Where a text has just joined, a row has
-        a mask, or calls are not shared, each call is read at once.
-        """
+        """As `step`: mostly, a call runs while the one before it is read."""
         # A first token is waited for, and a mask has to know the tokens before it.
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
         self._admit_joining_rows()
@@ -214,15 +177,11 @@ class Batch:
         return gone
 
     def _admit_joining_rows(self) -> None:
-        """Make rows of the answers that are joining.
-
-        Where calls are shared, their keys and values are moved into the shared caches, and their
-        own caches are empty then. Does nothing where none is joining.
-        """
         rows = self._joining
         if not rows:
             return
         if self.shares_calls:
+            # Their keys and values move into the shared caches; their own caches are empty then.
             layers = zip(*(row.committed_rows_as_kv_caches() for row in rows), strict=True)
             merged = [BatchKVCache.merge(list(layer)) for layer in layers]
             for row in rows:
@@ -236,11 +195,6 @@ class Batch:
         self._joining = []
 
     def _launch_next_call(self) -> None:
-        """Build the next call of all rows, decide its tokens, and start computing them.
-
-        Where calls are not shared, each row has a call of its own. The rows' newest tokens are the
-        decided ones then, the rows' `position` is one further on, and the call is under way.
-        """
         rows = self._rows
         newest = self._newest
         backbone = self._model.backbone
@@ -267,14 +221,7 @@ class Batch:
         self._calls.append(([*rows], self._newest, logprobs))
 
     def _read_oldest_call(self) -> list[Row]:
-        """Wait for the oldest call; add each row's token to its text, and a step to its `unread`.
-
-        Rows that have left the batch since the launch get nothing.
-
-        Returns:
-            Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind: they have
-            left the batch.
-        """
+        """Wait for the oldest call, and return the rows that left, see `step`."""
         rows, tokens, logprob_rows = self._calls.popleft()
         gone: list[Row] = []
         for row, token, row_logprobs in zip(rows, to_list(tokens), logprob_rows, strict=True):
