@@ -29,7 +29,7 @@ MOST_UNREAD = 32
 Mask = Callable[[Sequence[int], mx.array], mx.array]
 """The tokens of an answer so far, and logits [1, V], to the logits that its next one is of."""
 Chosen = tuple[mx.array, mx.array | None]
-"""A token [1], and what `Sampling.token_logprobs_or_none` has of it."""
+"""A token [1], and what `Sampling.token_logprobs` has of it."""
 
 
 @dataclass(eq=False)
@@ -47,12 +47,12 @@ class Row:
     position: int = 0  # of the token that the batch's next call decides after
     tail: mx.array | None = None  # [C] the last tokens before it
 
-    def compute_cache_without_last_token(self) -> None:
+    def sync_cache(self) -> None:
         """Have the cache hold the text but its last token; waits for the device."""
         self.cache.keep_first(len(self.text) - 1)
         mx.eval(self.cache.state)
 
-    def sample_masked_and_move_tail(
+    def sample(
         self,
         token: mx.array,  # [1] the newest token
         logits: mx.array,  # [1, V] after it
@@ -67,9 +67,9 @@ class Row:
         chosen = sample_on_rank0(self.model, logits, sampler, positions)
         chosen = resolve_row_on_rank0(self.model, chosen, logits, sampler, positions, only)
         self.tail = positions.tail_at(only)
-        return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
+        return chosen, sampler.token_logprobs(logits, positions, only, chosen)
 
-    def committed_rows_as_kv_caches(self) -> list[KVCache]:
+    def kv_caches(self) -> list[KVCache]:
         """The committed keys and values by layer, as slices of the cache's buffers."""
         caches = [KVCache() for _ in range(self.model.num_layers)]
         if self.cache.offset:
@@ -87,9 +87,9 @@ class Batch:
     def __init__(self, model: StreamFusedModel) -> None:
         self._model = model
         self._joining: list[Row] = []
-        self._forget_rows_and_calls()
+        self._clear()
 
-    def _forget_rows_and_calls(self) -> None:
+    def _clear(self) -> None:
         self._rows: list[Row] = []
         self._caches: list[BatchKVCache] = []
         self._newest = indices(0)  # [b] the newest token of each row
@@ -118,13 +118,13 @@ class Batch:
         num_bytes = sum(one.nbytes for one in self._caches)
         return int(num_bytes * (1 - filled / (length * len(self._rows))))
 
-    def queue_to_join(self, row: Row) -> None:
+    def add(self, row: Row) -> None:
         """Give an answer, whose cache lacks its last token, a row from the next `step` on."""
         row.position = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
-    def remove_and_restore_cache(self, row: Row) -> None:
+    def remove(self, row: Row) -> None:
         """Take an answer out; its cache holds all but the last token again. Waits."""
         # A row that is still joining has not given its cache away.
         if row in self._joining:
@@ -136,10 +136,10 @@ class Batch:
             found = [cache.extract(number) for cache in self._caches]
             own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
             row.cache.restore(own)
-        row.compute_cache_without_last_token()
+        row.sync_cache()
         self._rows.remove(row)
         if not self._rows:
-            self._forget_rows_and_calls()
+            self._clear()
             return
         # Its tokens of calls under way are dropped.
         for rows, *_ in self._calls:
@@ -156,33 +156,33 @@ class Batch:
         call fails, the batch is empty.
         """
         try:
-            return self._launch_and_read_calls()
+            return self._step()
         except Exception:
             self._joining = []
-            self._forget_rows_and_calls()
+            self._clear()
             raise
 
-    def _launch_and_read_calls(self) -> list[Row]:
+    def _step(self) -> list[Row]:
         """As `step`: mostly, a call runs while the one before it is read."""
         # A first token is waited for, and a mask has to know the tokens before it.
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
-        self._admit_joining_rows()
+        self._admit()
         if waits or not self._calls:
-            self._launch_next_call()
+            self._launch()
         if not waits:
-            self._launch_next_call()  # to run while the tokens of the one before are read
+            self._launch()  # to run while the tokens of the one before are read
         gone: list[Row] = []
         while len(self._calls) > (0 if waits else 1):
-            gone += self._read_oldest_call()
+            gone += self._read()
         return gone
 
-    def _admit_joining_rows(self) -> None:
+    def _admit(self) -> None:
         rows = self._joining
         if not rows:
             return
         if self.shares_calls:
             # Their keys and values move into the shared caches; their own caches are empty then.
-            layers = zip(*(row.committed_rows_as_kv_caches() for row in rows), strict=True)
+            layers = zip(*(row.kv_caches() for row in rows), strict=True)
             merged = [BatchKVCache.merge(list(layer)) for layer in layers]
             for row in rows:
                 row.cache.restore(TreeCache(row.model.num_layers))
@@ -194,7 +194,7 @@ class Batch:
         self._rows = self.members
         self._joining = []
 
-    def _launch_next_call(self) -> None:
+    def _launch(self) -> None:
         rows = self._rows
         newest = self._newest
         backbone = self._model.backbone
@@ -209,10 +209,7 @@ class Batch:
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
-            chosen = [
-                row.sample_masked_and_move_tail(*pair)
-                for row, pair in zip(rows, pairs, strict=True)
-            ]
+            chosen = [row.sample(*pair) for row, pair in zip(rows, pairs, strict=True)]
             self._newest = mx.concatenate([token for token, _ in chosen])
             logprobs = [one for _, one in chosen]
         mx.async_eval(self._newest, [one for one in logprobs if one is not None])
@@ -220,7 +217,7 @@ class Batch:
             row.position += 1
         self._calls.append(([*rows], self._newest, logprobs))
 
-    def _read_oldest_call(self) -> list[Row]:
+    def _read(self) -> list[Row]:
         """Wait for the oldest call, and return the rows that left, see `step`."""
         rows, tokens, logprob_rows = self._calls.popleft()
         gone: list[Row] = []
@@ -234,5 +231,5 @@ class Batch:
             if part.is_last or len(row.unread) >= MOST_UNREAD:
                 gone.append(row)
         for row in gone:
-            self.remove_and_restore_cache(row)
+            self.remove(row)
         return gone

@@ -74,7 +74,7 @@ class TargetCall:
         num_accepted, *new_tokens = to_list(self.for_host)
         return new_tokens[: num_accepted + 1]
 
-    def read_logprobs_or_none(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+    def read_logprobs(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
         """One for each of `tokens`, which `read_tokens` returned; waits for the device."""
         if self.token_logprobs is None:
             return None
@@ -236,9 +236,7 @@ def assemble_call(
     for_host = target_tokens
     if not is_plain:
         for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs_or_none(
-        output.logits, positions, accepted.path, accepted.new_tokens
-    )
+    logprobs = sampler.token_logprobs(output.logits, positions, accepted.path, accepted.new_tokens)
     return TargetCall(
         states=verified,
         tail=positions.tail_at(accepted.last),
@@ -282,10 +280,8 @@ def sample_on_rank0(
     sampler: Sampling,
     positions: RowPositions,
 ) -> mx.array:
-    """[R] the token after each row, see `Sampling.sample_or_mark_unresolved`."""
-    return model.backbone.broadcast_from_rank0(
-        sampler.sample_or_mark_unresolved(logits, positions)
-    )[0]
+    """[R] the token after each row, see `Sampling.sample`."""
+    return model.backbone.broadcast_from_rank0(sampler.sample(logits, positions))[0]
 
 
 def resolve_row_on_rank0(
@@ -299,9 +295,9 @@ def resolve_row_on_rank0(
     """[R] `tokens`, with one row decided among all V tokens if it was unresolved."""
     if not sampler.may_leave_unresolved:
         return tokens
-    return model.backbone.broadcast_from_rank0(
-        sampler.resolve_row_over_full_vocab(tokens, logits, positions, row)
-    )[0]
+    return model.backbone.broadcast_from_rank0(sampler.resolve_row(tokens, logits, positions, row))[
+        0
+    ]
 
 
 def decide_and_accept(

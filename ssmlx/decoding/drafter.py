@@ -43,7 +43,7 @@ class Verified:
     """What a target call on M nodes leaves for drafting; arrays on the device."""
 
     tree: Tree  # the M nodes that were verified
-    # [M] the target's token after each, see `Sampling.sample_or_mark_unresolved`
+    # [M] the target's token after each, see `Sampling.sample`
     target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
     # [1, M, D] last hidden states of the nodes, before the final norm; None for a model without

@@ -41,7 +41,7 @@ class DraftingText:
         """G, the most streams beside every node that some drafter needs in the verifying pass."""
         return max((one.needs.streams for one in self.drafters.values()), default=0)
 
-    def extend_and_let_host_drafters_follow(
+    def extend(
         self,
         tokens: list[int],
         taps: Taps | None = None,  # [1, R, D] by layer: R >= len(tokens) nodes before these tokens
@@ -56,7 +56,7 @@ class DraftingText:
                     own = {layer: taps[layer][:, : len(tokens)] for layer in drafter.needs.taps}
                 self._follow_up_to(name, len(self.tokens), own)
 
-    def start_or_catch_up(
+    def catch_up(
         self,
         name: str,
         num_held_back: int = 0,  # of the text's last tokens, not shown
@@ -72,24 +72,24 @@ class DraftingText:
     def has_started(self, name: str) -> bool:
         return name in self._seen
 
-    def start_text_followers(self) -> Iterator[None]:
+    def start_followers(self) -> Iterator[None]:
         """Start the drafters that follow the text from its start; yields as their `start` does."""
         for name, drafter in self.drafters.items():
             if drafter.needs.follows_from_start and name not in self._seen:
-                yield from self.start_or_catch_up(name)
+                yield from self.catch_up(name)
 
     def needs_host_tokens(self, shape: DraftShape) -> bool:
         """Whether a call has to be read before `shape` is drafted after it."""
         return self.drafters[shape.drafter].needs.host_tokens
 
-    def start_drafters_with_taps(self, num_cached: int) -> Iterator[None]:
+    def start_with_taps(self, num_cached: int) -> Iterator[None]:
         """Before the prompt is processed: cached tokens, and the one after them, have no taps."""
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
                 self._seen[name] = num_cached + 1
                 yield from drafter.start(self.tokens[: num_cached + 1]) or ()
 
-    def show_prompt_piece_with_taps(
+    def follow_prompt(
         self,
         first_position: int,
         taps: Taps,  # [1, R, D] by layer: its input at the piece's R rows

@@ -92,7 +92,7 @@ def prefill_in_pieces(
         size = step_size() if callable(step_size) else step_size
         if first < until_place:
             size = min(size, until_place - first)
-        found = append_piece_and_wait(model, tokens[first : first + size], cache, taps)
+        found = append_piece(model, tokens[first : first + size], cache, taps)
         if on_taps is not None:
             on_taps(first, found)
         mx.clear_cache()
@@ -103,7 +103,7 @@ def prefill_in_pieces(
         yield
 
 
-def append_piece_and_wait(
+def append_piece(
     model: StreamFusedModel, tokens: list[int], cache: TextCache, taps: tuple[int, ...]
 ) -> Taps:
     """[1, R, D] by layer of `taps`: its input at the piece's R tokens, lazy."""
@@ -138,7 +138,7 @@ def plain_decode(
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
         mx.async_eval(upcoming.arrays_to_read())
         tokens = call.read_tokens()
-        yield Step(tuple(tokens), take(tokens), call.read_logprobs_or_none(tokens))
+        yield Step(tuple(tokens), take(tokens), call.read_logprobs(tokens))
         free_outgrown_buffers(cache, 1)
         call = upcoming
 
@@ -184,7 +184,7 @@ def speculative_decode(
         take=take,
     )
     cache.keep_first(cache.offset)
-    yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size, place)
+    yield from loop.process_prompt(prompt, prefill_step_size, place)
     yield from loop.run_calls(prompt[-1])
 
 
@@ -225,7 +225,7 @@ class _SpeculativeLoop:
         self.take = take
         self.watch = Stopwatch()
 
-    def process_prompt_and_start_drafters(
+    def process_prompt(
         self, prompt: list[int], step_size: StepSize, place: PromptPlace | None
     ) -> Iterator[None]:
         """Commit the prompt but its last token; start drafters that see it, or draft first."""
@@ -233,10 +233,10 @@ class _SpeculativeLoop:
         taps = self.text.taps
 
         def follow(first: int, found: Taps) -> None:
-            self.text.show_prompt_piece_with_taps(known + first, found)
+            self.text.follow_prompt(known + first, found)
 
         if taps:
-            yield from self.text.start_drafters_with_taps(known)
+            yield from self.text.start_with_taps(known)
         yield from prefill_in_pieces(
             self.model,
             prompt[:-1],
@@ -248,7 +248,7 @@ class _SpeculativeLoop:
         )
         drafts = self.controller.next()
         if drafts is not None and self.text.needs_host_tokens(drafts):
-            yield from self.text.start_or_catch_up(drafts.drafter)
+            yield from self.text.catch_up(drafts.drafter)
 
     def run_calls(
         self,
@@ -256,9 +256,9 @@ class _SpeculativeLoop:
     ) -> Steps:
         """Run target calls, endlessly."""
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
-        first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
+        first = self.build(root_tree(mx.array([root], mx.int32)), tail)
         running = _RunningCall(first, self.launch(first), is_prompts=True)
-        yield from self.text.start_text_followers()
+        yield from self.text.start_followers()
         while True:
             # `running` is under way; all before it are read. "Ahead" is before it is read.
             num_tokens = len(self.text.tokens)
@@ -268,7 +268,7 @@ class _SpeculativeLoop:
             elif drafts is None or self.text.needs_host_tokens(drafts):
                 running = yield from self.read_first(running)
             elif self.may_build_ahead(running):
-                running = yield from self.draft_and_build_ahead(running, drafts)
+                running = yield from self.build_ahead(running, drafts)
             else:
                 running = yield from self.draft_ahead(running, drafts)
             if metal.time_pending_shape():
@@ -285,58 +285,58 @@ class _SpeculativeLoop:
     def launch_plain_ahead(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
         """Launch a plain call after a plain call, then read that one and yield its step."""
         call = running.call
-        upcoming = self.build_call(root_tree(call.verified.root), call.tail)
+        upcoming = self.build(root_tree(call.verified.root), call.tail)
         following = _RunningCall(upcoming, self.launch(upcoming))
-        step, seconds = self.read_call_and_extend_text(running)
-        self.report_to_controller(running, step, seconds, drafts=None)
+        step, seconds = self.read(running)
+        self.report(running, step, seconds, drafts=None)
         yield from self.watch.yield_untimed(step)
         return following
 
     def read_first(self, running: _RunningCall) -> Generator[Step | None, None, _RunningCall]:
         """Read a call, then draft, build and launch the next one by what its tokens say."""
-        step, seconds = self.read_call_and_extend_text(running)
+        step, seconds = self.read(running)
         # Asked again: drafters that had to wait for the tokens know more now.
         drafts = self.controller.next(is_read=True)
-        self.report_to_controller(running, step, seconds, drafts)
-        return (yield from self.give_out_and_launch(running, step, drafts))
+        self.report(running, step, seconds, drafts)
+        return (yield from self.advance(running, step, drafts))
 
     def draft_ahead(
         self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft while a call is under way and read it; then build and launch the next one."""
-        yield from self.text.start_or_catch_up(drafts.drafter)
+        yield from self.text.catch_up(drafts.drafter)
         tree = self.text.propose(running.call, drafts)
-        step = self.read_release_and_report_call(running, drafts)
-        return (yield from self.give_out_and_launch(running, step, drafts, tree))
+        step = self.read_drafted(running, drafts)
+        return (yield from self.advance(running, step, drafts, tree))
 
-    def draft_and_build_ahead(
+    def build_ahead(
         self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft and build the next call while a call is under way; read that one and launch."""
         call = running.call
-        yield from self.text.start_or_catch_up(drafts.drafter)
+        yield from self.text.catch_up(drafts.drafter)
         tree = self.text.propose(call, drafts)
         # MLX writes in place only into what nobody else holds, so this is dropped before the
         # launch.
         before = self.cache.snapshot()
-        upcoming = self.build_call(tree, call.tail)
+        upcoming = self.build(tree, call.tail)
         mx.eval(running.drafting)  # done, mostly; else what the tree is drafted with is copied
         mx.async_eval(tree.arrays)
-        step = self.read_release_and_report_call(running, drafts)
+        step = self.read_drafted(running, drafts)
         if step.part.is_last:
             # The built call is dropped; should the answer be asked to go on, it is built anew.
             self.cache.restore(before)
             del before, upcoming
-            return (yield from self.give_out_and_launch(running, step, drafts, tree))
+            return (yield from self.advance(running, step, drafts, tree))
         del before
         if call.is_plain:
             mx.eval(tree.arrays)  # the first drafting may have read all that the cache holds
         pending = self.launch(upcoming, follows_unread_drafting=call.is_plain)
-        self.commit_accepted_rows(call, step)
+        self.commit(call, step)
         yield from self.watch.yield_untimed(step)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts), tree.arrays)
 
-    def give_out_and_launch(
+    def advance(
         self,
         running: _RunningCall,
         step: Step,
@@ -348,17 +348,17 @@ class _SpeculativeLoop:
         is_given_first = step.part.is_last or running.is_prompts
         if drafts is not None and not self.text.has_started(drafts.drafter):
             is_given_first = True  # that may take as long as many calls
-        self.commit_accepted_rows(running.call, step)
+        self.commit(running.call, step)
         if is_given_first:
             yield from self.watch.yield_untimed(step)
         if tree is None:
-            tree = yield from self.draft_behind_read_call(running.call, len(step.tokens), drafts)
-        following = self.build_and_launch_call(running, tree, drafts)
+            tree = yield from self.draft(running.call, len(step.tokens), drafts)
+        following = self.launch_tree(running, tree, drafts)
         if not is_given_first:
             yield from self.watch.yield_untimed(step)
         return following
 
-    def draft_behind_read_call(
+    def draft(
         self,
         call: TargetCall,
         num_tokens: int,  # that the call advanced by
@@ -369,12 +369,12 @@ class _SpeculativeLoop:
             return root_tree(call.verified.root)
         # What a call advanced by is shown to those that draft on the device by the call itself.
         unseen = 0 if self.text.needs_host_tokens(drafts) else num_tokens
-        yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
+        yield from self.watch.exclude_time(self.text.catch_up(drafts.drafter, unseen))
         tree = self.text.propose(call, drafts)
         self.text.mark_seen(drafts.drafter)
         return tree
 
-    def build_call(
+    def build(
         self,
         tree: Tree,
         tail: mx.array,  # [C] the last tokens before the root
@@ -404,27 +404,27 @@ class _SpeculativeLoop:
             call.arrays_to_read(), *state, follows_unread_drafting=follows_unread_drafting
         )
 
-    def read_call_and_extend_text(self, running: _RunningCall) -> tuple[Step, float | None]:
+    def read(self, running: _RunningCall) -> tuple[Step, float | None]:
         """Wait for a call; the text and the answer take its tokens. Its seconds, if known."""
         call = running.call
         tokens, seconds = self.watch.read(running.pending, call.read_tokens)
-        self.text.extend_and_let_host_drafters_follow(tokens, call.verified.accepted_taps())
+        self.text.extend(tokens, call.verified.accepted_taps())
         draft = None
         if running.shape is not None:
             drafter = running.shape.drafter
             draft = DraftResult(drafter, call.num_nodes, call.num_drafted, len(tokens) - 1)
-        logprobs = call.read_logprobs_or_none(tokens)
+        logprobs = call.read_logprobs(tokens)
         return Step(tuple(tokens), self.take(tokens), logprobs, draft), seconds
 
-    def read_release_and_report_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
+    def read_drafted(self, running: _RunningCall, drafts: DraftShape) -> Step:
         """Read and report a call after which a tree was drafted, and drop its hidden states."""
-        step, seconds = self.read_call_and_extend_text(running)
+        step, seconds = self.read(running)
         self.text.mark_seen(drafts.drafter)
         running.call.release()
-        self.report_to_controller(running, step, seconds, drafts)
+        self.report(running, step, seconds, drafts)
         return step
 
-    def report_to_controller(
+    def report(
         self,
         running: _RunningCall,
         step: Step,
@@ -436,12 +436,12 @@ class _SpeculativeLoop:
         timed = None if running.is_prompts else seconds
         self.controller.record(CallRecord(running.shape, len(step.tokens), context, timed, drafts))
 
-    def commit_accepted_rows(self, call: TargetCall, step: Step) -> None:
+    def commit(self, call: TargetCall, step: Step) -> None:
         # A plain call's row is committed already.
         if not call.is_plain:
             self.cache.commit_accepted(len(step.tokens))
 
-    def build_and_launch_call(
+    def launch_tree(
         self, running: _RunningCall, tree: Tree, drafts: DraftShape | None
     ) -> _RunningCall:
         """Build and launch the call that verifies `tree`, after a call whose rows are committed."""
@@ -450,7 +450,7 @@ class _SpeculativeLoop:
         if drafts is not None and not self.text.needs_host_tokens(drafts):
             drafting = tree.arrays
             mx.async_eval(drafting)
-        upcoming = self.build_call(tree, call.tail)
+        upcoming = self.build(tree, call.tail)
         mx.eval(drafting)
         follows_unread_drafting = bool(drafting) and call.is_plain
         pending = self.launch(upcoming, follows_unread_drafting=follows_unread_drafting)

@@ -37,7 +37,7 @@ def nodes_within_budget(
     return top_nodes(tree.path_sums(clip_logprobs(edge_logprobs)), keep)
 
 
-def wait_for_nodes_over_threshold(
+def nodes_over_threshold(
     tree: Tree,
     edge_logprobs: mx.array,  # [N] of each node given its parent; 0 for the root
     least_token_probability: float,  # of each token on the path; 0 or less keeps all nodes
@@ -63,4 +63,4 @@ def surviving_nodes(
     """[M] int32: the nodes that pruning keeps, ascending, with all their ancestors."""
     if config.kind == "budget":
         return nodes_within_budget(tree, edge_logprobs, config.keep)
-    return wait_for_nodes_over_threshold(tree, edge_logprobs, config.threshold)
+    return nodes_over_threshold(tree, edge_logprobs, config.threshold)

@@ -17,7 +17,7 @@ def rank_candidates(
     vocab: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """[G, K] likeliest tokens, best first, and [G, K] float32 log probabilities."""
-    columns, values = top_columns_and_values(logits, count)
+    columns, values = top_columns(logits, count)
     tokens = columns if vocab is None else vocab[columns]
     return tokens, values - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
 
@@ -26,7 +26,7 @@ def with_noise(logits: mx.array, noise: Noise) -> mx.array:
     return logits if noise is None else logits.astype(mx.float32) + noise
 
 
-def top_columns_and_values(
+def top_columns(
     values: mx.array,  # [R, V]
     count: int,
 ) -> tuple[mx.array, mx.array]:

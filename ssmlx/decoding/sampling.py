@@ -24,10 +24,10 @@ from ..errors import InputError
 from ..model.shapes import expect_shape, indices, to_int, to_list
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
-from .ranking import Noise, rank_candidates, top_columns_and_values
+from .ranking import Noise, rank_candidates, top_columns
 
 NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
-UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample_or_mark_unresolved`
+UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample`
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Sampling:
         self._has_nucleus = 0 < numbers.top_p < 1
         filters = self._has_nucleus or numbers.min_p > 0 or self._top_k > 0
         self._filters = numbers.temp > 0 and filters
-        # Whether `resolve_row_over_full_vocab` has to follow `sample_or_mark_unresolved`.
+        # Whether `resolve_row` has to follow `sample`.
         self.may_leave_unresolved = (
             self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
         )
@@ -184,7 +184,7 @@ class Sampling:
             logprobs, mx.array(1.0), self._seed, positions.first + positions.depths
         )
 
-    def sample_or_mark_unresolved(
+    def sample(
         self,
         logits: mx.array,  # [R, V]
         positions: RowPositions,
@@ -203,9 +203,9 @@ class Sampling:
             else tokens
         )
 
-    def resolve_row_over_full_vocab(
+    def resolve_row(
         self,
-        tokens: mx.array,  # [R] from `sample_or_mark_unresolved`
+        tokens: mx.array,  # [R] from `sample`
         logits: mx.array,  # [R, V]
         positions: RowPositions,
         row: mx.array,  # [1] its number
@@ -231,7 +231,7 @@ class Sampling:
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
-            tokens, scores, may_keep_more = rank_filtered_with_noise(
+            tokens, scores, may_keep_more = rank_filtered(
                 logits,
                 self._scale,
                 self._bounds,
@@ -251,9 +251,9 @@ class Sampling:
             )
         if count == 1:
             return RankedTokens(mx.argmax(logits, axis=-1, keepdims=True), mx.array(False))
-        return RankedTokens(top_columns_and_values(logits, count)[0], mx.array(False))
+        return RankedTokens(top_columns(logits, count)[0], mx.array(False))
 
-    def token_logprobs_or_none(
+    def token_logprobs(
         self,
         logits: mx.array,  # [R, V] of a call
         positions: RowPositions,
@@ -318,7 +318,7 @@ def filter_logprobs(
     if numbers.min_p > 0.0:
         logprobs = apply_min_p(logprobs, numbers.min_p)
     if 0 < numbers.top_k < logprobs.shape[-1]:
-        tokens, best = top_columns_and_values(logprobs, numbers.top_k)
+        tokens, best = top_columns(logprobs, numbers.top_k)
         none = mx.full(logprobs.shape, -math.inf)
         logprobs = mx.put_along_axis(none, tokens, best, axis=-1)
     return logprobs
@@ -345,7 +345,7 @@ def nucleus_floor(
 
 
 @mx.compile
-def rank_filtered_with_noise(
+def rank_filtered(
     logits: mx.array,  # [R, V], with bias and penalties
     scale: mx.array,  # [] 1 / temperature
     bounds: mx.array,  # [2] top-p, and the logarithm of min-p
@@ -365,7 +365,7 @@ def rank_filtered_with_noise(
     # Filters go by the probabilities before the temperature. Each keeps the likeliest tokens down
     # to some rank: if the last token looked at is dropped, no more are kept.
     size = logits.shape[1]
-    tokens, logprobs = top_columns_and_values(logits, width)
+    tokens, logprobs = top_columns(logits, width)
     kept = logprobs >= logprobs[:, :1] + bounds[1]
     if has_nucleus:
         logprobs = logprobs - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)

@@ -316,7 +316,7 @@ class Batches:
         if before is Status.WAITING:
             self._waiting.remove(row)
         elif before is Status.BATCHED:
-            group.batch.remove_and_restore_cache(row)
+            group.batch.remove(row)
         if status not in (Status.WAITING, Status.ALONE):
             row.end_own_loop()
         row.status = status
@@ -325,9 +325,9 @@ class Batches:
             return
         # Whether it will have a row or none, its cache holds its text but the last token.
         if before is Status.ALONE and status in (Status.BATCHED, Status.PAUSED):
-            row.compute_cache_without_last_token()
+            row.sync_cache()
         if status is Status.BATCHED:
-            group.batch.queue_to_join(row)
+            group.batch.add(row)
         is_in_group = status in (Status.ALONE, Status.BATCHED, Status.PAUSED)
         if is_in_group and row not in group.answers:
             group.answers.append(row)
