@@ -504,8 +504,8 @@ MUTANTS = [
     ),
     # --- the policy ---
     Mutant(
-        "policy/controller.py:Controller._may_lose_a_call",
-        "return self._behind + loss + self._entry_if_nothing_drafted(one.shape) <= allowed",
+        "policy/controller.py:Controller._may_lose",
+        "return self._behind + loss + self._next_entry(one.shape) <= allowed",
         "return True",
         "an answer that accepts nothing goes on drafting, and is slower than plain decoding",
         "tests/test_policy.py",

@@ -121,7 +121,7 @@ def test_real_calls_are_timed(run, adapter, kept, monkeypatch):
 def test_what_answers_taught_is_said(run, adapter, timed, kept):
     model, _ = ssmlx.load(str(base_of(adapter)), adapter=adapter, dtype="float32")
     known, prior = learned.learned_of(model)
-    known.costs.learn_cost_and_return_change(("streams", 4), 0, 1.7)
+    known.costs.learn(("streams", 4), 0, 1.7)
     prior.learn("streams", 0, 50.0, 100.0)
     taught = known.costs.frozen(0).calls(("streams", 4))
     share = prior.ratio("streams", 0)
@@ -265,7 +265,7 @@ def test_a_head_start_is_worth_less_than_what_answers_taught(base, adapter, time
     assert known.costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
     assert known.costs.plain_seconds(0) == 0.02
     assert Learned(known.path).costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
-    known.costs.learn_cost_and_return_change(("streams", 4), 0, 1.7)
+    known.costs.learn(("streams", 4), 0, 1.7)
     found = head_start.time_and_store_costs(model, [3, 4, 5], (2, 4), seconds=0)
     assert found == {2: 1.25, 4: known.costs.frozen(0).calls(("streams", 4))}
     assert found[4] > COSTS[4]

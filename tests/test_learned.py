@@ -159,7 +159,7 @@ BROKEN = {
 def test_a_file_that_cannot_be_believed_is_as_none(tmp_path, spoil, capfd):
     path = tmp_path / "costs.json"
     known = Learned(path)
-    known.costs.set_head_start_where_unlearned({("streams", 4): 2.25}, 0)
+    known.costs.set_head_start({("streams", 4): 2.25}, 0)
     known.prior("an adapter").learn("streams", 0, 9.0, 12.0)
     known.keep()
     known.write_if_new()

@@ -32,8 +32,8 @@ def table_of(extra: float) -> CostTable:
     table = CostTable()
     for nodes in (2, 4, 8, 16, 32):
         for _ in range(8):
-            table.learn_cost_and_return_change(("rows", nodes), 0, 1 + extra * (nodes - 1))
-            table.learn_cost_and_return_change(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
+            table.learn(("rows", nodes), 0, 1 + extra * (nodes - 1))
+            table.learn(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
     return table
 
 

@@ -157,7 +157,7 @@ class _Group:
         plain = self._learned.costs.plain_seconds(context)
         if plain is not None:
             cost = median(self._seconds) / plain
-            self._learned.costs.learn_cost_and_return_change((BATCH, len(rows)), context, cost)
+            self._learned.costs.learn((BATCH, len(rows)), context, cost)
             self._learned.keep()
         self._seconds = []
 

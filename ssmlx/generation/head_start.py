@@ -56,7 +56,7 @@ def time_and_store_costs(
     name = STREAMS if model.num_streams else ROWS
     costs = {(name, size): cost for size, cost in timings.costs.items()}
     # What answers have taught of a size is worth more, and stays.
-    learned.costs.set_head_start_where_unlearned(costs, context, timings.plain_seconds)
+    learned.costs.set_head_start(costs, context, timings.plain_seconds)
     learned.keep(at_once=True)
     known = learned.costs.frozen(context)
     return {size: known.calls((name, size)) for size in timings.costs}

@@ -91,10 +91,8 @@ class Learned:
             priors = dict(values["acceptance"])
             if len(priors) > _MOST_ADAPTERS:
                 raise ValueError("it has too many adapters")
-            costs = CostTable.from_dict_or_raise(values["costs"])
-            self._priors = {
-                name: AcceptancePrior.from_dict_or_raise(one) for name, one in priors.items()
-            }
+            costs = CostTable.from_dict(values["costs"])
+            self._priors = {name: AcceptancePrior.from_dict(one) for name, one in priors.items()}
             self.costs = costs
         except (TypeError, ValueError, AttributeError, KeyError, OSError) as error:
             _log.debug("%s is ignored: %s", self.path, error)

@@ -86,7 +86,7 @@ class AcceptancePrior:
         }
 
     @classmethod
-    def from_dict_or_raise(cls, values: Any) -> Self:
+    def from_dict(cls, values: Any) -> Self:
         """A prior from what `to_dict` gave; ValueError for anything else."""
         prior = cls()
         try:
@@ -126,7 +126,7 @@ class AnswerAcceptance:
         accepted = PRIOR_WEIGHT_IN_ANSWER * self._prior_ratio + self._accepted
         return accepted / (PRIOR_WEIGHT_IN_ANSWER + self._offered)
 
-    def decay_and_add_counts(self, accepted: float, offered: float) -> None:
+    def add(self, accepted: float, offered: float) -> None:
         """Add what a call that verified a draft accepted, of those `offered` at a ratio of 1."""
         self._decay(KEEP_PER_CALL)
         self._accepted += accepted
@@ -134,7 +134,7 @@ class AnswerAcceptance:
         self.total_accepted += accepted
         self.total_offered += offered
 
-    def decay_by_plain_tokens(self, tokens: int) -> None:
+    def add_plain_tokens(self, tokens: int) -> None:
         self._decay(KEEP_PER_PLAIN_TOKEN**tokens)
 
     def _decay(self, kept: float) -> None:

@@ -215,12 +215,12 @@ class Controller:
         is_read: bool = False,  # whether drafters know that call's tokens already
     ) -> DraftShape | None:
         """What the call under way is to draft; remembered, so that `record` finds it again."""
-        self._decisions.append(self._decide_what_to_draft(is_read))
+        self._decisions.append(self._decide(is_read))
         return self._decisions[-1].shape
 
     def expected_fastest_call(self) -> ExpectedCall:
         """What the fastest call should bring and take, were all tokens so far known to drafters."""
-        best = max(self._draft_candidates(is_read=True), key=lambda one: one.speed, default=None)
+        best = max(self._candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
             return PLAIN_CALL
         return ExpectedCall(best.tokens, best.cost)
@@ -228,12 +228,12 @@ class Controller:
     def record(self, call: CallRecord) -> None:
         """Learn from a call that is done: tokens, acceptance, seconds, probe."""
         if context_bucket(call.context) > context_bucket(self._context):
-            self._enter_next_context_bucket(call.context)
+            self._enter_bucket(call.context)
         decision = self._find_decision(call.drafted)
-        self._count_tokens_and_acceptance(call)
-        self._continue_end_or_begin_probe(call, decision)
+        self._count(call)
+        self._update_probe(call, decision)
         if self._reads_seconds:
-            self._collect_seconds_in_runs(call)
+            self._collect_seconds(call)
         self._pending = call.drafted
         self._pending_candidate = decision.candidate
 
@@ -247,11 +247,11 @@ class Controller:
                 counted.total_offered,
                 counted.first_ratio,
             )
-        self._write_costs_to_table()
+        self._teach_costs()
         if self._probe is not None:
             self._table.reset_probes()  # the answer has ended before it taught anything
 
-    def _write_costs_to_table(self) -> None:
+    def _teach_costs(self) -> None:
         """Move the seconds that were collected into the table, as costs in plain calls."""
         if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain_seconds(self._context, self._plain)
@@ -264,7 +264,7 @@ class Controller:
             if len(run.seconds) >= MIN_RUN_CALLS:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
-            moved = self._table.learn_cost_and_return_change(
+            moved = self._table.learn(
                 self._cost_kind(shape), self._context, median(taken) / plain, self._follows_seconds
             )
             if abs(moved - 1) > INFORMATIVE_CHANGE:
@@ -277,9 +277,9 @@ class Controller:
         ]
         self._is_run_open = False
 
-    def _enter_next_context_bucket(self, context: int) -> None:
+    def _enter_bucket(self, context: int) -> None:
         """Go on with the costs of another bucket; what was timed is learned for the one before."""
-        self._write_costs_to_table()
+        self._teach_costs()
         self._runs = []
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
@@ -291,7 +291,7 @@ class Controller:
         ):
             self._plain_calls_due = MAX_PLAIN_CALLS
 
-    def _decide_what_to_draft(self, is_read: bool) -> Decision:
+    def _decide(self, is_read: bool) -> Decision:
         """Decide what to draft now, by the first of these that applies.
 
         1. Nothing, while plain calls are timed, and if nothing can be drafted.
@@ -302,14 +302,14 @@ class Controller:
         """
         if self._plain_calls_due:
             return NOTHING
-        candidates = list(self._draft_candidates(is_read))
+        candidates = list(self._candidates(is_read))
         if not candidates:
             return NOTHING
-        probed = self._candidate_under_probe(candidates)
+        probed = self._probed(candidates)
         if probed is not None:
             return Decision(probed)
-        fastest = max(candidates, key=self._speed_favouring_present_shape)
-        pays = self._is_fast_enough(fastest) and self._may_lose_a_call(fastest)
+        fastest = max(candidates, key=self._favoured_speed)
+        pays = self._is_fast_enough(fastest) and self._may_lose(fastest)
         probe = self._choose_probe(fastest.speed if pays else 1.0)
         if probe is not None:
             return probe
@@ -319,7 +319,7 @@ class Controller:
         """The kind under which the table has calls that verify, and draft, this shape."""
         return self._cost_names.get(shape.drafter, shape.drafter), shape.nodes
 
-    def _draft_candidates(self, is_read: bool) -> Iterator[Candidate]:
+    def _candidates(self, is_read: bool) -> Iterator[Candidate]:
         """Every shape that can be drafted now, with what is expected of it."""
         for source in self._sources:
             offer = source.offer()
@@ -368,7 +368,7 @@ class Controller:
         pending = self._pending_candidate
         return 1 if pending is None else round(pending.tokens)
 
-    def _candidate_under_probe(self, candidates: Sequence[Candidate]) -> Candidate | None:
+    def _probed(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The candidate of the probe under way, until its cost is learned."""
         if not self._probe_calls:
             return None
@@ -377,20 +377,20 @@ class Controller:
                 return one
         return None
 
-    def _speed_favouring_present_shape(self, one: Candidate) -> float:
+    def _favoured_speed(self, one: Candidate) -> float:
         return one.speed * (STAY_BONUS if one.shape == self._pending else 1)
 
     def _is_fast_enough(self, one: Candidate) -> bool:
         """Whether a candidate is fast enough to go on drafting, or to begin."""
         return one.speed > (ENTER_SPEED if self._pending is None else LEAVE_SPEED)
 
-    def _may_lose_a_call(self, one: Candidate) -> bool:
+    def _may_lose(self, one: Candidate) -> bool:
         """Whether a candidate may be drafted even if its call then brings one token."""
         allowed = max(MAX_BEHIND, MAX_BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT_CALLS * max(0.0, one.tokens - one.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
         loss = self._costs.pessimistic_calls(self._cost_kind(one.shape)) - 1
-        return self._behind + loss + self._entry_if_nothing_drafted(one.shape) <= allowed
+        return self._behind + loss + self._next_entry(one.shape) <= allowed
 
     def _choose_probe(
         self,
@@ -406,7 +406,7 @@ class Controller:
         # Where plain decoding is best every shape counts, however little it promises.
         probes = [
             (self._probe_risk(one, speed), one)
-            for one in self._draft_candidates(is_read=True)
+            for one in self._candidates(is_read=True)
             if is_parked or one.hoped_speed > speed * MIN_PROBE_GAIN
         ]
         affordable = [pair for pair in probes if pair[0] <= self._table.bank]
@@ -421,7 +421,7 @@ class Controller:
 
     def _probe_risk(self, probe: Candidate, speed: float) -> float:
         """Plain calls that a probe may lose, compared with going on at `speed`."""
-        entry = self._entry_if_nothing_drafted(probe.shape)
+        entry = self._next_entry(probe.shape)
         # At the mean of expected and hoped cost.
         likely = (probe.cost + probe.hoped_cost) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
@@ -430,7 +430,7 @@ class Controller:
         """Plain calls that the first drafting pass after a plain call takes beside steady ones."""
         return 0.0 if shape.drafter in self._need_host_tokens else ENTRY
 
-    def _entry_if_nothing_drafted(self, shape: DraftShape) -> float:
+    def _next_entry(self, shape: DraftShape) -> float:
         return self._entry_cost(shape) if self._pending is None else 0.0
 
     def _acceptance_ratio(self, name: str, first_ratio: float) -> float:
@@ -449,26 +449,26 @@ class Controller:
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, NOTHING)
 
-    def _plain_calls_charged_by_frozen_costs(self, call: CallRecord) -> float:
+    def _charge(self, call: CallRecord) -> float:
         """Plain calls that a call is charged with: by frozen costs, pessimistic, not by seconds."""
         if call.shape is None:
             return 1.0 if call.drafted is None else 1 + self._entry_cost(call.drafted)
         steady = self._costs.pessimistic_calls(self._cost_kind(call.shape))
         return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
-    def _count_tokens_and_acceptance(self, call: CallRecord) -> None:
+    def _count(self, call: CallRecord) -> None:
         self._tokens += call.tokens
-        self._behind += self._plain_calls_charged_by_frozen_costs(call) - call.tokens
-        self._table.refill_bank_and_age_timings(call.tokens, self._context)
+        self._behind += self._charge(call) - call.tokens
+        self._table.note_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
-                counted.decay_by_plain_tokens(call.tokens)
+                counted.add_plain_tokens(call.tokens)
         elif self._pending_candidate is not None:
             for one in self._pending_candidate.offer.acceptance_counts(call.shape, call.tokens - 1):
                 counted = self._acceptance_for(one.name, one.first_ratio)
-                counted.decay_and_add_counts(one.accepted, one.offered)
+                counted.add(one.accepted, one.offered)
 
-    def _continue_end_or_begin_probe(self, call: CallRecord, decision: Decision) -> None:
+    def _update_probe(self, call: CallRecord, decision: Decision) -> None:
         """Count a probe's calls down, end it if another shape was drafted, or begin one."""
         if self._probe_calls:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
@@ -480,17 +480,17 @@ class Controller:
     def _learn_first_timings(self) -> None:
         """End the probe of a size that nobody had timed: this answer gains too."""
         self._probe = None
-        self._write_costs_to_table()
+        self._teach_costs()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
-    def _collect_seconds_in_runs(self, call: CallRecord) -> None:
+    def _collect_seconds(self, call: CallRecord) -> None:
         """Collect a call's seconds: with plain calls, or in a run of the shape it verified."""
         self._since_plain += call.tokens
         if call.shape is None:
             self._is_run_open = False
             # A call that drafted without verifying is left out.
             if call.drafted is None:
-                self._collect_plain_seconds_and_end_timing(call)
+                self._collect_plain_seconds(call)
             return
         seconds = call.seconds
         if call.drafted is None and seconds is not None:
@@ -499,15 +499,15 @@ class Controller:
             seconds = None if plain is None else seconds + self._entry_cost(call.shape) * plain
         if seconds is None:
             return
-        run = self._find_or_begin_run(call.shape)
+        run = self._run_of(call.shape)
         run.seconds.append(seconds)
         is_untimed = self._costs.weight(self._cost_kind(call.shape)) < MIN_TIMED_WEIGHT
         if len(run.seconds) == MIN_RUN_CALLS and is_untimed:
             self._learn_first_timings()
         else:
-            self._rescale_costs_at_third_surprise(call.shape, seconds)
+            self._watch_for_surprises(call.shape, seconds)
 
-    def _find_or_begin_run(self, shape: DraftShape) -> Run:
+    def _run_of(self, shape: DraftShape) -> Run:
         """The run that a call of `shape` joins."""
         # Calls of drafters that wait for tokens are timed each for itself: they join their shape's
         # run from anywhere, and leave no run open.
@@ -524,19 +524,19 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _collect_plain_seconds_and_end_timing(self, call: CallRecord) -> None:
+    def _collect_plain_seconds(self, call: CallRecord) -> None:
         if call.seconds is not None:
             self._plain.append(call.seconds)
             self._since_plain = 0
         if self._plain_calls_due:
             self._plain_calls_due -= 1
-            if self._has_timed_enough_plain_calls() or (not self._plain_calls_due and self._plain):
+            if self._is_plain_certain() or (not self._plain_calls_due and self._plain):
                 self._plain_calls_due = 0
                 self._table.learn_plain_seconds(self._context, self._plain)
                 self._plain.clear()
-                self._rescale_costs_after_surprises()
+                self._rescale_costs()
 
-    def _has_timed_enough_plain_calls(self) -> bool:
+    def _is_plain_certain(self) -> bool:
         count = len(self._plain)
         error = self._table.plain_error(self._context, count)
         return count >= MIN_PLAIN_CALLS and error <= self._tolerable_plain_error()
@@ -545,12 +545,12 @@ class Controller:
         """Relative standard error of a plain call's seconds that changes no decision."""
         return max(PLAIN_ERROR, PLAIN_ERROR_OF_GAIN * (self.expected_fastest_call().speed - 1))
 
-    def _rescale_costs_at_third_surprise(self, shape: DraftShape, seconds: float) -> None:
+    def _watch_for_surprises(self, shape: DraftShape, seconds: float) -> None:
         """Count calls in a row whose seconds are far off their cost, all to one side."""
         kind = self._cost_kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
-            self._rescale_costs_after_surprises()
+            self._rescale_costs()
             return
         plain = self._table.plain_seconds(self._context)
         if plain is None:
@@ -565,12 +565,12 @@ class Controller:
         if abs(self._surprises) >= SURPRISING_CALLS:
             self._follows_seconds = True
             if self._since_plain <= PLAIN_FRESH_TOKENS:
-                self._rescale_costs_after_surprises()
+                self._rescale_costs()
             else:
                 # The whole machine may be slower, plain calls too.
                 self._plain_calls_due = MAX_PLAIN_CALLS
 
-    def _rescale_costs_after_surprises(self) -> None:
+    def _rescale_costs(self) -> None:
         """After surprises: scale the answer's costs to the median of what its latest calls took."""
         plain = self._table.plain_seconds(self._context, only_of_this_process=True)
         if plain is None or not self._follows_seconds or not self._latest:

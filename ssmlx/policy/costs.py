@@ -121,7 +121,7 @@ def assumed_extra_calls(kind: Kind) -> float:
     return ROW_COST * (rows - 1) + (0.0 if name in (BATCH, ROWS) else DRAFT_COST)
 
 
-def interpolate_flat_beyond_ends(
+def interpolate(
     known: Sequence[float],  # ascending, one number or more
     values: Sequence[float],
     at: float,
@@ -149,20 +149,20 @@ class FrozenCosts:
 
     def calls(self, kind: Kind) -> float:
         """Plain calls that a call of a kind should take: measured, interpolated or assumed."""
-        return 1 + self._extra_calls_and_weight(kind)[0]
+        return 1 + self._extra(kind)[0]
 
     def optimistic_calls(self, kind: Kind) -> float:
         """Plain calls that a call may take at best: the fewer, the less is known."""
-        extra, weight = self._extra_calls_and_weight(kind)
+        extra, weight = self._extra(kind)
         return 1 + extra * (1 - OPTIMISM / max(weight, UNKNOWN_WEIGHT))
 
     def weight(self, kind: Kind) -> float:
         """Runs that the cost of a kind rests on; 0 if nothing like it was measured."""
-        return self._extra_calls_and_weight(kind)[1]
+        return self._extra(kind)[1]
 
     def pessimistic_calls(self, kind: Kind) -> float:
         """Plain calls that a call may take at worst: `CAUTION` standard errors more."""
-        extra, weight = self._extra_calls_and_weight(kind)
+        extra, weight = self._extra(kind)
         run_error = (
             MEDIAN_ERROR * self.noise / math.sqrt(TYPICAL_RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
         )
@@ -177,13 +177,13 @@ class FrozenCosts:
     def scaled(self, factor: float) -> "FrozenCosts":
         return replace(self, scale=factor, _found={})
 
-    def _extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
+    def _extra(self, kind: Kind) -> tuple[float, float]:
         """Plain calls beyond 1 of a kind, and runs that they rest on; computed once."""
         if kind not in self._found:
-            self._found[kind] = self._interpolate_extra_calls_and_weight(kind)
+            self._found[kind] = self._interpolate_extra(kind)
         return self._found[kind]
 
-    def _interpolate_extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
+    def _interpolate_extra(self, kind: Kind) -> tuple[float, float]:
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
         prior = assumed_extra_calls(kind)
@@ -191,7 +191,7 @@ class FrozenCosts:
             # As much over the prior as what is known of a drafter's calls.
             others = sorted({one for one, _ in self.known} - {BATCH})
             if others:
-                extra, _ = self._extra_calls_and_weight((others[0], count))
+                extra, _ = self._extra((others[0], count))
                 drafted = assumed_extra_calls((others[0], count))
                 return prior * extra / drafted, UNKNOWN_WEIGHT
         if not counts:
@@ -201,10 +201,8 @@ class FrozenCosts:
         over = [(self.known[name, n][0] - 1) / assumed_extra_calls((name, n)) for n in counts]
         weights = [self.known[name, n][1] for n in counts]
         is_between = counts[0] <= count <= counts[-1]
-        weight = (
-            interpolate_flat_beyond_ends(counts, weights, count) if is_between else UNKNOWN_WEIGHT
-        )
-        return prior * interpolate_flat_beyond_ends(counts, over, count) * self.scale, weight
+        weight = interpolate(counts, weights, count) if is_between else UNKNOWN_WEIGHT
+        return prior * interpolate(counts, over, count) * self.scale, weight
 
 
 class CostTable:
@@ -226,11 +224,11 @@ class CostTable:
 
     def frozen(self, context: int) -> FrozenCosts:
         """A copy of the costs of a context's bucket, else of the longest shorter one known."""
-        means = self._costs_of_nearest_bucket(context)
+        means = self._nearest(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
 
-    def set_head_start_where_unlearned(
+    def set_head_start(
         self,
         costs: Mapping[Kind, float],  # plain calls that kinds of calls take
         context: int = 0,  # committed tokens after which they were timed
@@ -239,12 +237,12 @@ class CostTable:
         """Set costs that were timed before any answer; what answers have taught stays."""
         if plain_seconds:
             self.learn_plain_seconds(context, plain_seconds)
-        means = self._own_bucket_created_if_missing(context)
+        means = self._own_bucket(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
-    def learn_cost_and_return_change(
+    def learn(
         self,
         kind: Kind,
         context: int,  # committed tokens; only their bucket is changed
@@ -255,7 +253,7 @@ class CostTable:
 
         Returns the factor by which what the kind takes beyond a plain call has changed.
         """
-        means = self._own_bucket_created_if_missing(context)
+        means = self._own_bucket(context)
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
@@ -318,7 +316,7 @@ class CostTable:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
 
-    def refill_bank_and_age_timings(self, tokens: int, context: int) -> None:
+    def note_tokens(self, tokens: int, context: int) -> None:
         """An answer after `context` tokens advanced by `tokens`."""
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens
@@ -342,17 +340,17 @@ class CostTable:
         self.since_probe = 0
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
-    def _costs_of_nearest_bucket(self, context: int) -> dict[Kind, Mean]:
+    def _nearest(self, context: int) -> dict[Kind, Mean]:
         """The bucket's, else of the longest shorter one that has any. Not to be changed."""
         bucket = context_bucket(context)
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
-    def _own_bucket_created_if_missing(self, context: int) -> dict[Kind, Mean]:
+    def _own_bucket(self, context: int) -> dict[Kind, Mean]:
         """The costs of a context's own bucket, to be changed by the caller."""
         bucket = context_bucket(context)
         if bucket not in self._means:
-            inherited = self._costs_of_nearest_bucket(context)
+            inherited = self._nearest(context)
             # Another context's costs are a head start, no more.
             self._means[bucket] = {
                 kind: Mean(mean.value, min(mean.weight, SEED_WEIGHT))
@@ -371,39 +369,37 @@ class CostTable:
         return {"costs": costs, "plain": plain, "bank": self.bank, "noise": self.noise}
 
     @classmethod
-    def from_dict_or_raise(cls, values: Any) -> Self:
+    def from_dict(cls, values: Any) -> Self:
         """A table from what `to_dict` gave; ValueError for anything else."""
         try:
-            return cls._parse_values(values)
+            return cls._parse(values)
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"no table of costs: {error}") from None
 
     @classmethod
-    def _parse_values(cls, values: Any) -> Self:
+    def _parse(cls, values: Any) -> Self:
         table = cls()
-        table.bank = _require_number_between(values["bank"], 0.0, BANK_MOST)
-        table.noise = _require_number_between(values["noise"], 0.0, MAX_NOISE)
+        table.bank = _require_between(values["bank"], 0.0, BANK_MOST)
+        table.noise = _require_between(values["noise"], 0.0, MAX_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
             if bucket not in BUCKETS or not isinstance(name, str) or type(count) is not int:
                 raise ValueError(f"no kind of call: {name!r}, {count!r} behind {bucket!r} tokens")
             mean = Mean(
-                _require_number_between(calls, 1.0, 1e3),
-                _require_number_between(weight, 0.0, MAX_WEIGHT),
+                _require_between(calls, 1.0, 1e3),
+                _require_between(weight, 0.0, MAX_WEIGHT),
             )
-            table._means.setdefault(bucket, {})[
-                name, int(_require_number_between(count, 2, 4096))
-            ] = mean
+            table._means.setdefault(bucket, {})[name, int(_require_between(count, 2, 4096))] = mean
         for bucket, seconds, tokens_since in values["plain"]:
             if bucket not in BUCKETS:
                 raise ValueError(f"no bucket of contexts: {bucket!r}")
-            age = int(_require_number_between(tokens_since, 0, 1e12))
-            table._plain[bucket] = PlainTiming(_require_number_between(seconds, 1e-9, 1e4), age)
+            age = int(_require_between(tokens_since, 0, 1e12))
+            table._plain[bucket] = PlainTiming(_require_between(seconds, 1e-9, 1e4), age)
         return table
 
 
-def _require_number_between(value: Any, low: float, high: float) -> float:
+def _require_between(value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"no number: {value!r}")
     if not (math.isfinite(value) and low <= value <= high):

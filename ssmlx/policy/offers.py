@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from ..decoding.draft_shape import DraftShape
 from .acceptance import FIRST_RATIO
-from .costs import ROWS, interpolate_flat_beyond_ends
+from .costs import ROWS, interpolate
 
 RatioOf = Callable[[str, float], float]
 """Called with the name of a ratio and what it is at first: the acceptance ratio to expect."""
@@ -96,7 +96,7 @@ class CurveOffer:
         tokens = [known[count] for count in counts]
         accepted = {
             DraftShape(largest.drafter, nodes, min(largest.levels, nodes - 1)): (
-                interpolate_flat_beyond_ends(counts, tokens, nodes) - 1
+                interpolate(counts, tokens, nodes) - 1
             )
             for nodes in range(2, min(counts[-1], largest.nodes) + 1)
         }

@@ -138,7 +138,7 @@ def time_candidate_layers_and_keep_costs(
         found[num_layers] = time_and_store_costs(model, text, TIMED_SIZES, seconds=seconds)
     learned, _ = learned_of(StreamFusedModel(backbone))
     for num_layers, costs in found.items():
-        learned.costs.set_head_start_where_unlearned(
+        learned.costs.set_head_start(
             {(_untrained_cost_name(num_layers), n): cost for n, cost in costs.items()}
         )
     learned.keep(at_once=True)
