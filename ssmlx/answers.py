@@ -85,7 +85,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         self._progress = progress
         self._requested: Future[Segment | Prefilled | None] | None = None
         self._reading = threading.Lock()
-        closing = weakref.finalize(self, _end_and_close_source, self._source)
+        closing = weakref.finalize(self, _end, self._source)
         closing.atexit = False
 
     @property
@@ -104,7 +104,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             be ended, it holds an InputError.
         """
         self._requested = None
-        return _end_and_close_source(self._source)
+        return _end(self._source)
 
     def close(self) -> None:
         """Cancel the answer, and wait until its cache can be used. Not in a forked process."""
@@ -144,7 +144,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
                     segment = self._source.compute_next()
                 else:
                     asked = self._request_segment()
-                    with self._keep_request_if_interrupted(asked):
+                    with self._keeping_request(asked):
                         segment = asked.result()
                 if segment is None:
                     raise StopIteration
@@ -159,7 +159,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         with self._exclusive_reading():
             while True:
                 asked = self._request_segment()
-                with self._keep_request_if_interrupted(asked):
+                with self._keeping_request(asked):
                     segment = await asyncio.shield(asyncio.wrap_future(asked))
                 if segment is None:
                     raise StopAsyncIteration
@@ -174,9 +174,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self._requested
 
     @contextmanager
-    def _keep_request_if_interrupted(
-        self, asked: Future[Segment | Prefilled | None]
-    ) -> Iterator[None]:
+    def _keeping_request(self, asked: Future[Segment | Prefilled | None]) -> Iterator[None]:
         """Keep the request for the next reader if waiting for it is interrupted."""
         try:
             yield
@@ -202,7 +200,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             self._reading.release()
 
 
-def _end_and_close_source(source: _SegmentSource[Any]) -> Future[None]:
+def _end(source: _SegmentSource[Any]) -> Future[None]:
     """End an answer at once for its readers; the future is done when it is closed."""
     source.is_over = True
     return THREAD.enqueue(source.close)

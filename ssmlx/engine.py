@@ -38,7 +38,7 @@ from .mlx_thread import is_forked, run_on_mlx_thread, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache, place_to_keep_for_next_turn
+from .prompt_cache import PromptCache, place_for_next_turn
 from .prompts import (
     Tools,
     adapter_template,
@@ -129,7 +129,7 @@ class Engine:
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
         self.prompt_cache.identify(self.model(NO_ADAPTER))
-        self._count_cache_in_pool(self.prompt_cache)
+        self._count_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run_on_mlx_thread(self._wiring.__enter__)
@@ -139,7 +139,7 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
-    def _count_cache_in_pool(self, prompt_cache: PromptCache) -> None:
+    def _count_in_pool(self, prompt_cache: PromptCache) -> None:
         """Count what a prompt cache has, until `close`; it may drop some to fit."""
 
         def count_on_mlx_thread() -> None:
@@ -245,7 +245,7 @@ class Engine:
         def open_answer() -> Answer[GenerationResponse]:
             prompt = self._encode_question(model, question, chat_options)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            self._count_cache_in_pool(kept)
+            self._count_in_pool(kept)
             end = max(0, len(prompt) - 1)
             require(
                 keep_at is None or 0 <= keep_at <= end,
@@ -291,7 +291,7 @@ class Engine:
         decode: Decode = decode_plan
         if mask is not None or not is_alone:
             decode = partial(self._batches.decode, mask=mask)
-        place = place_to_keep_for_next_turn(
+        place = place_for_next_turn(
             prompt_cache, model, prompt, cache, keep_at, copies=shares_prompt and not is_alone
         )
         decode = partial(decode, place=place)
@@ -372,7 +372,7 @@ class Engine:
         finally:
             holding.release()
         if prompt_cache is not None:
-            self._count_cache_in_pool(prompt_cache)
+            self._count_in_pool(prompt_cache)
             prompt_cache.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 

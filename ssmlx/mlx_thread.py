@@ -40,7 +40,7 @@ def is_forked() -> bool:
     return _computing_process not in (None, os.getpid())
 
 
-def claim_process_for_mlx() -> None:
+def claim_process() -> None:
     """MLX computes in this process from now on. To be called before it does; as often as wanted."""
     global _computing_process
     # It would wait for ever for threads that the fork did not copy.
@@ -61,7 +61,7 @@ class _Task(Generic[Result]):
     call: Callable[[], Result]
     device: mx.Device  # the default one of whoever asks
 
-    def run_into_future(self) -> None:
+    def run(self) -> None:
         try:
             result = self.call()
         except BaseException as error:
@@ -93,7 +93,7 @@ class MlxThread:
         """
         future: Future[Result] = Future()
         try:
-            claim_process_for_mlx()
+            claim_process()
         except InputError as error:
             future.set_exception(error)
             return future
@@ -102,20 +102,18 @@ class MlxThread:
             return future
         self._tasks.put(_Task(future, task, mx.default_device()))
         if self._thread is None:
-            self._start_thread_once()
+            self._start()
         return future
 
-    def _start_thread_once(self) -> None:
+    def _start(self) -> None:
         with self._starting:
             if self._thread is None:
                 # A daemon, for Python waits for any other thread before `atexit` runs.
-                self._thread = threading.Thread(
-                    target=self._run_tasks_for_ever, name="ssmlx", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name="ssmlx", daemon=True)
                 self._thread.start()
-                atexit.register(self._close_open_at_exit)
+                atexit.register(self._close_at_exit)
 
-    def _run_tasks_for_ever(self) -> None:
+    def _run(self) -> None:
         threads = OpenBlasThreads()
         while True:
             task = self._tasks.get()
@@ -123,10 +121,10 @@ class MlxThread:
             if mx.default_device() != task.device:
                 mx.set_default_device(task.device)
             if task.future.set_running_or_notify_cancel():
-                task.run_into_future()
+                task.run()
             del task  # or its arrays would wait for the next one
 
-    def _close_open_at_exit(self) -> None:
+    def _close_at_exit(self) -> None:
         """Close what is open, wait for that, and take no more tasks."""
         if is_forked():
             return

@@ -35,7 +35,7 @@ from .loading.attach import swap_adapter
 from .mlx_thread import is_forked, run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache, place_to_keep_for_next_turn
+from .prompt_cache import PromptCache, place_for_next_turn
 from .prompts import (
     Tools,
     adapter_template,
@@ -156,16 +156,16 @@ class ChatSession:
         check_text("" if system is None else system)
 
         def reset_on_mlx_thread() -> None:
-            self._require_open_and_idle()
+            self._require_idle()
             self.system = system
             self.messages: list[Message] = []
             if system:
                 self.messages.append({"role": "system", "content": system})
-            self._drop_cache_and_earlier_answers()
+            self._clear()
 
         run_on_mlx_thread(reset_on_mlx_thread)
 
-    def _drop_cache_and_earlier_answers(self) -> None:
+    def _clear(self) -> None:
         self.free_memory()
         # Those of a shared prompt cache stay, and are taken for the model of now.
         shared = self._prompts
@@ -206,15 +206,15 @@ class ChatSession:
             InputError: there is no such adapter, it does not fit the model or the chat's settings,
                 a reply is still open, or the session is closed; everything is as it was.
         """
-        run_on_mlx_thread(self._require_open_and_idle)
+        run_on_mlx_thread(self._require_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def take_over_on_mlx_thread() -> None:
-            self._require_open_and_idle()
+            self._require_idle()
             # The chat's settings have to fit.
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
-            self._drop_cache_and_earlier_answers()
+            self._clear()
 
         run_on_mlx_thread(take_over_on_mlx_thread)
 
@@ -268,7 +268,7 @@ class ChatSession:
         config = resolve_sampling(self.config, self.model)
 
         def open_reply() -> Answer[GenerationResponse]:
-            self._require_open_and_idle()
+            self._require_idle()
             answer = Answer(self._begin_reply(text, config), progress)
             self._reply = weakref.ref(answer)
             return answer
@@ -301,7 +301,7 @@ class ChatSession:
             do="make a new session",
         )
 
-    def _require_open_and_idle(self) -> None:
+    def _require_idle(self) -> None:
         """Two replies would write the same cache and history. MLX thread."""
         self._check_open()
         reply = self._reply()
@@ -340,13 +340,13 @@ class ChatSession:
             self._encode_turns, [*self.messages, question], add_generation_prompt=False
         )
         length = partial(length_before_answer_opens, prompt, turns_alone)
-        place = place_to_keep_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
+        place = place_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
         decode: Decode = partial(decode_plan, place=place)
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
             decode = within_limit(self._pool, decode)
 
-        def keep_answer_or_drop_question(given: GivenAnswer) -> None:
+        def keep_answer(given: GivenAnswer) -> None:
             """Keep what was yielded of the answer, and its cache."""
             if given.last is not None:
                 self.messages.append(answer_turn(given.text, format, self.begins))
@@ -370,17 +370,17 @@ class ChatSession:
             config,
             cache=self._cache,
             context=prompt[:reused],
-            done=keep_answer_or_drop_question,
+            done=keep_answer,
             decode=decode,
             loaded=self._loaded,
             earlier=self._earlier,
         )
 
-        def add_question_and_decode() -> Generator[GenerationResponse | Prefilled]:
+        def segments_after_question() -> Generator[GenerationResponse | Prefilled]:
             self.messages.append(question)
             yield from segments
 
-        return add_question_and_decode()
+        return segments_after_question()
 
     @property
     def asks_alone(self) -> bool:

@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     # --- generation ---
     Mutant(
-        "generation/answer_end.py:StopChecker._add_tokens_until_end",
+        "generation/answer_end.py:StopChecker._add",
         "self.generated == self.max_tokens",
         "self.generated > self.max_tokens",
         "answers are a token longer than they may be",
@@ -261,7 +261,7 @@ MUTANTS = [
         "tests/test_batching.py",
     ),
     Mutant(
-        "generation/batching.py:Batches._pause_those_that_miss_calls",
+        "generation/batching.py:Batches._pause_unread",
         "if not group.is_batched:",
         "if True:",
         "an answer that is held and not read keeps the others from their drafts",
@@ -275,7 +275,7 @@ MUTANTS = [
         "tests/test_batching.py",
     ),
     Mutant(
-        "generation/pool.py:Holding.claim_memory",
+        "generation/pool.py:Holding.claim",
         "self._provided, self._claimed = before",
         "pass",
         "memory that was refused stays claimed",
@@ -353,14 +353,14 @@ MUTANTS = [
         "tests/test_prompt_cache.py tests/test_identity.py",
     ),
     Mutant(
-        "prompt_cache/cache.py:PromptCache._use_longest_match",
+        "prompt_cache/cache.py:PromptCache._find",
         "self._pool.mark_used(entry)",
         "pass",
         "the prompt that was used last is the first that leaves the memory",
         "tests/test_prompt_cache.py tests/test_pool.py",
     ),
     Mutant(
-        "prompt_cache/cache.py:PromptCache._take_on_mlx_thread",
+        "prompt_cache/cache.py:PromptCache._take",
         "in_file > count",
         "in_file >= count",
         "each turn reads from disk what is in memory",
@@ -374,7 +374,7 @@ MUTANTS = [
         "tests/test_prompt_cache.py tests/test_identity.py",
     ),
     Mutant(
-        "prompt_cache/prompt_files.py:PromptFolder.write_if_new",
+        "prompt_cache/prompt_files.py:PromptFolder.save",
         "if size > self.max_bytes:",
         "if False:",
         "a prompt larger than the folder may be drives all others out of it",
@@ -382,7 +382,7 @@ MUTANTS = [
     ),
     # --- answers and their threads ---
     Mutant(
-        "answers.py:Answer._keep_request_if_interrupted",
+        "answers.py:Answer._keeping_request",
         "if asked.done() and asked.exception() is error:",
         "if True:",
         "a reader that is interrupted loses a segment",

@@ -75,11 +75,11 @@ class StopChecker:
 
     def take(self, tokens: Sequence[int]) -> AnswerPart:
         """Append the tokens of a call, up to where the answer ends; for each call, in order."""
-        count, reason = self._add_tokens_until_end(tokens)
+        count, reason = self._add(tokens)
         text = self.text.take_segment(is_last=reason is not None)
         return AnswerPart(tuple(tokens[:count]), text, reason, self.text.ended_by)
 
-    def _add_tokens_until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+    def _add(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of `tokens` belong to the answer, and why it ends with them, if it does."""
         for count, token in enumerate(tokens, 1):
             self.generated += 1

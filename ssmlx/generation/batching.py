@@ -141,7 +141,7 @@ class _Group:
         more = padding * self._token_bytes - self.batch.padding_bytes
         return more <= 0 or self._fits(more)
 
-    def learn_cost_every_few_calls(self, rows: Sequence[Row], seconds: float) -> None:
+    def learn_cost(self, rows: Sequence[Row], seconds: float) -> None:
         """The median of `TIMED_CALLS` calls for as many texts teaches what such a call costs."""
         if len(rows) != self._num_texts:
             # The first call for another number of texts is not counted.
@@ -267,11 +267,11 @@ class Batches:
         are kept for the answers that they belong to.
         """
         if self._is_piece_due:
-            self._process_next_piece()
+            self._process_piece()
         elif row.status is not Status.WAITING:
             self._bring_token(row)
-        elif not self._make_calls_for_readers_of_answers() and not self._is_reader_expected:
-            self._process_next_piece()
+        elif not self._make_due_calls() and not self._is_reader_expected:
+            self._process_piece()
 
     @property
     def _is_piece_due(self) -> bool:
@@ -354,7 +354,7 @@ class Batches:
 
     # --- turns ---
 
-    def _process_next_piece(self) -> None:
+    def _process_piece(self) -> None:
         """Process a piece of the prompt that is next, which then goes to the end of the line."""
         row = self._next_in_line
         self._has_overtaken = row is not self._waiting[0]
@@ -386,23 +386,23 @@ class Batches:
             row.group.update_is_batched()
         self._join_or_leave_batch(row)
         if row.status is Status.BATCHED:
-            self._make_batch_call(row.group)
+            self._call_batch(row.group)
         else:
-            self._make_own_call(row)
+            self._call_alone(row)
 
-    def _make_calls_for_readers_of_answers(self) -> bool:
+    def _make_due_calls(self) -> bool:
         """Make the calls whose tokens readers of answers ask for next; whether there are any."""
         groups = self._groups.values()
         batched = [group for group in groups if group.with_status(Status.BATCHED)]
         alone = [row for group in groups for row in group.with_status(Status.ALONE)]
         alone = [row for row in alone if not row.unread]
         for group in batched:
-            self._make_batch_call(group)
+            self._call_batch(group)
         for row in alone:
-            self._make_own_call(row)
+            self._call_alone(row)
         return bool(batched or alone)
 
-    def _make_batch_call(self, group: _Group) -> None:
+    def _call_batch(self, group: _Group) -> None:
         """Make a call of the group's batch: every BATCHED answer has a step more to read."""
         rows = group.with_status(Status.BATCHED)
         started = self._clock()
@@ -415,14 +415,14 @@ class Batches:
                 self._fail(row, failure)
             return
         seconds = self._clock() - started
-        group.learn_cost_every_few_calls(rows, seconds)
+        group.learn_cost(rows, seconds)
         for row in rows:
             if row in paused:
                 self._set_status(row, Status.PAUSED)
-        self._pause_those_that_miss_calls(group)
+        self._pause_unread(group)
         self._schedule.record_call(seconds)
 
-    def _pause_those_that_miss_calls(self, group: _Group) -> None:
+    def _pause_unread(self, group: _Group) -> None:
         """Pause answers alone whose readers stay away: they must not keep others from drafts."""
         if not group.is_batched:
             return
@@ -439,7 +439,7 @@ class Batches:
             except Exception as error:  # of a call of its own loop that was under way
                 self._fail(row, error)
 
-    def _make_own_call(self, row: _OpenAnswer) -> None:
+    def _call_alone(self, row: _OpenAnswer) -> None:
         """Make a call of a row that is ALONE, with drafts, or start one of its drafters."""
         if row.steps is None:
             row.steps = decode_plan(

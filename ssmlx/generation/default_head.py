@@ -38,7 +38,7 @@ def default_head(model: StreamFusedModel) -> DefaultHead:
     return found
 
 
-def loaded_default_head_or_raise(model: StreamFusedModel) -> Loaded | None:
+def require_default_head(model: StreamFusedModel) -> Loaded | None:
     """The default head, for settings that name its drafter; raises why it cannot draft."""
     head = default_head(model)
     if head.found is not None and head.loaded is None:

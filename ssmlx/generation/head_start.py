@@ -15,7 +15,7 @@ from ..policy.costs import ROWS
 from ..prompts import encode
 from .learned import learned_of
 from .plan import Plan
-from .time_calls import measure_costs_in_plain_calls
+from .time_calls import measure_costs
 
 STREAMS = "streams"
 """The registered name of the drafter whose calls are timed, if the model has it."""
@@ -39,7 +39,7 @@ def sample_text(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> list[in
     return encode(_TEXT, tokenizer)[: min(_MOST_TOKENS, room // 2)]
 
 
-def time_and_store_costs(
+def time_costs(
     model: StreamFusedModel,
     tokens: Sequence[int],
     sizes: Sequence[int],
@@ -48,7 +48,7 @@ def time_and_store_costs(
     first_round_seconds: float = inf,
 ) -> dict[int, float]:
     """Time calls, and put their costs into this machine's table; plain calls by nodes."""
-    timings = measure_costs_in_plain_calls(
+    timings = measure_costs(
         model, tokens, sizes, seconds=seconds, first_round_seconds=first_round_seconds
     )
     learned, _ = learned_of(model)
@@ -62,7 +62,7 @@ def time_and_store_costs(
     return {size: known.calls((name, size)) for size in timings.costs}
 
 
-def time_calls_before_first_answer(
+def time_head_start(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     plan: Plan,  # of the answers to come, which is not run
@@ -79,7 +79,7 @@ def time_calls_before_first_answer(
     )
     if is_known or len(tokens) < 2:
         return
-    found = time_and_store_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
+    found = time_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
     costs = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.items())
     if found:
         _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)

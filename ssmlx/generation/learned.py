@@ -46,7 +46,7 @@ class Learned:
         self._written_at = time.monotonic()
         self._is_new = False
         self._read_file()
-        atexit.register(self.write_if_new)
+        atexit.register(self.write)
 
     def prior(self, adapter: str) -> AcceptancePrior:
         """The acceptance ratios of an adapter, by its digest; new ones if it has none."""
@@ -59,9 +59,9 @@ class Learned:
         """Something was learned: write the file, unless that was done lately."""
         self._is_new = True
         if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
-            self.write_if_new()
+            self.write()
 
-    def write_if_new(self) -> None:
+    def write(self) -> None:
         """Write the file, whole or not at all, if anything is new since the last time."""
         if not self._is_new or is_forked():
             return
@@ -113,7 +113,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     """
     if model not in _BY_MODEL:
         folder = Path(model.backbone.origin.cache_dir or cache_dir()).expanduser() / "costs"
-        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", streams_or_lora_digest(model)
+        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", adapter_digest(model)
     path, adapter = _BY_MODEL[model]
     if path not in _BY_PATH:
         _BY_PATH[path] = Learned(path)
@@ -133,7 +133,7 @@ def geometry_digest(model: StreamFusedModel) -> str:
     return json_digest([this_machine(), shapes, layers, heads])
 
 
-def streams_or_lora_digest(model: StreamFusedModel) -> str:
+def adapter_digest(model: StreamFusedModel) -> str:
     """16 hexadecimal digits of what guesses texts: streams, else LoRA. Waits for the device."""
     if model.config is None or model.streams is None:
         return model.lora_digest or "none"

@@ -26,7 +26,7 @@ from ..model.text_cache import TextCache
 from ..policy.controller import PLAIN_CALL, Controller, ExpectedCall
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
-from .default_head import HEAD_DRAFTER, default_head, loaded_default_head_or_raise
+from .default_head import HEAD_DRAFTER, default_head, require_default_head
 from .learned import Learned, learned_of
 from .memory import cache_size_of
 from .pool import Holding, MemoryPool, Shared
@@ -215,7 +215,7 @@ def choose_drafter(
     elif name is None and _is_controlled(model, config):
         return ChosenDrafter(NAME if model.backbone.capabilities.has("chains") else None, loaded)
     if name is not None:
-        _require_model_can_verify(model, name)
+        _require_verifiable(model, name)
     cause = "--drafter streams" if config.drafter else "speculative decoding"
     require(
         name != "streams" or model.num_streams > 0,
@@ -230,13 +230,13 @@ def _load_default_head(model: StreamFusedModel, config: GenerateConfig) -> list[
     """The default head, if the settings name its drafter, or let a controller choose."""
     head = None
     if config.drafter == HEAD_DRAFTER:
-        head = loaded_default_head_or_raise(model)
+        head = require_default_head(model)
     elif config.drafter is None and _is_controlled(model, config):
         head = default_head(model).loaded
     return [] if head is None else [head]
 
 
-def _require_model_can_verify(model: StreamFusedModel, drafter: str) -> None:
+def _require_verifiable(model: StreamFusedModel, drafter: str) -> None:
     capabilities = model.backbone.capabilities
     needed = registered_drafter(drafter).needed
     reason = capabilities.reason(needed)
@@ -336,6 +336,6 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
         num_tokens = cache.offset + len(prompt)
         pool.add_running(holding, num_tokens)
         steps = decode(plan, model, prompt, cache, context=context, **more)
-        return holding.claim_memory_while_decoding(steps, num_tokens)
+        return holding.follow(steps, num_tokens)
 
     return decode_claiming_memory

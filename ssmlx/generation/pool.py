@@ -103,7 +103,7 @@ class Holding:
         self._claimed = 0  # bytes of these
         self.num_bytes = 0  # as they were counted last
 
-    def claim_memory(self, num_tokens: int) -> None:
+    def claim(self, num_tokens: int) -> None:
         """Claim memory for a text of so many tokens and `_MARGIN` more, or raise NoRoomError."""
         if num_tokens + _MARGIN <= self._provided:
             return
@@ -111,12 +111,12 @@ class Holding:
         self._provided = self._size.rounded(num_tokens + _MARGIN)
         self._claimed = self._size.of(self._provided, self._scratch)
         try:
-            self._pool.drop_kept_to_fit_or_raise(self)
+            self._pool.fit(self)
         except NoRoomError:
             self._provided, self._claimed = before
             raise
 
-    def claim_memory_while_decoding(
+    def follow(
         self,
         steps: Steps,
         num_tokens: int,  # of the text before the first step
@@ -127,7 +127,7 @@ class Holding:
                 for step in steps:
                     yield step
                     num_tokens += 0 if step is None else len(step.tokens)
-                    self.claim_memory(num_tokens)
+                    self.claim(num_tokens)
         finally:
             self.release()
 
@@ -206,13 +206,13 @@ class MemoryPool:
         with self._lock:
             self._running.add(holding)
         try:
-            holding.claim_memory(num_tokens)
+            holding.claim(num_tokens)
         except NoRoomError:
             self.release(holding)
             raise
         return holding
 
-    def drop_kept_to_fit_or_raise(self, holding: Holding) -> None:
+    def fit(self, holding: Holding) -> None:
         """Make room for what `holding`, counted here, has claimed."""
         wanted = holding.count_bytes()
         if not self.make_room():
@@ -224,7 +224,7 @@ class MemoryPool:
         # Nothing is dropped in vain: idle parts go first, and what is kept only if that is enough.
         left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
-            self._make_shared_drop_idle()
+            self._drop_idle()
             left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
             return False
@@ -242,7 +242,7 @@ class MemoryPool:
             shared = list(self._shared)
         return sum(one.count_bytes() for one in running) + sum(one.cache_bytes for one in shared)
 
-    def _make_shared_drop_idle(self) -> None:
+    def _drop_idle(self) -> None:
         with self._lock:
             shared = list(self._shared)
         for one in shared:

@@ -58,7 +58,7 @@ class NewestTokenRepeater:
         return trie.to_padded_tree(shape.levels)
 
 
-def measure_costs_in_plain_calls(
+def measure_costs(
     model: StreamFusedModel,  # nothing else decodes with it meanwhile
     tokens: Sequence[int],  # the text that is decoded after, two tokens or more
     sizes: Sequence[int] = (2, 3, 4, 6, 8, 12, 16),  # nodes of the trees, each 2 or more

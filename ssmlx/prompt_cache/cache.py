@@ -45,7 +45,7 @@ class _Entry:
         """Leave the memory, for the owner's folder if it has one; see `pool.Kept`."""
         owner = self.owner()
         if owner is not None:
-            owner._move_to_folder(self)
+            owner._leave_memory(self)
 
     def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
         """How many tokens at the beginning of `tokens` a fork can hold; 0 under another key."""
@@ -58,7 +58,7 @@ class _Entry:
         return self.shared(other.key, other.tokens) == len(other.tokens)
 
 
-def place_to_keep_for_next_turn(
+def place_for_next_turn(
     prompts: PromptCache | None,
     model: StreamFusedModel,
     prompt: Sequence[int],  # tokens of the whole prompt
@@ -155,9 +155,7 @@ class PromptCache:
             A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
             An empty one, and 0, if nothing is known.
         """
-        return run_on_mlx_thread(
-            lambda: self._take_on_mlx_thread(model, tuple(tokens[:-1]), scratch)
-        )
+        return run_on_mlx_thread(lambda: self._take(model, tuple(tokens[:-1]), scratch))
 
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TextCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
@@ -173,7 +171,7 @@ class PromptCache:
             tokens: the prompt, or its beginning.
             cache: what the model computed of `tokens`; it may hold more of a text after them.
         """
-        run_on_mlx_thread(lambda: self._put_on_mlx_thread(model, tuple(tokens), cache))
+        run_on_mlx_thread(lambda: self._put(model, tuple(tokens), cache))
 
     def identify(self, model: StreamFusedModel) -> None:
         """Find out now what tells a model's prompts from others', before its first answer.
@@ -257,7 +255,7 @@ class PromptCache:
         with self._lock:
             entries = list(self._entries)
         for entry in entries:
-            self._write_to_folder_once(entry)
+            self._save(entry)
 
     def close(self) -> None:
         """Write to the folder what is not there yet, and drop all prompts and answers in memory.
@@ -287,25 +285,25 @@ class PromptCache:
                 _log.warning("prompts are kept in memory alone: %s", error)
         return CacheKey.of(model), None
 
-    def _take_on_mlx_thread(
+    def _take(
         self,
         model: StreamFusedModel,
         tokens: Tokens,  # the prompt without its last one
         scratch: int,
     ) -> tuple[TextCache, int]:
         key, folder = self._key_and_folder(model)
-        entry, count = self._use_longest_match(key, tokens)
+        entry, count = self._find(key, tokens)
         if folder is not None:
             path, in_file = folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
-                entry, count = self._read_file_or_delete(path, model, key, tokens) or (entry, count)
+                entry, count = self._load(path, model, key, tokens) or (entry, count)
         if entry is None:
             return model.make_cache(scratch), 0
         cache = entry.cache.fork(count)
         mx.eval(cache.state)
         return cache, count
 
-    def _read_file_or_delete(
+    def _load(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
         """Read a file of the folder as the newest prompt; how many of `tokens` it begins with."""
@@ -318,10 +316,10 @@ class PromptCache:
             return None
         mark_used(path)
         entry = _Entry(key, found, cache, weakref.ref(self), is_written=True)
-        self._add_and_evict(entry)
+        self._add(entry)
         return entry, entry.shared(key, tokens)
 
-    def _put_on_mlx_thread(self, model: StreamFusedModel, tokens: Tokens, cache: TextCache) -> None:
+    def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TextCache) -> None:
         key, folder = self._key_and_folder(model)
         with self._lock:
             answers = self._answers.get(key)
@@ -329,14 +327,14 @@ class PromptCache:
         if self._pool is not None and answers is not None:
             self._pool.keep_or_free(answers, answers.nbytes)
         tokens = tokens[: cache.longest_keepable(min(len(tokens), cache.offset))]
-        _, count = self._use_longest_match(key, tokens)
+        _, count = self._find(key, tokens)
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)
             entry = _Entry(key, tokens, fork, weakref.ref(self), is_written=folder is None)
-            self._add_and_evict(entry)
+            self._add(entry)
 
-    def _use_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _find(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry in memory that shares most with `tokens`, the latest used now; how many."""
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]
@@ -349,25 +347,25 @@ class PromptCache:
             self._pool.mark_used(entry)
         return entry, count
 
-    def _add_and_evict(self, entry: _Entry) -> None:
+    def _add(self, entry: _Entry) -> None:
         """Add an entry as the newest; entries that it covers, or that no longer fit, leave."""
         limits = [self.max_bytes, self._pool.limit if self._pool else None]
         # Too large for memory: to the folder at once.
         if any(limit is not None and entry.nbytes > limit for limit in limits):
-            self._write_to_folder_once(entry)
+            self._save(entry)
             return
         with self._lock:
             covered = [one for one in self._entries if entry.covers(one)]
             self._entries = [one for one in self._entries if not entry.covers(one)] + [entry]
-            evicted = self._pop_above_limit()
+            evicted = self._pop_excess()
         if self._pool is not None:
             for one in (*covered, *evicted):
                 self._pool.forget(one)
             self._pool.keep_or_free(entry, entry.nbytes)
         for one in evicted:
-            self._write_to_folder_once(one)
+            self._save(one)
 
-    def _pop_above_limit(self) -> list[_Entry]:
+    def _pop_excess(self) -> list[_Entry]:
         """Take out the longest unused entries; the caller holds the lock, and saves them."""
         evicted = []
         total = sum(one.nbytes for one in self._entries)
@@ -376,20 +374,20 @@ class PromptCache:
             total -= evicted[-1].nbytes
         return evicted
 
-    def _move_to_folder(self, entry: _Entry) -> None:
+    def _leave_memory(self, entry: _Entry) -> None:
         with self._lock:
             if entry not in self._entries:
                 return
             self._entries.remove(entry)
-        self._write_to_folder_once(entry)
+        self._save(entry)
 
-    def _write_to_folder_once(self, entry: _Entry) -> None:
+    def _save(self, entry: _Entry) -> None:
         """Write an entry to the folder, unless that was done or tried before."""
         cache = entry.cache
         if self._folder is None or entry.is_written or not isinstance(cache, TreeCache):
             return
         entry.is_written = True
         try:
-            self._folder.write_if_new(entry.key, entry.tokens, cache, run_on_mlx_thread)
+            self._folder.save(entry.key, entry.tokens, cache, run_on_mlx_thread)
         except OSError as error:
             _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)

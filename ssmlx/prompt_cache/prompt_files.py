@@ -53,7 +53,7 @@ class PromptHeader:
     tokens: Tokens  # ids of the prompt
 
     @classmethod
-    def parse_and_check_metadata(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
+    def parse(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
         found = f"{path} has the format {metadata.get('format')!r}"
         require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
         # More text than that is no prompt.
@@ -73,7 +73,7 @@ def read_header(path: Path) -> PromptHeader:
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
-            return PromptHeader.parse_and_check_metadata(file.metadata() or {}, path)
+            return PromptHeader.parse(file.metadata() or {}, path)
     except (SafetensorError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
@@ -86,9 +86,9 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         # All of one file, should another process replace it now.
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
-        header = PromptHeader.parse_and_check_metadata(metadata, path)
+        header = PromptHeader.parse(metadata, path)
         tokens = header.tokens
-        _require_key_vocab_and_length(header, path, model)
+        _require_fits(header, path, model)
         like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
@@ -106,9 +106,7 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     return tokens, TreeCache.of_rows(rows)
 
 
-def _require_key_vocab_and_length(
-    header: PromptHeader, path: Path, model: StreamFusedModel
-) -> None:
+def _require_fits(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
     _require_same_key(CacheKey.in_files(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
@@ -226,7 +224,7 @@ class PromptFolder:
                 most = count
         return best, most
 
-    def write_if_new(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+    def save(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
         """Write a prompt as a file of the folder, unless a file begins with it already."""
         path, count = self.find_longest_match(key, tokens)
         if path is not None and count == len(tokens):
