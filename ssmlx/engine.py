@@ -24,8 +24,7 @@ from .generation.scoring import ScoredPrompt, score_in_pieces
 from .generation.segments import (
     GenerationResponse,
     GivenAnswer,
-    check_prompt_length,
-    check_tokens,
+    check_prompt,
     plan_answer_segments,
     resolve_sampling,
     token_ids,
@@ -341,8 +340,7 @@ class Engine:
 
         def open_scoring() -> Answer[ScoredPrompt]:
             prompt = self._encode_question(model, question, {})
-            check_prompt_length(model, len(prompt))
-            check_tokens(model, prompt)
+            check_prompt(model, prompt)
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
             self.memory_pool.add_running(holding, len(prompt))

@@ -118,16 +118,21 @@ def resolve_sampling(config: GenerateConfig, model: StreamFusedModel) -> Generat
     return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
 
 
-def check_prompt_length(model: StreamFusedModel, num_tokens: int) -> None:
+def check_prompt(
+    model: StreamFusedModel,
+    tokens: Sequence[int],
+    *,
+    num_cached: int = 0,  # tokens of the text before them
+    others: Sequence[int] = (),  # that belong to the vocabulary too
+) -> None:
+    """Refuse a prompt that is empty, leaves no room for an answer, or has unknown tokens."""
+    num_tokens = num_cached + len(tokens)
     limit = model.backbone.context_length
-    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    require(len(tokens) > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     if limit is not None and num_tokens >= limit:
         raise ContextLengthError(num_tokens, limit)
-
-
-def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
     size = model.backbone.vocab_size
-    unknown = next((token for token in tokens if not 0 <= token < size), None)
+    unknown = next((token for token in chain(others, tokens) if not 0 <= token < size), None)
     found = f"the prompt has the token {unknown}"
     expected = f"ids from 0 to {size - 1}"
     require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
@@ -161,8 +166,8 @@ def plan_answer_segments(
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
-    check_prompt_length(model, num_prompt if tokens else 0)
-    check_tokens(model, [*context, *tokens, *token_ids(config.prompt_lookup.reference)])
+    others = [*context, *token_ids(config.prompt_lookup.reference)]
+    check_prompt(model, tokens, num_cached=num_cached, others=others)
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
