@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from .bars import Progress
-from .mlx_thread import THREAD, is_forked
+from .mlx_thread import THREAD, is_forked, unless_forked
 
 Segment = TypeVar("Segment")
 
@@ -106,10 +106,9 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         self._requested = None
         return _end(self._source)
 
+    @unless_forked
     def close(self) -> None:
         """Cancel the answer, and wait until its cache can be used. Not in a forked process."""
-        if is_forked():
-            return
         if THREAD.is_current:
             self._source.close()
         else:
@@ -117,10 +116,9 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
     async def aclose(self) -> None:
         """Cancel the answer, and await its end. Not in a forked process."""
-        if is_forked():
-            return
-        # The end comes even if the task that awaits it is cancelled.
-        await asyncio.shield(asyncio.wrap_future(self.cancel()))
+        if not is_forked():
+            # The end comes even if the task that awaits it is cancelled.
+            await asyncio.shield(asyncio.wrap_future(self.cancel()))
 
     def __enter__(self) -> Self:
         return self

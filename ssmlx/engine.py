@@ -33,7 +33,7 @@ from .loading.folders import Fetch
 from .loading.load import load
 from .loading.loaded_adapters import LoadedAdapters
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER
-from .mlx_thread import is_forked, run_on_mlx_thread, wired_weights
+from .mlx_thread import run_on_mlx_thread, unless_forked, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
@@ -458,6 +458,7 @@ class Engine:
         """`model`, but None is the base alone, as for `ssmlx.swap_adapter`."""
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
+    @unless_forked
     def close(self) -> None:
         """Cancel what is open, wait for its end, and free the memory; chats answer no more.
 
@@ -466,8 +467,6 @@ class Engine:
         memory; they no longer count in the engine's memory limit. A second time, and in a forked
         process, `close` does nothing.
         """
-        if is_forked():
-            return
         if not self._adapters.close():
             return
         self._batches = self._new_batches()  # those that there are know models

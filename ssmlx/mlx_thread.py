@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 
 from .blas import OpenBlasThreads
 from .errors import InputError, require
 
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 _computing_process: int | None = None
@@ -38,6 +40,20 @@ class Closable(Protocol):
 def is_forked() -> bool:
     """Whether this process was forked from one in which MLX had computed."""
     return _computing_process not in (None, os.getpid())
+
+
+def unless_forked(end: Callable[Params, None]) -> Callable[Params, None]:
+    """Have a method that ends or writes something do nothing in a forked process.
+
+    What it would end there is the parent's, as are the threads that could.
+    """
+
+    @wraps(end)
+    def end_unless_forked(*args: Params.args, **kwargs: Params.kwargs) -> None:
+        if not is_forked():
+            end(*args, **kwargs)
+
+    return end_unless_forked
 
 
 def claim_process() -> None:
@@ -124,10 +140,9 @@ class MlxThread:
                 task.run()
             del task  # or its arrays would wait for the next one
 
+    @unless_forked
     def _close_at_exit(self) -> None:
         """Close what is open, wait for that, and take no more tasks."""
-        if is_forked():
-            return
         # The thread itself waits: as a thread ends, what MLX keeps for it asks for Python, which
         # may be gone by then.
         closing = self.enqueue(self._close_open)

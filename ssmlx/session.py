@@ -32,7 +32,7 @@ from .generation.segments import (
     resolve_sampling,
 )
 from .loading.attach import swap_adapter
-from .mlx_thread import is_forked, run_on_mlx_thread
+from .mlx_thread import run_on_mlx_thread, unless_forked
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
 from .prompt_cache import PromptCache, place_for_next_turn
@@ -275,6 +275,7 @@ class ChatSession:
 
         return run_on_mlx_thread(open_reply)
 
+    @unless_forked
     def close(self) -> None:
         """Cancel the reply that is open, wait for its end, and free the cache; no more is answered.
 
@@ -290,8 +291,7 @@ class ChatSession:
                 self.free_memory()
                 del self.model, self._loaded
 
-        if not is_forked():
-            run_on_mlx_thread(close_on_mlx_thread)
+        run_on_mlx_thread(close_on_mlx_thread)
 
     def _check_open(self) -> None:
         require(

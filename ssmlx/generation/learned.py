@@ -24,7 +24,7 @@ from ..json_files import json_digest, read_json
 from ..loading.adapter import stream_tensors
 from ..loading.files import write_whole
 from ..loading.folders import cache_dir
-from ..mlx_thread import is_forked
+from ..mlx_thread import unless_forked
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
 from ..policy.costs import CostTable
@@ -61,9 +61,10 @@ class Learned:
         if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
             self.write()
 
+    @unless_forked
     def write(self) -> None:
         """Write the file, whole or not at all, if anything is new since the last time."""
-        if not self._is_new or is_forked():
+        if not self._is_new:
             return
         self._written_at = time.monotonic()
         self._is_new = False

@@ -18,7 +18,7 @@ from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
 from ..loading.identity import CacheKey
-from ..mlx_thread import is_forked, run_on_mlx_thread
+from ..mlx_thread import run_on_mlx_thread, unless_forked
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
@@ -244,14 +244,13 @@ class PromptCache:
         with self._lock:
             return self._answers.setdefault(key, EarlierAnswers())
 
+    @unless_forked
     def flush(self) -> None:
         """Write to the folder, if there is one, what is not there yet; it stays in memory.
 
         What cannot be written is logged, and not tried again. In a forked process this does
         nothing: the process that it was forked from writes.
         """
-        if is_forked():
-            return
         with self._lock:
             entries = list(self._entries)
         for entry in entries:
