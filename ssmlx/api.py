@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer
 from .bars import Progress
-from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import without_controls
 from .generation.segments import GenerationResponse, plan_answer_segments, resolve_sampling
@@ -27,8 +27,6 @@ def stream_generate(
     config: GenerateConfig | None = None,
     *,
     drafter: DrafterArgument | None = None,
-    draft_model: Loaded | None = None,
-    heads: Loaded | None = None,
     cache: TextCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
@@ -52,7 +50,6 @@ def stream_generate(
             of these, of which the first that was loaded drafts unless one is named here or in
             `config`. Unless given, the model's streams, or the head that it brings along or that is
             in the Hub's cache, and the text.
-        draft_model, heads: older names of it.
         cache: holds what comes before the prompt; a fresh one unless given. It is left holding
             prompt and answer but for the last token, and maybe rows of tokens after the answer,
             which `keep_first` takes back.
@@ -71,7 +68,7 @@ def stream_generate(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
-    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter)
     opened = partial(
         plan_answer_segments,
         model,

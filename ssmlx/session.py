@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled
 from .api import stream_generate
 from .bars import Progress
-from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .formats.families import find_format
@@ -100,7 +100,7 @@ class ChatSession:
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         config: settings of every answer.
-        drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
+        drafter: what drafts, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
         tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
         prompts: prompts that were processed before, to begin with and to add to.
@@ -118,8 +118,6 @@ class ChatSession:
         config: GenerateConfig | None = None,
         *,
         drafter: DrafterArgument | None = None,
-        draft_model: Loaded | None = None,
-        heads: Loaded | None = None,
         system: str | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
@@ -136,8 +134,7 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self.begins: Begins = "text"
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
-        given = (drafter, draft_model, heads)
-        self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), *given)
+        self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), drafter)
         self.totals = ChatTotals()
         self.reset(system)
 
