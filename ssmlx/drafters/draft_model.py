@@ -62,7 +62,7 @@ class DraftModel(TextCacheOwner["DraftCache"]):
         self.vocab_size = int(
             _call(model)(mx.array([[0]]), cache=_make_trimmable_caches(model)).shape[-1]
         )
-        self.target_vocab_size = self.vocab_size
+        self.target_vocab_size = self.vocab_size  # V, set by `load_draft_model`
 
     @property
     def nbytes(self) -> int:

@@ -73,7 +73,7 @@ class DraftingHeads:
     """Heads on a base model, which guess tokens from its last hidden state."""
 
     drafter: ClassVar[str]
-    nbytes: int
+    nbytes: int  # in memory beside the base model
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class DraftingHeads:
         backbone: Backbone,
     ) -> None:
         self.config: Any = config
+        # [Vd] the token of each column of their logits; None for all tokens
         self.draft_vocab = tensors.get("draft_vocab")
         self.num_parameters: int = config.num_parameters
 

@@ -41,8 +41,8 @@ class DraftVocab:
         text: Sequence[int] = (),  # before the answer
     ) -> None:
         self._model = model
-        self.tokens = model.draft_vocab
-        self.nbytes = 0
+        self.tokens = model.draft_vocab  # [Vd] int32; None for all tokens
+        self.nbytes = 0  # of what was added for the text
         self._heads = [model.draft_head or model.backbone.lm_head]
         if not text or self.tokens is None:
             return
