@@ -21,9 +21,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..errors import require
 from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, partial_product
 
-# Layers that LoRA may act on; only linear ones if it acts on stream rows alone.
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+# Layers that LoRA may act on; only linear ones if it acts on stream rows alone.
 LORA_KINDS = (*LINEARS, *EMBEDDINGS, *EXPERTS)
 
 # Modules of one part of a layer that are called on the same rows.

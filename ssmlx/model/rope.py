@@ -10,8 +10,6 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from transformers import CONFIG_MAPPING
 
-# What families call the most positions in config.json; the largest counts, as some models were
-# extended by a second one.
 # Scaling that was added to a model later may leave the number of positions as it was. If the
 # original number times the factor is more, that is the context, for these kinds, and provided that
 # mlx-lm's class of the model scales by it:
@@ -25,6 +23,8 @@ from transformers import CONFIG_MAPPING
 # | dynamic | other angles past the context's end, which kept keys do not follow | the same |
 # | default, mrope, proportional | plain angles | the same |
 _INTERPOLATING = ("linear", "yarn", "deepseek_yarn", "telechat3-yarn")
+# What families call the most positions in config.json; the largest counts, as some models were
+# extended by a second one.
 _LENGTHS = (
     "max_position_embeddings", "max_sequence_length", "max_seq_len", "max_context_length",
     "model_max_length",
