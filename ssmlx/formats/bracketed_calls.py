@@ -20,19 +20,13 @@ _PYTHON_CALL = regex.compile(r"\s*(?P<name>[\w.-]+)\s*\(")
 _PYTHON_NAME = regex.compile(r"\s*(?P<name>[^\s=(),'\"\[\]{}]+)\s*=(?!=)")
 
 
-def read_python_calls(cursor: Cursor, tools: OfferedTools, end: str = "") -> list[Call]:
-    """Go past [name(argument=value, ...), ...] and the mark that ends it, and return the calls.
-
-    They may be in lines of their own, without brackets, in a fence, or JSON.
-
-    Args:
-        cursor: before them.
-        tools: those that are offered.
-        end: the mark, which may be missing at the end of the text.
-
-    Raises:
-        NotACallError: there are none; see `CallReader`.
-    """
+def read_python_calls(
+    cursor: Cursor,
+    tools: OfferedTools,
+    end: str = "",  # the mark, which may be missing at the end of the text
+) -> list[Call]:
+    """Go past [name(argument=value, ...), ...] and the mark that ends it, and return the calls."""
+    # They may also be on lines of their own without brackets, in a fence, or in JSON.
     cursor.skip_space()
     if cursor.is_at_end:
         raise UnfinishedError()
@@ -64,7 +58,7 @@ def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:
 
 
 def _write_python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Return the expression of a call in Python's form, with values in JSON."""
+    """Python's form, with values in JSON."""
     items = []
     for one in parameters_required_first(schema):
         head = rules.literal(f"{one.name}=")
@@ -123,7 +117,7 @@ def _read_gemma_call(cursor: Cursor, tools: OfferedTools, quote: str) -> Call:
 
 
 def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:
-    """Return the form of calls of one of Gemma's families, in which texts stand in `quote`."""
+    """The form of one of Gemma's families, in which texts are in `quote`."""
 
     def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         items = []
