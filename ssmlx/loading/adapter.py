@@ -1,9 +1,24 @@
 """What is put on a base model (LoRA, streams, or both) and the folders that hold it.
 
-LoRA alone is stored as mlx-lm or PEFT write it, see `lora_files`. An adapter with streams has the
-files listed below; a fused folder is an mlx-lm model folder with LoRA merged into its weights, and
+LoRA alone is stored as mlx-lm or PEFT write it, see `lora_files`. Streams, and the LoRA that comes
+with them, are in these files:
+
+    streams_config.json          settings, LoRA's scale, and what identifies the base model
+    streams.safetensors          each if the settings name it: stream_embeddings [G, D];
+                                 stream_init and prune_adapter, .lora_A.weight [r, D] and
+                                 .lora_B.weight [D, r]; root_init, alike but for A [r, 2 D];
+                                 condition, .embed.weight and .gate.weight [r, D] and .out.weight
+                                 [D, r]; draft_vocab [Vd]
+    adapters.safetensors         LoRA on every row, with adapter_config.json beside it: exactly
+                                 what mlx-lm's own `--adapter-path` reads
+    stream_adapters.safetensors  LoRA on stream rows alone, under a name that mlx-lm does not look
+                                 for, as it would apply this LoRA to every row
+
+Streams that draft for a fine-tuned model have both: the LoRA of the task on every row, and their
+own on stream rows. A fused folder is an mlx-lm model folder with LoRA merged into its weights, and
 the two streams files beside them.
 """
+# The API reference shows this text as its page on the adapter format.
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,21 +50,6 @@ from .lora_files import (
 )
 from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
 
-# Streams, and the LoRA that comes with them:
-#
-#   streams_config.json          settings, LoRA's scale, and what identifies the base model
-#   streams.safetensors          each if the settings name it: stream_embeddings [G, D];
-#                                stream_init and prune_adapter, .lora_A.weight [r, D] and
-#                                .lora_B.weight [D, r]; root_init, alike but for A [r, 2 D];
-#                                condition, .embed.weight and .gate.weight [r, D] and
-#                                .out.weight [D, r]; draft_vocab [Vd]
-#   adapters.safetensors         LoRA on every row, with adapter_config.json beside it: exactly
-#                                what mlx-lm's own `--adapter-path` reads
-#   stream_adapters.safetensors  LoRA on stream rows alone, under a name that mlx-lm does not look
-#                                for, as it would apply this LoRA to every row
-#
-# Streams that draft for a fine-tuned model have both: the LoRA of the task on every row, and their
-# own on stream rows.
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"
 

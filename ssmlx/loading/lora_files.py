@@ -1,5 +1,14 @@
 """LoRA and DoRA in the files of those who train it: mlx-lm's, which are ours too, and PEFT's.
 
+    mlx-lm  adapter_config.json        fine_tune_type; rank, scale and keys in lora_parameters
+            adapters.safetensors       MODULE.lora_a [in, r], MODULE.lora_b [r, out], and of DoRA
+                                       MODULE.m [out]; of experts lora_a [E, r, in] and
+                                       lora_b [E, out, r]
+    PEFT    adapter_config.json        r, lora_alpha and more, see `_TAKEN`
+            adapter_model.safetensors  base_model.model.MODULE.lora_A.weight [r, in], lora_B.weight
+                                       [out, r], and of DoRA lora_magnitude_vector.weight [out]; of
+                                       embeddings lora_embedding_A [r, V], lora_embedding_B [D, r]
+
 If an embedding is the LM head too, mlx-lm's LoRA acts on both, PEFT's on the embedding alone. Our
 own files call the latter lora_embedding_a and lora_embedding_b.
 """
@@ -21,15 +30,6 @@ from ..settings import Allowed
 from .folders import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
 from .module_patterns import ModulePatterns
 from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
-
-# mlx-lm  adapter_config.json        fine_tune_type; rank, scale and keys in lora_parameters
-#         adapters.safetensors       MODULE.lora_a [in, r], MODULE.lora_b [r, out], and of DoRA
-#                                    MODULE.m [out]; of experts lora_a [E, r, in] and
-#                                    lora_b [E, out, r]
-# PEFT    adapter_config.json        r, lora_alpha and more, see `_TAKEN`
-#         adapter_model.safetensors  base_model.model.MODULE.lora_A.weight [r, in], lora_B.weight
-#                                    [out, r], and of DoRA lora_magnitude_vector.weight [out]; of
-#                                    embeddings lora_embedding_A [r, V], lora_embedding_B [D, r]
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 LORA_FILE = LORA_FILES["all"]
