@@ -235,6 +235,30 @@ def test_a_reader_that_has_caught_up_shares_calls_again(ask, together, batches):
         assert tokens_of([*own, *rest]) == tokens_of(ask(text, alone=True, **settings))
 
 
+@pytest.mark.parametrize("mode, begins, goes_on", [("BATCHED", 0.6, 1.02), ("ALONE", 9.0, 0.98)])
+def test_answers_stay_in_their_mode_if_both_are_as_fast(
+    ask, together, batches, monkeypatch, mode, begins, goes_on
+):
+    """A shared call takes as many plain calls as it has rows, but for 2 %."""
+    costs = FrozenCosts.calls
+    calls_a_row = begins
+    monkeypatch.setattr(
+        FrozenCosts,
+        "calls",
+        lambda self, kind: calls_a_row * kind[1] if kind[0] == BATCH else costs(self, kind),
+    )
+    answers = [ask(text, max_tokens=60) for text in QUESTIONS[:2]]
+    for _ in range(3):
+        next(answers[0]), next(answers[1])
+    assert statuses(batches) == {mode: 2}
+    calls_a_row = goes_on
+    with ask(QUESTIONS[2]) as other:
+        next(other)
+    for _ in range(3):
+        next(answers[0]), next(answers[1])
+        assert statuses(batches) == {mode: 2}
+
+
 HELD = {"max_tokens": 60, "drafter": "prompt-lookup", "decoding": "speculative"}
 
 
