@@ -22,10 +22,10 @@ def bar(
     **settings: Any,  # tqdm's, such as `total`
 ) -> Any:
     """`items`, with a progress bar if bars are shown; it appears after `PATIENCE_SECONDS`."""
-    return _behind_bar(items, label, settings) if shown.get() else items
+    return _with_bar(items, label, settings) if shown.get() else items
 
 
-def _behind_bar(items: Iterable[Any], label: str, settings: dict[str, Any]) -> Iterator[Any]:
+def _with_bar(items: Iterable[Any], label: str, settings: dict[str, Any]) -> Iterator[Any]:
     with _ticking_bar(iterable=items, desc=label, **settings) as drawn:
         yield from drawn
 

@@ -45,7 +45,7 @@ def load_openblas_before_mlx() -> None:
     if hasattr(everything, "openblas_get_config"):  # as by LD_PRELOAD
         _openblas = everything
     elif "mlx.core" not in sys.modules:
-        _openblas = _load_mlx_with_first_that_there_is()
+        _openblas = _load_mlx_with_any()
     elif any(_files_in("mlx", "../mlx_cpu.libs", "libblas*")):
         _log.warning(HINT)
     with suppress(AttributeError, OSError):  # an unusual build of it, or a system that does not say
@@ -55,7 +55,7 @@ def load_openblas_before_mlx() -> None:
             _openblas.openblas_set_num_threads(most)
 
 
-def _load_mlx_with_first_that_there_is() -> ctypes.CDLL | None:
+def _load_mlx_with_any() -> ctypes.CDLL | None:
     for find in (_openblas_of_wheel, _openblas_of_system):
         with suppress(OSError, StopIteration, AttributeError):  # no such file, or symbol in it
             return _load_mlx_with(find())

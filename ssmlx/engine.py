@@ -42,7 +42,7 @@ from .prompt_cache import PromptCache, place_to_keep_for_next_turn
 from .prompts import (
     Tools,
     adapter_template,
-    encode_turns_or_last,
+    encode_turns,
     length_before_answer_opens,
     prompt_tokens,
 )
@@ -429,7 +429,7 @@ class Engine:
 
         A text is put under the adapter's own template where it has one and there are no
         `chat_options`, else under the model's, and is taken as it is where that has none. Of turns
-        the user's last one alone may be put under an adapter's own, as `encode_turns_or_last` says;
+        the user's last one alone may be put under an adapter's own, as `encode_turns` says;
         else all are put under the model's. Of token ids it is a list of them.
 
         Args:
@@ -446,9 +446,7 @@ class Engine:
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
         if isinstance(question, Sequence) and question and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return encode_turns_or_last(
-                turns, self.tokenizer, adapter_template(model), **chat_options
-            )
+            return encode_turns(turns, self.tokenizer, adapter_template(model), **chat_options)
         return token_ids(question)
 
     def _length_before_answer_opens(

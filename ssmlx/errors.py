@@ -146,7 +146,7 @@ def unwritable_error(
 
 
 @contextmanager
-def name_file_in_os_errors(path: object) -> Iterator[None]:
+def naming_file(path: object) -> Iterator[None]:
     """Some have no file name, that of a full disk for example."""
     try:
         yield

@@ -53,7 +53,7 @@ def from_json(
     return kind(value) if kind in (int, float, str) else value
 
 
-def build_settings_ignoring_unknown(
+def build_settings(
     kind: type[_Settings],  # a dataclass, which checks its values itself
     values: Mapping[str, Any],
     source: Path,  # for messages

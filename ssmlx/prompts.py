@@ -156,10 +156,10 @@ def encode_with_template(
         expected="chat, or a text with {prompt} in it",
         do="choose another",
     )
-    return encode_turns_or_last(messages, tokenizer, template, **more)
+    return encode_turns(messages, tokenizer, template, **more)
 
 
-def encode_turns_or_last(
+def encode_turns(
     messages: Sequence[Message],
     tokenizer: TokenizerWrapper,
     own_template: str | None,  # the adapter's, which is used if it has `{prompt}`

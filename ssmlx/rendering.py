@@ -23,7 +23,7 @@ from .turns import (
     Message,
     TurnError,
     is_systems,
-    join_system_turns_in_a_row,
+    join_system_turns,
     normalise_turns,
     other_arrangements,
     with_one_call_a_turn,
@@ -112,7 +112,7 @@ class TemplateForm:
             else turn
             for turn in turns
         ]
-        return join_system_turns_in_a_row(named)
+        return join_system_turns(named)
 
     def fit(
         self,
@@ -186,18 +186,18 @@ def find_template_form(template: Template) -> TemplateForm:
     words = re.findall(r"""['"](\w+)['"]""", template) if isinstance(template, str) else None
     form = TemplateForm(quoted_words=None if words is None else frozenset(words))
     said: Message = {"role": "user", "content": _WORD}
-    form = _with_parts_if_texts_are_lost(template, form, "user", [said])
+    form = _with_parts_if_needed(template, form, "user", [said])
     turns: list[Message] = [{**said, "role": "system"}, _ASKED]
-    form = _with_parts_if_texts_are_lost(template, form, "system", turns)
+    form = _with_parts_if_needed(template, form, "system", turns)
     turns = [_ASKED, {**said, "role": "assistant"}, _ASKED]
-    form = _with_parts_if_texts_are_lost(template, form, "assistant", turns)
+    form = _with_parts_if_needed(template, form, "assistant", turns)
     turns = [_ASKED, _calling(_FIRST), _found(_FIRST, _WORD)]
     other = replace(form, has_text_arguments=True)
     shown = [_score_arguments(_try(template, one, turns)) for one in (form, other)]
     form = other if shown[1] > shown[0] else form
-    form = _with_parts_if_texts_are_lost(template, form, "tool", turns)
-    form = _with_calls_as_they_are_shown(template, form)
-    form = _with_thought_parts_if_read(template, form)
+    form = _with_parts_if_needed(template, form, "tool", turns)
+    form = _with_form_of_calls(template, form)
+    form = _with_form_of_thoughts(template, form)
     return replace(form, tools_place=_find_tools_place(template, form))
 
 
@@ -224,7 +224,7 @@ def _try(
         return ""
 
 
-def _with_parts_if_texts_are_lost(
+def _with_parts_if_needed(
     template: Template, form: TemplateForm, role: str, turns: Sequence[Message]
 ) -> TemplateForm:
     """Parts for `role`, if `_WORD` is shown only as a part."""
@@ -239,7 +239,7 @@ def _score_arguments(text: str) -> int:
     return 0 if is_garbled or not text else 1 + (_KEY in text) + (_VALUE in text)
 
 
-def _with_calls_as_they_are_shown(template: Template, form: TemplateForm) -> TemplateForm:
+def _with_form_of_calls(template: Template, form: TemplateForm) -> TemplateForm:
     """What the template makes of calls, of two in a turn, and of texts beside them."""
 
     def shows(turns: Sequence[Message], *calls: Mapping[str, Any]) -> bool:
@@ -267,7 +267,7 @@ def _words_of(call: Mapping[str, Any]) -> list[str]:
     return [call["function"]["name"], *arguments, *arguments.values()]
 
 
-def _with_thought_parts_if_read(template: Template, form: TemplateForm) -> TemplateForm:
+def _with_form_of_thoughts(template: Template, form: TemplateForm) -> TemplateForm:
     """Thoughts as parts, if the template shows them so and in no field."""
     turns = [_ASKED, {**_ANSWERED, "reasoning_content": _WORD}, _ASKED]
     if _WORD in _try(template, form, turns):

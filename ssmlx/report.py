@@ -44,7 +44,7 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
     return figure
 
 
-def style_and_write_figure(
+def write_figure(
     figure: Any,  # of `new_figure`; it is changed
     caption_below: str,  # is broken into lines
     path: Path,

@@ -275,9 +275,9 @@ def with_texts_before_calls(turns: Sequence[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def join_system_turns_in_a_row(turns: Sequence[Message]) -> list[dict[str, Any]]:
+def join_system_turns(turns: Sequence[Message]) -> list[dict[str, Any]]:
     """The system's turns in a row become one, and so do the developer's."""
-    return _join_in_a_row(turns, _SYSTEM_ROLES, same_role=True)
+    return _join_neighbours(turns, _SYSTEM_ROLES, same_role=True)
 
 
 def other_arrangements(
@@ -293,9 +293,9 @@ def other_arrangements(
     for keeps in (len(turns), 1, 0):  # turns at the beginning whose role stays
         said = [
             {**turn, "role": "user"} if number >= keeps and is_systems(turn) else dict(turn)
-            for number, turn in enumerate(_join_in_a_row(turns, _SYSTEM_ROLES))
+            for number, turn in enumerate(_join_neighbours(turns, _SYSTEM_ROLES))
         ]
-        joined = _join_in_a_row(said, ("user", "assistant"), same_role=True)
+        joined = _join_neighbours(said, ("user", "assistant"), same_role=True)
         if joined not in found:
             found.append(joined)
             yield joined
@@ -306,7 +306,7 @@ def is_systems(turn: Message) -> bool:
     return turn["role"] in _SYSTEM_ROLES
 
 
-def _join_in_a_row(
+def _join_neighbours(
     turns: Sequence[Message],  # normalised
     roles: Sequence[str],
     same_role: bool = False,  # join only turns of the same role

@@ -80,7 +80,7 @@ def argument_value(text: str, schema: Any) -> Any:
         kind = _TYPE_OF[type(value)]
         is_plain = kind in ("number", "boolean") or (kind == "null" and allowed == ANYTHING)
         if kind in allowed and not (is_text_allowed and is_plain):
-            return _as_whole_number_if_asked(value, schema)
+            return _as_integer(value, schema)
     if "boolean" in allowed and not is_text_allowed:
         return _TRUTH.get(short.lower(), text)
     return text
@@ -99,7 +99,7 @@ def _written_values(text: str, *, in_python: bool = False) -> list[Any]:
     return []
 
 
-def _as_whole_number_if_asked(value: Any, schema: Any) -> Any:
+def _as_integer(value: Any, schema: Any) -> Any:
     """3 for 3.0 if a schema asks for an integer."""
     is_asked = isinstance(schema, Mapping) and schema.get("type") in ("integer", "int")
     return int(value) if is_asked and isinstance(value, float) and value.is_integer() else value

@@ -12,7 +12,7 @@ from .arguments import OfferedTools, allowed_types, argument_value, referenced
 from .call_form import Call, CallForm, read_until_end
 from .cursor import PYTHON_QUOTES, Cursor, NotACallError, UnfinishedError
 from .json_calls import read_json_calls
-from .rules import GrammarRules, Schema, joined_arguments, parameters_required_first
+from .rules import GrammarRules, Schema, join_arguments, ordered_parameters
 from .schemas import alternatives
 
 JSON_BEGINS = regex.compile(r"\s*\[?\s*\{")
@@ -60,10 +60,10 @@ def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:
 def _write_python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
     """Python's form, with values in JSON."""
     items = []
-    for one in parameters_required_first(schema):
+    for one in ordered_parameters(schema):
         head = rules.literal(f"{one.name}=")
         items.append((rules.add(f"{head} {rules.json_value(one.schema)}"), one.is_required))
-    inner = joined_arguments(rules, items, rules.literal(", "))
+    inner = join_arguments(rules, items, rules.literal(", "))
     return " ".join(filter(None, [rules.literal(f"{name}("), inner, rules.literal(")")]))
 
 
@@ -121,7 +121,7 @@ def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:
 
     def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         items = []
-        for argument, own, is_required in parameters_required_first(schema):
+        for argument, own, is_required in ordered_parameters(schema):
             ways = []
             for one in alternatives(own):
                 if isinstance(one, Mapping) and allowed_types(one) == {"string"}:
@@ -132,7 +132,7 @@ def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:
                     ways.append(rules.json_value(one))
             value = rules.add(" | ".join(ways))
             items.append((rules.add(f"{rules.literal(f'{argument}:')} {value}"), is_required))
-        inner = joined_arguments(rules, items, rules.literal(","))
+        inner = join_arguments(rules, items, rules.literal(","))
         parts = [rules.literal(f"call:{name}{{"), inner, rules.literal("}")]
         return " ".join(filter(None, parts))
 

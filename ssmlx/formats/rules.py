@@ -107,7 +107,7 @@ class Parameter(NamedTuple):
     is_required: bool
 
 
-def parameters_required_first(
+def ordered_parameters(
     schema: Schema,  # of the arguments, an object's
 ) -> list[Parameter]:
     """Required ones first, otherwise in their order."""
@@ -128,7 +128,7 @@ def parameters_required_first(
     return sorted(found, key=lambda one: not one.is_required)
 
 
-def joined_arguments(
+def join_arguments(
     rules: GrammarRules,
     items: Sequence[tuple[str, bool]],  # expression, and whether it is required; these come first
     comma: str,

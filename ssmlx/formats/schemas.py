@@ -78,16 +78,16 @@ def resolved_parameters(schema: Any) -> Any:
     for where, every in definitions(schema).items():
         names = every if isinstance(every, Mapping) else {}
         definition_by_reference |= {
-            f"#/{where}/{name}": _with_type_of_listed_values(one) for name, one in names.items()
+            f"#/{where}/{name}": _with_listed_type(one) for name, one in names.items()
         }
     found = {
         **definitions(schema),
-        **_merge_referenced_and_infer_type(schema, definition_by_reference),
+        **_resolve(schema, definition_by_reference),
     }
     properties = found.get("properties")
     if isinstance(properties, Mapping):
         found["properties"] = {
-            name: _resolve_argument_and_its_choices(one, definition_by_reference)
+            name: _resolve_argument(one, definition_by_reference)
             for name, one in properties.items()
         }
     return found
@@ -98,32 +98,26 @@ def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
-def _resolve_argument_and_its_choices(
+def _resolve_argument(
     schema: Any,
     definition_by_reference: Mapping[str, Any],  # by references such as "#/$defs/name"
 ) -> Any:
-    schema = _merge_referenced_and_infer_type(schema, definition_by_reference)
+    schema = _resolve(schema, definition_by_reference)
     if not isinstance(schema, Mapping):
         return schema
     lists = {name: schema[name] for name in _CHOICES if isinstance(schema.get(name), list)}
     return {
         **schema,
-        **{
-            name: [
-                _merge_referenced_and_infer_type(one, definition_by_reference)
-                for one in lists[name]
-            ]
-            for name in lists
-        },
+        **{name: [_resolve(one, definition_by_reference) for one in lists[name]] for name in lists},
     }
 
 
-def _merge_referenced_and_infer_type(
+def _resolve(
     schema: Any,
     definition_by_reference: Mapping[str, Any],  # by references such as "#/$defs/name"
 ) -> Any:
     """Its own keywords take precedence over the definition's."""
-    schema = _with_type_of_listed_values(schema)
+    schema = _with_listed_type(schema)
     for _ in range(_MOST_STEPS):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
         target = definition_by_reference.get(place) if isinstance(place, str) else None
@@ -133,7 +127,7 @@ def _merge_referenced_and_infer_type(
     return schema
 
 
-def _with_type_of_listed_values(schema: Any) -> Any:
+def _with_listed_type(schema: Any) -> Any:
     """A schema without a type gets the one that all of its listed values have."""
     if not isinstance(schema, Mapping) or "type" in schema:
         return schema

@@ -24,7 +24,7 @@ from .json_calls import (
     read_json_calls,
     write_json_call,
 )
-from .rules import GrammarRules, Schema, parameters_required_first
+from .rules import GrammarRules, Schema, ordered_parameters
 from .schemas import alternatives
 
 _CDATA = regex.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", regex.DOTALL)
@@ -162,7 +162,7 @@ class Tags:
 
     def write(self, rules: GrammarRules, name: str, schema: Schema) -> str:
         parts = [rules.literal(self.head.replace("{any}", self.any).format(name) + self.gap)]
-        for parameter in parameters_required_first(schema):
+        for parameter in ordered_parameters(schema):
             ways = self._write_argument(rules, parameter.name, parameter.schema)
             one = f"{rules.add(' | '.join(ways))} {rules.literal(self.gap)}"
             parts.append(rules.add(one) + ("" if parameter.is_required else "?"))

@@ -173,7 +173,7 @@ def find_runs_by_weights(
     )
 
 
-def log_outdated_if_none_chosen(found: FoundRuns, model_name: str) -> None:
+def log_outdated(found: FoundRuns, model_name: str) -> None:
     """Says which outdated adapter is not used, and the option that uses it all the same."""
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:

@@ -48,7 +48,7 @@ from .lora_files import (
     write_lora_file,
     write_uniform_lora,
 )
-from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
+from .tensors import check_tensors, read_tensors, write_tensors
 
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"
@@ -62,7 +62,7 @@ class Adapter:
     lora: Loras = field(default_factory=dict)
     base_model: str = ""  # the name of the model that it is for; empty if its files name none
 
-    def describe_parts_and_effect(self) -> str:
+    def describe(self) -> str:
         """One line for the user."""
         return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
@@ -91,10 +91,10 @@ class StreamAdapter(Adapter):
             return replace(self, lora=lora, **changes)
         return replace(self, stream_lora=lora, **changes)
 
-    def describe_parts_and_effect(self) -> str:
+    def describe(self) -> str:
         config = self.config
         if not config.num_streams:
-            return super().describe_parts_and_effect()
+            return super().describe()
         size = f"{config.num_streams} streams in the top {config.num_msa_layers} layers"
         if self.lora:
             return f"{size}, and {describe_lora(self.lora)}, which changes the answers"
@@ -113,7 +113,7 @@ class TokenIds(Protocol):
     def tolist(self) -> Any: ...
 
 
-def require_ascending_draft_vocab(
+def check_draft_vocab(
     draft_vocab: TokenIds,
     size: int,  # Vd
     vocab_size: int,  # V
@@ -163,7 +163,7 @@ def read_stream_weights(
     tensors = read_tensors(path, "stream weights")
     check_tensors(tensors, expected, path)
     if size := config.draft_vocab_size:
-        require_ascending_draft_vocab(tensors["draft_vocab"], size, vocab_size, path)
+        check_draft_vocab(tensors["draft_vocab"], size, vocab_size, path)
     return streams_from_tensors(tensors)
 
 
@@ -226,7 +226,7 @@ def write_streams_and_settings(
     lora_is_merged: bool,  # into a model in the same folder
 ) -> None:
     """Both files, over older ones; of LoRA, which must have one scale, the scale alone."""
-    write_finite_tensors_in_place(folder / STREAMS_FILE, stream_tensors(adapter.streams))
+    write_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
@@ -239,7 +239,7 @@ def write_streams_and_settings(
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def write_adapter_in_place(folder: Path, adapter: StreamAdapter) -> None:
+def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
     """Streams, settings and LoRA files, one after the other; older LoRA files are not deleted."""
     adapter = replace(
         adapter,

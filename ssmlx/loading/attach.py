@@ -19,7 +19,7 @@ from ..model.lora import (
 )
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
-from .adapt_runs import find_runs_by_weights, log_outdated_if_none_chosen
+from .adapt_runs import find_runs_by_weights, log_outdated
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
 from .folders import Fetch
 from .identity import BaseIdentity, digest_arrays
@@ -251,7 +251,7 @@ def find_default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
     """
     backbone = model.backbone
     found = find_runs_by_weights(backbone.origin.folder, backbone.origin.name)
-    log_outdated_if_none_chosen(found, backbone.origin.name)
+    log_outdated(found, backbone.origin.name)
     names = [found.chosen.name] if found.chosen else []
     fitting = find_adapters_of_base(model)
     return next(
@@ -259,7 +259,7 @@ def find_default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
     )
 
 
-def read_every_row_lora(folder: Path, backbone: Backbone) -> Loras:
+def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     """The LoRA of --task-lora by module path; streams in its folder are not returned."""
     expected = "LoRA that changes what the model says"
     require(folder.is_dir(), f"no folder {folder}", expected=expected, do="check --task-lora")

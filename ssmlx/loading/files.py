@@ -15,7 +15,7 @@ from typing import BinaryIO
 from ..errors import (
     InputError,
     join_first,
-    name_file_in_os_errors,
+    naming_file,
     require,
     unwritable_error,
 )
@@ -30,7 +30,7 @@ def make_folder(folder: Path) -> None:
         raise unwritable_error(folder, error) from error
 
 
-def lock_without_waiting(file: int | BinaryIO, path: Path) -> None:
+def lock_file(file: int | BinaryIO, path: Path) -> None:
     """Lock an open file until it is closed or this process ends, if its file system has locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,12 +45,12 @@ def lock_without_waiting(file: int | BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def locked_folder_removed_if_empty(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Keep other processes that ask for the lock out of a folder, which is made if missing."""
     make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock_without_waiting(handle, folder)
+        lock_file(handle, folder)
         try:
             yield
         finally:
@@ -110,7 +110,7 @@ def write_whole(target: Path, content: bytes) -> None:
     target = target.resolve()
     work = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with name_file_in_os_errors(target):
+        with naming_file(target):
             work.write_bytes(content)
         if target.exists():
             shutil.copymode(target, work)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from .tensors import write_finite_tensors_in_place
+from .tensors import write_tensors
 
 _Tensors = dict[str, mx.array]
 _Metadata = dict[str, Any]
@@ -41,11 +41,11 @@ def convert_trusted_gguf(gguf_path: Path, out_dir: Path) -> None:
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
     config = _tied_llama_config(meta)
     weights = _to_hugging_face_tensors(tensors, config)
-    config |= _vocab_and_quantisation_config(weights)
+    config |= _config_of_tensors(weights)
     tokenizer = _build_tokenizer(meta)
     tokenizer_config = _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_finite_tensors_in_place(out_dir / "model.safetensors", weights, {"format": "mlx"})
+    write_tensors(out_dir / "model.safetensors", weights, {"format": "mlx"})
     tokenizer.save(str(out_dir / "tokenizer.json"))
     for name, settings in (("tokenizer_config", tokenizer_config), ("config", config)):
         text = json.dumps(settings, indent=2, ensure_ascii=False)
@@ -108,7 +108,7 @@ def _unpermute(rows: mx.array, heads: int) -> mx.array:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _vocab_and_quantisation_config(
+def _config_of_tensors(
     weights: _Tensors,  # by Hugging Face's names
 ) -> dict[str, Any]:
     """For config.json: "vocab_size", and "quantization" with an entry for each unusual module."""

@@ -41,7 +41,7 @@ logger = logging.getLogger("ssmlx")
 def find_or_download_model(name: str, revision: str | None, fetch: Fetch) -> Path:
     """Its folder in the Hub's cache; a download is not checked to be whole."""
     return _find_or_download(
-        name, revision, fetch, ALLOW_PATTERNS, _first_missing_file_or_tokenizer, _download_model
+        name, revision, fetch, ALLOW_PATTERNS, _first_missing_file, _download_model
     )
 
 
@@ -53,7 +53,7 @@ def find_or_download_adapter(name: str, revision: str | None, fetch: Fetch) -> P
     )
 
 
-def _first_missing_file_or_tokenizer(path: Path) -> str | None:
+def _first_missing_file(path: Path) -> str | None:
     # Other tools may have cached a model without its tokenizer.
     names = ("*token*", "vocab*", "*.model", "tekken.json")
     has_words = any(one for name in names for one in path.glob(name))
@@ -83,13 +83,13 @@ def _find_or_download(
     target = fetch.hub or constants.HF_HUB_CACHE
     fetch.require_not_offline(asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
-    with _all_errors_as_input_errors(name, revision):
+    with _explained_errors(name, revision):
         path = download(revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
     return path
 
 
-def find_whole_model_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
+def find_cached_model(name: str, fetch: Fetch) -> Path | None:
     """Its folder, at the commit that "main" meant when it was last downloaded."""
     from huggingface_hub import snapshot_download
 
@@ -135,9 +135,7 @@ def _download_adapter(
     )
     require(is_there, found, expected="an adapter", do="check the name")
 
-    def check_size_and_tell(
-        done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files"
-    ) -> None:
+    def check_size(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
         """`what` is the message's word for what has so many bytes."""
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
         do = "do not trust it; or fetch it yourself, and give the folder"
@@ -147,9 +145,9 @@ def _download_adapter(
 
     sizes = {file: one.size if (one.size or 0) > 0 else 2**63 for file, one in listed.items()}
     for file, size in sizes.items():
-        check_size_and_tell(0, size, _MOST_BYTES[Path(file).suffix], file)
-    check_size_and_tell(0, sum(sizes.values()))
-    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check_size_and_tell)))
+        check_size(0, size, _MOST_BYTES[Path(file).suffix], file)
+    check_size(0, sum(sizes.values()))
+    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check_size)))
     others = [
         folder / file for file, one in listed.items() if not _matches_listing(folder / file, one)
     ]
@@ -177,7 +175,7 @@ def _matches_listing(path: Path, listed: Any) -> bool:
 
 
 @contextmanager
-def _all_errors_as_input_errors(
+def _explained_errors(
     name: str,
     revision: str | None,  # as the user asked for it; None for the newest
 ) -> Iterator[None]:

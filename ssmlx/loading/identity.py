@@ -132,7 +132,7 @@ def stored_shapes_digest(folder: Path) -> str:
     return _shapes_digest(_stored_tensors(folder))
 
 
-def weights_and_configs_digest(folder: Path | None) -> str:
+def folder_digest(folder: Path | None) -> str:
     """SHA-256 over all bytes of `*.safetensors` and `*config.json`; that of nothing for None."""
     digest = hashlib.sha256()
     if folder is not None:

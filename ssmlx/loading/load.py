@@ -72,7 +72,7 @@ def is_quantised(model: nn.Module) -> bool:
     return any(isinstance(module, PACKED_KINDS) for module in model.modules())
 
 
-def unpack_and_cast_model(
+def cast_model(
     model: nn.Module,  # mlx-lm's; its weights may be lazy
     dtype: str,  # "stored", which changes nothing, or a float type; not "auto"
 ) -> nn.Module:
@@ -105,7 +105,7 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
 
 
 @contextmanager
-def refuse_unsafe_and_explain_errors(
+def open_config(
     folder: Path,
     failure: str,  # begins the message
     *,
@@ -231,7 +231,7 @@ def load_weights(
     """
     claim_process_for_mlx()
     dtype = resolve_dtype(dtype)
-    with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
+    with open_config(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
         if not settings:  # there is no file, which this says, or an empty one
             read_json(path / "config.json", "a model's settings")
         require_no_code(path)  # before weights are read
@@ -243,7 +243,7 @@ def load_weights(
             trust_remote_code=False,
             get_model_classes=choose_model_classes(path, settings),
         )
-    model = unpack_and_cast_model(model, dtype)
+    model = cast_model(model, dtype)
     if group is not None:
         shard_over_ranks(model, group)
     modules = dict(model.named_modules())
@@ -257,7 +257,7 @@ def load_tokenizer(
     config: dict[str, Any],  # the content of the model's config.json
 ) -> TokenizerWrapper:
     """End tokens are those of the model's config, if it has any, else the tokenizer's own."""
-    with refuse_unsafe_and_explain_errors(
+    with open_config(
         path,
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",

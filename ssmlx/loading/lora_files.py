@@ -29,7 +29,7 @@ from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
 from .folders import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
 from .module_patterns import ModulePatterns
-from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
+from .tensors import check_tensors, read_tensors, write_tensors
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 LORA_FILE = LORA_FILES["all"]
@@ -146,7 +146,7 @@ def write_lora_file(path: Path, lora: Loras) -> None:
         name.replace(".lora_", f".{_EMBEDS}") if name.startswith(apart) else name: array
         for name, array in lora_tensors(lora).items()
     }
-    write_finite_tensors_in_place(path, tensors)
+    write_tensors(path, tensors)
 
 
 def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
@@ -323,7 +323,7 @@ def _read_peft(
     do = "save it again with PEFT's save_pretrained, which writes safetensors"
     found = f"{folder / PEFT_PICKLE} is a pickle, which may run code"
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
-    tensors = _rename_lora_and_drop_base_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
+    tensors = _with_mlx_names(read_tensors(folder / PEFT_FILE, _WHAT))
     modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
     _require_all_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     ranks, alphas = (
@@ -333,7 +333,7 @@ def _read_peft(
     lora = {}
     for module in modules:
         plain = module.removesuffix(_OF_EMBEDDING)
-        _require_listed_peft_target(path, plain, given)
+        _require_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
         rank = ranks.find(plain, given["r"])
@@ -381,7 +381,7 @@ def _has_unknown_leaf(name: str) -> bool:
     return name.rpartition(".")[2] not in _LEAVES
 
 
-def _rename_lora_and_drop_base_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def _with_mlx_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """PEFT's tensors by mlx-lm's names, not transposed; embeddings are marked `_OF_EMBEDDING`."""
     # PEFT also writes the base's own weights of embeddings and heads that have LoRA: these are
     # dropped. Tensors of unknown names keep them, and are refused later.
@@ -402,7 +402,7 @@ def _rename_lora_and_drop_base_tensors(tensors: Mapping[str, mx.array]) -> dict[
     return named
 
 
-def _require_listed_peft_target(
+def _require_target(
     path: Path,  # of the settings
     module: str,
     given: Mapping[str, Any],

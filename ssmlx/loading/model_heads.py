@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..model.backbone import Backbone
 from .folders import Fetch
 from .head_tensors import is_mtp_name
-from .hub import find_whole_model_in_hub_cache
+from .hub import find_cached_model
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
 from .stored_tensors import tensor_names
 
@@ -31,7 +31,7 @@ class LocalHead:
     folder: Path | None  # None for tensors among the model's own files
 
 
-def known_heads_by_sizes(backbone: Backbone) -> tuple[KnownHead, ...]:
+def find_known_heads(backbone: Backbone) -> tuple[KnownHead, ...]:
     """The rows of `KNOWN_HEADS` for a model: several if its generation cannot be known."""
     # Models of several generations have the same sizes: then the model's name decides.
     family = _family(backbone)
@@ -43,7 +43,7 @@ def known_heads_by_sizes(backbone: Backbone) -> tuple[KnownHead, ...]:
     )
     said = {
         "".join(found)
-        for name in _names_of_model_and_folders(backbone)
+        for name in _names_of_model(backbone)
         for found in _GENERATION.findall(name.lower())
     }
     return tuple(row for row in rows if not (row.generation and said) or row.generation in said)
@@ -61,7 +61,7 @@ def _family(backbone: Backbone) -> str:
     return next((file for package, _, file in modules if package == "mlx_lm.models"), "")
 
 
-def _names_of_model_and_folders(backbone: Backbone) -> list[str]:
+def _names_of_model(backbone: Backbone) -> list[str]:
     """As it was loaded, and its folder's; of a folder in a Hub cache, the repository's too."""
     names = [Path(backbone.origin.name).name]
     if backbone.origin.folder is not None:
@@ -76,12 +76,12 @@ def find_local_head(backbone: Backbone) -> LocalHead | None:
     """The head that drafts by default; None if there is none here, or if the model is not known."""
     if _family(backbone) in OWN_HEAD_FAMILIES and has_own_mtp_head(backbone.origin.folder):
         return LocalHead(OWN_HEAD, None)
-    rows = known_heads_by_sizes(backbone)
+    rows = find_known_heads(backbone)
     if len(rows) != 1:  # of several, one alone can be right
         return None
     fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)
     for name in rows[0].repositories:
-        folder = find_whole_model_in_hub_cache(name, fetch)
+        folder = find_cached_model(name, fetch)
         if folder is not None:
             return LocalHead(name, folder)
     return None

@@ -11,7 +11,7 @@ from ..errors import InputError, first_line, join_first, require, unwritable_err
 from ..mlx_thread import claim_process_for_mlx
 
 
-def write_finite_tensors_in_place(
+def write_tensors(
     path: Path,
     tensors: Mapping[str, mx.array],
     metadata: dict[str, str] | None = None,  # of the file's header

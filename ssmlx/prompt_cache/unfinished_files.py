@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import name_file_in_os_errors
+from ..errors import naming_file
 
 _UNFINISHED = ".unfinished"
 _LOCKED_AFTER = 5  # seconds
@@ -36,7 +36,7 @@ def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
-            with name_file_in_os_errors(target):
+            with naming_file(target):
                 file.flush()
                 os.fsync(file.fileno())
             work.replace(target)
