@@ -191,7 +191,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         InputError: a file is broken or does not fit; --lora is an adapter already and an option is
             for checkpoints alone; or --fuse meets LoRA of scope "streams" or quantised weights.
     """
-    from ssmlx.loading.adapter import load_stream_adapter, write_adapter_in_place
+    from ssmlx.loading.adapter import load_stream_adapter, write_adapter
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.lora_files import num_parameters
@@ -224,7 +224,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         if args.fuse:
             merge_lora_and_write_model(folder, adapter, backbone, tokenizer, model_config)
         else:
-            write_adapter_in_place(folder, cast_adapter(adapter, args.dtype))
+            write_adapter(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config
     lora = adapter.trained_lora
     size = num_parameters(lora)
