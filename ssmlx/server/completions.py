@@ -1,12 +1,8 @@
 """OpenAI's chat and text completions.
 
-`/v1/completions` takes one prompt or a list of them, as texts or token ids; `n` choices of each are
-decoded beside each other, and stand in the order of the prompts. With `echo` a choice's text and
-`logprobs` begin with its prompt, the first of whose tokens has null; with `max_tokens` 0 nothing
-comes after it. So lm-eval's `local-completions` can score texts.
-
-A stream sends its headers as soon as its answer has begun, and a comment whenever no part has come
-for a while. An error after that is sent as an event `error`.
+`/v1/completions` takes one prompt or a list of them, as texts or token ids. With `echo` a choice's
+text and `logprobs` begin with its prompt, and with `max_tokens` 0 nothing comes after it: so
+lm-eval's `local-completions` scores texts.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -36,35 +32,26 @@ from .requests import (
 from .tool_choice import read_tool_choice
 
 _ALLOWED = {one.name: allowed for one in fields(GenerateConfig) if (allowed := allowed_values(one))}
+# Settings of sampling, without those that mean more in a request.
 _SAMPLING = {one.name for one in fields(SamplingConfig)} - {"seed", "logprobs"}
-"""Settings of sampling, without those that mean more in a request."""
+# Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's. Of two
+# names for one setting, the later one counts.
 SETTINGS = {
     **{name: name for name in _ALLOWED if name in _SAMPLING},
     "temperature": "temp",
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
 }
-"""Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
+# What decodes: the package, for all that may change an answer comes with it.
 FINGERPRINT = f"ssmlx-{__version__}"
-"""What decodes: the package, for all that may change an answer comes with it."""
 _MOST_STOPS = 256  # texts are looked for with every token
 _BIAS = Allowed(least=-100, most=100)
+# Answers that a request may ask for: choices of all its prompts.
 MOST_ANSWERS = 256
-"""Answers that a request may ask for: choices of all its prompts."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/chat/completions.
-
-    Turns are not checked any further. `top_logprobs` counts only where `logprobs` is true.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed, or there are no turns.
-    """
+    """Read a request to /v1/chat/completions; the server's `config` has what it does not say."""
     choice = read_tool_choice(body)
     turns = requests.text_or_list_as_parts(body.get("messages"), "messages")
     requests.check_field(bool(turns), "messages is empty", "a turn at least", "messages")
@@ -86,22 +73,13 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
 
 
 def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/completions; with `max_tokens` 0, nothing is generated.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed, `suffix` is not empty, or more than `MOST_ANSWERS`
-            answers are asked for.
-    """
+    """Read a request to /v1/completions; the server's `config` has what it does not say."""
     first, *others = _read_one_or_many_prompts(body.get("prompt"))
     suffix = body.get("suffix")
     requests.check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
-    body = body if writes else {**body, "max_tokens": 1}
+    body = body if writes else {**body, "max_tokens": 1}  # 0 generates nothing, and is no setting
     ask = AnswerRequest(
         question=first,
         others=others,
@@ -118,13 +96,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
 
 
 def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
-    """Return the `prompt` field as a list of prompts, each a text or a list of token ids.
-
-    An empty list is one prompt without tokens.
-
-    Raises:
-        RequestError: it is neither of these nor a list of them.
-    """
+    """Return the prompts, each a text or token ids; an empty list is one prompt without tokens."""
 
     def is_one(value: Any) -> bool:
         is_tokens = isinstance(value, list) and all(type(one) is int for one in value)
@@ -137,20 +109,12 @@ def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
     return cast("list[str | list[int]]", prompts)
 
 
-def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
-    """Read the fields that chats and text completions share.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-        logprobs: how many likeliest tokens are reported at each position; None reports none.
-
-    Returns:
-        Arguments of `AnswerRequest`.
-
-    Raises:
-        RequestError: a field cannot be followed.
-    """
+def _read_shared_fields(
+    body: Body,
+    config: GenerateConfig,
+    logprobs: int | None,  # likeliest tokens that are reported at each position; None for none
+) -> dict[str, Any]:
+    """Return the arguments of `AnswerRequest` that chats and text completions share."""
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
     options = requests.read_typed_or_default(body, "stream_options", dict, {})
     return {
@@ -169,22 +133,7 @@ def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None
 
 
 def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
-    """Return the settings that a request changes, each checked under the request's name for it.
-
-    Of two names for one setting, the later one in `SETTINGS` counts. `stop` and `logit_bias` are
-    always among them. A negative seed becomes one of 63 bits.
-
-    Args:
-        body: the request.
-        config: the server's settings.
-
-    Returns:
-        Arguments of `GenerateConfig`.
-
-    Raises:
-        RequestError: a value is out of bounds, or asks for greedy decoding where the server accepts
-            typical tokens.
-    """
+    """Return the arguments of `GenerateConfig` that a request changes."""
     found: dict[str, Any] = {}
     for name, own in SETTINGS.items():
         if body.get(name) is not None:
@@ -196,7 +145,7 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
         ok, found_temp, "more than 0: this server accepts typical tokens", "temperature"
     )
     if requests.read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
-        found["seed"] = body["seed"] % 2**63
+        found["seed"] = body["seed"] % 2**63  # a negative one too becomes one of 63 bits
     return found | {
         "stop": _read_stop_or_default(body, config),
         "logit_bias": _read_logit_bias_or_default(body, config),
@@ -204,11 +153,6 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
 
 
 def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
-    """Return the texts of `stop`, one or a list; the server's where it is absent.
-
-    Raises:
-        RequestError: they are no texts, or too many, or one is empty or too long.
-    """
     stop = body.get("stop")
     texts = (
         [stop]
@@ -223,11 +167,6 @@ def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
 
 
 def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
-    """Return the numbers of `logit_bias` by token id; the server's where it is absent or empty.
-
-    Raises:
-        RequestError: it is no object, a key is no id, or a number is not from -100 to 100.
-    """
     bias = requests.read_typed_or_default(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one) for one in bias.values())
@@ -237,13 +176,7 @@ def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[i
 
 
 def _read_template_args_and_effort(body: Body) -> dict[str, Any]:
-    """Return the variables of the chat template, with `reasoning_effort` among them if it is given.
-
-    An effort of "none" becomes `enable_thinking` false. What `chat_template_kwargs` has goes first.
-
-    Raises:
-        RequestError: `chat_template_kwargs` is no object, or `reasoning_effort` no text.
-    """
+    """Return variables of the chat template, of which `chat_template_kwargs` has the last word."""
     given = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
     effort = requests.read_typed_or_default(body, "reasoning_effort", str)
     if effort == "none":
@@ -259,50 +192,33 @@ class _Continuation(TypedDict):
 
 
 def _read_whether_last_turn_continues(body: Body, turns: Sequence[Body]) -> _Continuation:
-    """Read whether the answer continues the last turn, and whether the template opens a turn for
-    it.
-
-    It continues a last turn of the assistant that has text and no calls, as in llama.cpp's server,
-    unless `continue_final_message` is false or `add_generation_prompt` is true. If it does not, the
-    template opens a turn, unless `add_generation_prompt` is false.
-
-    Args:
-        body: the request.
-        turns: of the chat, one or more.
-
-    Raises:
-        RequestError: `continue_final_message` is true, and so is `add_generation_prompt`, as in
-            vLLM's server, or there is no such turn.
-    """
+    """Continue a last turn of the assistant that has text and no calls, unless a field says no."""
     wants = requests.read_typed_or_default(body, "continue_final_message", bool)
     opens = requests.read_typed_or_default(body, "add_generation_prompt", bool)
     found = "continue_final_message is True"
     expected = "add_generation_prompt to be false"
+    # as in vLLM's server
     requests.check_field(not (wants and opens), found, expected, "continue_final_message")
     last = turns[-1]
     can = last.get("role") == "assistant" and bool(last.get("content"))
     can = can and not last.get("tool_calls")
     expected = "a last turn of the assistant's, with a text"
     requests.check_field(can or not wants, found, expected, "continue_final_message")
-    continues = can and wants is not False and opens is not True
+    continues = can and wants is not False and opens is not True  # as in llama.cpp's server
     return {"continues": continues, "opens_turn": opens is not False and not continues}
 
 
 def keep_alive_comment(waiting: Waiting) -> str:
-    """The comment of an event stream with the progress of prompts, as in mlx-lm's server."""
+    """The progress of prompts as a comment of an event stream, as in mlx-lm's server."""
     return f": keepalive {waiting.done}/{waiting.total}\n\n"
 
 
 def error_event_alone(error: Mapping[str, Any]) -> list[Event]:
-    """The events of an answer that fails after a part of it was sent."""
     return [("error", error)]
 
 
 class TextCompletionWriter:
-    """Writes text completions: a chunk for each part, and `reply`, the whole object.
-
-    `reply` is complete once `events` has ended.
-    """
+    """Writes text completions: a chunk a part, and `reply`, whole when `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
     failure = staticmethod(error_event_alone)
@@ -311,7 +227,6 @@ class TextCompletionWriter:
     kind_of_chunk = "text_completion"
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty reply for all of a request's answers."""
         self._has_usage = ask.reports_usage
         self._is_stream = ask.stream
         self._choices_per_prompt = ask.choices
@@ -322,15 +237,10 @@ class TextCompletionWriter:
         self.reply |= {"created": int(time()), "model": ask.model, "choices": choices}
         self.reply["system_fingerprint"] = FINGERPRINT
 
-    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield an event for each part of all choices, the usage if it is wanted, and [DONE].
-
-        Events have no names. Every part is added to `reply`, which has usage and timings in the
-        end; but for a stream no log probabilities.
-
-        Args:
-            parts: of all choices, each with its `ChoiceEnd`; anything but a `Part` is passed over.
-        """
+    async def events(
+        self,
+        parts: AsyncIterator[StreamItem],  # of all choices, each with its `ChoiceEnd`
+    ) -> AsyncIterator[Event]:
         head = {**self.reply, "object": self.kind_of_chunk}
         if self._has_usage:
             head["usage"] = None
@@ -355,12 +265,12 @@ class TextCompletionWriter:
         yield None, "[DONE]"
 
     def _add_part(self, part: Part) -> dict[str, Any]:
-        """Add a part to its choice in `reply`, in place; return that choice's entry of a chunk."""
+        """Add a part to its choice in `reply`; return that choice's entry of a chunk."""
         whole = self.reply["choices"][part.choice]
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
-            if not self._is_stream:
+            if not self._is_stream:  # nobody reads those of a stream, and they may be many
                 whole["logprobs"] = _append_in_place_return_whole(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason
@@ -368,27 +278,17 @@ class TextCompletionWriter:
         return own | self._add_content(whole, part)
 
     def _add_content(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
-        """Add a part's text to a choice in `reply`, in place; return what a chunk has of it.
-
-        Args:
-            whole: the choice.
-            part: a text; others add nothing.
-        """
+        """Add a part to a choice of `reply`; return what a chunk has of it."""
         more = {"text": part.text if isinstance(part, TextPart) else ""}
         _append_in_place_return_whole(whole, more)
         return more
 
     def _logprobs_entry(
-        self, token_entries: list[dict[str, Any]], text_offset: int
+        self,
+        token_entries: list[dict[str, Any]],  # by `TokenEntries.of_segment`
+        text_offset: int,  # characters of the choice's text before them
     ) -> dict[str, Any]:
-        """Return the `logprobs` object of some tokens, as vLLM's server has it.
-
-        The token itself is among `top_logprobs`, whether or not it is one of the likeliest.
-
-        Args:
-            token_entries: as `TokenEntries.of_segment` returns them.
-            text_offset: characters of the choice's text before them.
-        """
+        """Return the `logprobs` object of some tokens, as vLLM's server has it."""
         sizes = (len(one["token"]) for one in token_entries)
         return {
             "tokens": [one["token"] for one in token_entries],
@@ -410,15 +310,6 @@ class ChatCompletionWriter(TextCompletionWriter):
         self.reply["service_tier"] = "default"
 
     def _add_content(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
-        """Add a part to a choice's message in `reply`, in place; return the chunk's `delta`.
-
-        The first part of a choice also has its role. A message without text has null as its content
-        where it has calls, else an empty text.
-
-        Args:
-            whole: the choice.
-            part: of any kind.
-        """
         delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
         message = whole.setdefault("message", {"refusal": None, "annotations": []})
         match part:
@@ -445,23 +336,17 @@ class ChatCompletionWriter(TextCompletionWriter):
 
 
 def _logprobs_by_text_with_own(one: dict[str, Any]) -> dict[str, float] | None:
-    """Return log probabilities of an entry's likeliest tokens by text, and the token's own.
-
-    Of tokens with the same text the first, and so the likeliest, counts. None if it has none.
-    """
+    """Return log probabilities of the likeliest tokens, and the token's own, by text."""
     if one["top_logprobs"] is None:
         return None
     found: dict[str, float] = {}
-    for top in (*one["top_logprobs"], one):
+    for top in (*one["top_logprobs"], one):  # of tokens with one text the likeliest counts
         found.setdefault(top["token"], top["logprob"])
     return found
 
 
 def _append_in_place_return_whole(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Append the texts and lists of `more` to those of `whole`, in place, and return `whole`.
-
-    A name that `whole` lacks is added; None adds nothing to what is there.
-    """
+    """Append the texts and lists of `more` to those of `whole`, in place; None adds nothing."""
     for name, value in more.items():
         whole.setdefault(name, None if value is None else type(value)())
         if value is not None:
@@ -470,15 +355,8 @@ def _append_in_place_return_whole(whole: dict[str, Any], more: dict[str, Any]) -
 
 
 def _total_usage(ends: Sequence[ChoiceEnd], choices_per_prompt: int) -> dict[str, Any]:
-    """Return the `usage` object over all choices; the tokens of each prompt count once.
-
-    Cached tokens are those of the first choice of each prompt.
-
-    Args:
-        ends: of all choices, in order.
-        choices_per_prompt: how many there are of each.
-    """
-    firsts = [end.last for end in ends[::choices_per_prompt]]
+    """Return the `usage` object over all choices, whose `ends` are in order."""
+    firsts = [end.last for end in ends[::choices_per_prompt]]  # each prompt counts once
     prompt = sum(last.prompt_tokens for last in firsts)
     completion = sum(end.last.generation_tokens for end in ends)
     predicted = sum(end.num_predicted for end in ends)

@@ -25,11 +25,12 @@ _CHAT = {
     "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
     "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
+# Fields that all APIs of chats have by the same name.
 OF_CHATS = _SHARED | _CHAT
-"""Fields that all APIs of chats have by the same name."""
 _MESSAGES = OF_CHATS - {"stop"} | {
     "messages", "system", "thinking", "stop_sequences", "output_config", "output_format", "thread",
 }  # fmt: skip
+# What is followed at each address: those fields that the route's reader reads, and no others.
 FOLLOWED = {
     "/v1/chat/completions": OF_CHATS | {
         "messages", "response_format", "n", "logprobs", "top_logprobs", "stream_options",
@@ -44,7 +45,6 @@ FOLLOWED = {
         "previous_response_id", "conversation", "prompt", "background",
     },
 }  # fmt: skip
-"""What is followed at each address: those fields that the route's reader reads, and no others."""
 
 WITHOUT_EFFECT = {
     # who asks, what it costs, what is kept, and where: nothing is kept or billed here
@@ -60,6 +60,7 @@ WITHOUT_EFFECT = {
     "fallbacks",
 }  # fmt: skip
 
+# Fields that are not followed, each with the values that ask for nothing; null always does.
 REFUSED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (), "best_of": (0, 1), "function_call": ("none",),
@@ -86,7 +87,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # mlx-lm's
     "adapters": (), "role_mapping": (),
 }  # fmt: skip
-"""Fields that are not followed, each with the values that ask for nothing; null is one always."""
 
 _INSTEAD = {
     "adapters": "model as MODEL:ADAPTER",
@@ -100,22 +100,7 @@ _INSTEAD = {
 
 
 def check_fields_and_list_ignored(route: str, body: Body) -> Sequence[str]:
-    """Check the names of a request's fields, and list those that are ignored.
-
-    Fields that the route follows, and those of `WITHOUT_EFFECT`, pass with any value, and are not
-    listed. A field of `REFUSED` passes if its value is null or asks for nothing, such as `best_of`
-    1, and is not listed either.
-
-    Args:
-        route: its path, one of `FOLLOWED`.
-        body: the request.
-
-    Returns:
-        The names of all other fields: unknown ones, and hints.
-
-    Raises:
-        RequestError: a field of `REFUSED` asks for something.
-    """
+    """Return the names that are ignored; raise RequestError for what cannot be followed."""
     ignored = []
     for name, value in body.items():
         if name in FOLLOWED[route] or name in WITHOUT_EFFECT:

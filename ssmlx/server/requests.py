@@ -16,12 +16,10 @@ from ..prompts import Tools
 from ..settings import Allowed, GenerateConfig
 from ..turns import Message, part_text
 
-Body = Mapping[str, Any]
-"""A request's JSON object."""
-AGAIN = {"Retry-After": "1"}
-"""The header of a refusal that may pass."""
+Body = Mapping[str, Any]  # a request's JSON object
+AGAIN = {"Retry-After": "1"}  # of a refusal that may pass
+# What JSON calls the types that `read_typed_or_default` checks.
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-"""What JSON calls the types that `read_typed_or_default` checks."""
 
 
 class NamespacedName(NamedTuple):
@@ -33,14 +31,11 @@ class NamespacedName(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """A request of any API, its fields checked as far as they can be without a model.
-
-    `config.max_tokens` is bounded by the server's.
-    """
+    """A request of any API, its fields checked as far as they can be without a model."""
 
     model: str = ""  # as the request named it; "" for the server's own
     question: str | list[int] | list[Message]  # a prompt as it stands, or the turns of a chat
-    config: GenerateConfig  # the server's settings with the request's own
+    config: GenerateConfig  # the server's with the request's own; its `max_tokens` at most
     tools: Tools | None = None
     template_args: Mapping[str, Any] | None = None  # for the chat template
     choices: int = 1  # answers that are wanted
@@ -69,7 +64,6 @@ class AnswerRequest:
 
     @property
     def num_answers(self) -> int:
-        """How many answers the request wants: `choices` for each of its prompts."""
         return self.choices * (1 + len(self.others))
 
 
@@ -89,20 +83,17 @@ class ReasoningPart(TextPart):
 
 @dataclass(frozen=True)
 class ToolCallPart:
-    """A whole call of a tool. `text` has its arguments, as the JSON text of an object.
-
-    `choice` is the number of the choice that it is a part of.
-    """
+    """A whole call of a tool."""
 
     id: str
     name: str
-    text: str
-    choice: int = 0
+    text: str  # its arguments, as the JSON text of an object
+    choice: int = 0  # what it is a part of
 
 
 @dataclass(frozen=True)
 class ChoiceEnd:
-    """The last part of a choice: why it ended, and its last response."""
+    """The last part of a choice."""
 
     reason: Literal["stop", "length", "tool_calls"]
     last: GenerationResponse  # its last segment
@@ -118,11 +109,7 @@ class ChoiceEnd:
 
     @property
     def timings(self) -> dict[str, Any]:
-        """Tokens, milliseconds and target calls of the choice, as llama.cpp's server names them.
-
-        "draft_n_accepted" is tokens less target calls, and `cached_tokens` are not among
-        "prompt_n".
-        """
+        """Tokens, milliseconds and target calls of the choice, as llama.cpp's server names them."""
         last = self.last
         return {
             "cache_n": last.cached_tokens,
@@ -132,6 +119,7 @@ class ChoiceEnd:
             "predicted_ms": round(1000 * last.decode_seconds, 3),
             "predicted_per_second": round(last.generation_tps, 3),
             "draft_n": last.drafted_tokens,
+            # each call brings one token that was not drafted
             "draft_n_accepted": last.generation_tokens - last.target_calls,
             "target_calls": last.target_calls,
             "tokens_per_call": round(last.generation_tokens / max(1, last.target_calls), 3),
@@ -153,42 +141,27 @@ class Waiting:
 
 Part = TextPart | ToolCallPart | ChoiceEnd
 StreamItem = Part | Begun | Waiting
+# The name of a server-sent event, if it has one, and its data: an object, or a text as it is.
 Event = tuple[str | None, Mapping[str, Any] | str]
-"""The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
 
 
 class RequestError(InputError):
-    """A field of a request that cannot be followed, by the name that its API has for it.
-
-    Args:
-        param: the field; None where several, or the whole request, are meant.
-        found: what was found, which begins with the field's name if there is one.
-        expected, do: as those of `InputError`.
-        details: what Anthropic's clients read of an error beside its words.
-    """
+    """A field of a request that cannot be followed, by the name that its API has for it."""
 
     def __init__(
         self,
-        param: str | None,
-        found: str,
+        param: str | None,  # None for several fields, or the whole request
+        found: str,  # begins with `param`
         expected: str,
         do: str = "correct or drop it",
-        details: Mapping[str, Any] | None = None,
+        details: Mapping[str, Any] | None = None,  # what Anthropic's clients read beside the words
     ) -> None:
         super().__init__(found, expected=expected, do=do)
         self.param = param
         self.details = details
 
     def copy_with_renamed_field(self, other_name_by_own: Mapping[str, str]) -> "RequestError":
-        """Return the same error for another API's name of the field; this one stays as it is.
-
-        Args:
-            other_name_by_own: the other API's names of fields. A name that it lacks stays.
-
-        Returns:
-            A new error, whose `found` begins with the new name where this one's begins with the
-            old.
-        """
+        """Return the same error under another API's name of the field, in `found` too."""
         param = other_name_by_own.get(self.param or "", self.param)
         found = self.found
         if param and self.param and found.startswith(self.param):
@@ -205,20 +178,10 @@ class DetailedHTTPException(HTTPException):
         detail: str,
         headers: Mapping[str, str] | None = None,
         *,
-        param: str | None = None,
-        code: str | None = None,
-        details: Mapping[str, Any] | None = None,
+        param: str | None = None,  # the request's field
+        code: str | None = None,  # OpenAI's
+        details: Mapping[str, Any] | None = None,  # what Anthropic's clients read beside the words
     ) -> None:
-        """Make the error.
-
-        Args:
-            status_code: of HTTP.
-            detail: the message.
-            headers: of the response, if any.
-            param: the request's field that is meant, if any.
-            code: OpenAI's code of the error, if any.
-            details: what Anthropic's clients read of the error beside its words.
-        """
         super().__init__(status_code, detail, headers)
         self.param = param
         self.code = code
@@ -232,16 +195,7 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
 
 
 def checked_number_or_none(name: str, value: Any, allowed: Allowed) -> Any:
-    """Check a field's number, and return it; None where it is absent.
-
-    Args:
-        name: the field, for the message.
-        value: what the request has for it; None where it is absent.
-        allowed: the bounds of the number; true and false are no numbers.
-
-    Raises:
-        RequestError: it is no such number, or out of bounds.
-    """
+    """Return a field's number if it is allowed, or None if it is absent."""
     ok = value is None or allowed.holds(value)
     kind = "a whole number, " if allowed.whole else ""
     check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
@@ -249,29 +203,13 @@ def checked_number_or_none(name: str, value: Any, allowed: Allowed) -> Any:
 
 
 def read_number(body: Body, name: str, least: float, most: float) -> Any:
-    """Return a field's number, or None where the field is absent or null.
-
-    It has to be a whole number if `least` is an `int`.
-
-    Raises:
-        RequestError: it is no such number, or not from `least` to `most`.
-    """
+    """Return a field's number, or None; it has to be a whole number if `least` is an `int`."""
     allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
     return checked_number_or_none(name, body.get(name), allowed)
 
 
 def read_typed_or_default(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
-    """Return a field's value, or `default` where the field is absent or null.
-
-    Args:
-        body: the request.
-        field_name: of the request.
-        kind: dict, list, str or bool, the type that it has to have.
-        default: what to return for an absent field; its type is not checked.
-
-    Raises:
-        RequestError: the value has another type.
-    """
+    """Return a field's value of this type, or `default` if the field is absent or null."""
     value = body.get(field_name)
     ok = value is None or isinstance(value, kind)
     check_field(ok, f"{field_name} is {quoted(value)}", _KINDS[kind], field_name)
@@ -279,16 +217,7 @@ def read_typed_or_default(body: Body, field_name: str, kind: type, default: Any 
 
 
 def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any]:
-    """Return a list of objects; a text becomes one object of type `text`, and a list is returned as
-    it is.
-
-    Args:
-        content: of a request.
-        field_name: for the message.
-
-    Raises:
-        RequestError: `content` is neither a text nor a list of objects.
-    """
+    """Return a list of objects: the given one, or a part with the given text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     expected = "a text, or a list of objects"
     check_field(isinstance(parts, list), f"{field_name} is {quoted(content)}", expected, field_name)
@@ -299,16 +228,6 @@ def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any
 
 
 def content_text(content: Any, place: str = "content") -> str:
-    """Return the text of a `content` field: the text itself, or those of its parts, joined without
-    anything between.
-
-    Args:
-        content: of a request.
-        place: of the field, for messages of errors.
-
-    Raises:
-        RequestError: `content` is neither a text nor a list of objects.
-        TurnError: a part is no text; it is named.
-    """
+    """Return the text of a `content` field; the texts of parts have nothing between them."""
     parts = text_or_list_as_parts(content, place)
     return "".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(parts))
