@@ -35,19 +35,7 @@ _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
 
 
 def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/messages (Anthropic) or to its token count; it becomes a chat
-    completion's.
-
-    `max_tokens` may be missing, as it is in a token count. `thinking` becomes the template's
-    `enable_thinking`, unless `chat_template_kwargs` has one.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed; it has this API's name.
-    """
+    """Read a request to /v1/messages or to its token count, by way of a chat completion."""
     if body.get("thread") is not None:  # clients send the whole conversation then
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         found = "thread is not supported"
@@ -64,7 +52,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "input_schema")
     thinking = requests.read_typed_or_default(body, "thinking", dict, {}).get("type")
     template_args = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
-    if thinking:
+    if thinking:  # `chat_template_kwargs` has the last word
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
     form = requests.read_typed_or_default(body, "output_config", dict, {}).get("format")
     translated = {
@@ -81,6 +69,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     return read_as_chat_completion(body, translated, turns, offered, config, names)
 
 
+# What the end of a stream says of a message's usage.
 _DELTA_USAGE = (
     "input_tokens",
     "cache_read_input_tokens",
@@ -89,24 +78,18 @@ _DELTA_USAGE = (
     "output_tokens_details",
     "server_tool_use",
 )
-"""What the end of a stream says of a message's usage."""
 
 
 class MessagesWriter:
-    """Writes Anthropic's messages: events for each part, and `reply`, the whole object.
-
-    `reply` is complete once `events` has ended.
-    """
+    """Writes Anthropic's messages: events a part, and `reply`, whole when `events` has ended."""
 
     failure = staticmethod(error_event_alone)
 
     @staticmethod
     def keep_alive(waiting: Waiting) -> str:
-        """The event that a stream sends while no part comes."""
         return 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty message for a request."""
         self._blocks: list[dict[str, Any]] = []
         self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
         self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
@@ -114,14 +97,10 @@ class MessagesWriter:
         self.reply |= {"stop_details": None, "container": None, "diagnostics": None}
         self.reply["usage"] = _usage_or_zeros()  # known at the end
 
-    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield the events of a message; each group of parts becomes a block of its content.
-
-        Every part is added to `reply`, which has usage and timings in the end.
-
-        Args:
-            parts: of the request's only choice, with its `ChoiceEnd`.
-        """
+    async def events(
+        self,
+        parts: AsyncIterator[StreamItem],  # of the only choice, with its `ChoiceEnd`
+    ) -> AsyncIterator[Event]:
         async for mark, part in mark_groups_of_parts(parts):
             match mark:
                 case "answer begins":
@@ -151,16 +130,11 @@ class MessagesWriter:
                     yield typed_event("message_stop")
 
     def _event_about_last_block(self, name: str, **data: Any) -> Event:
-        """Return an event `content_block_{name}` of the last block, with its index and `data`."""
         return typed_event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
 
 
 def _usage_or_zeros(end: ChoiceEnd | None = None) -> dict[str, Any]:
-    """Return the `usage` object of a message; all counts are 0 before there is an answer.
-
-    Args:
-        end: of the answer; None before there is one.
-    """
+    """Return the `usage` object of a message; before there is an answer, all counts are 0."""
     last = end.last if end else None
     return {
         "input_tokens": last.prompt_tokens - last.cached_tokens if last else 0,
@@ -177,9 +151,6 @@ def _usage_or_zeros(end: ChoiceEnd | None = None) -> dict[str, Any]:
 
 
 def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
-    """Return the block of a message for a group of parts, before any is added: a call, thinking or
-    text.
-    """
     if isinstance(part, ToolCallPart):
         used = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
         return used | {"caller": {"type": "direct"}, "toolset_name": None}
@@ -191,12 +162,7 @@ def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
 def _extend_block_and_return_delta(
     block: dict[str, Any], part: TextPart | ToolCallPart
 ) -> dict[str, Any]:
-    """Add a part to its block, in place; return the event's `delta`.
-
-    Args:
-        block: as `_empty_block_for` made it, with the parts before.
-        part: of the block's type.
-    """
+    """Add a part to its block, in place; return the event's `delta`."""
     if isinstance(part, ToolCallPart):
         block["input"] = parse_json(part.text)
         return {"type": "input_json_delta", "partial_json": part.text}

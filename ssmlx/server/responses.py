@@ -40,17 +40,8 @@ _MOST_VALUE = 512
 
 
 def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/responses (OpenAI); it has to bring its whole conversation, and becomes
-    a chat completion's.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed, or refers to a conversation that a server would
-            keep; it has this API's name.
-    """
+    """Read a request to /v1/responses, by way of a chat completion."""
+    # These refer to a conversation that a server would keep.
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         value = body.get(name)
         expected = "the whole conversation as input: nothing is kept"
@@ -108,15 +99,11 @@ class _OpenItem(NamedTuple):
 
 
 class ResponsesWriter:
-    """Writes OpenAI's responses: events for each part, and `reply`, the whole object.
-
-    `reply` is complete once `events` has ended.
-    """
+    """Writes OpenAI's responses: events a part, and `reply`, whole when `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty response for a request, with the fields that repeat it."""
         self._items = list[dict[str, Any]]()
         self._sequence = count()
         self._namespaced = ask.namespaced
@@ -125,16 +112,10 @@ class ResponsesWriter:
         self.reply |= {"output": self._items, "error": None, "incomplete_details": None}
         self.reply |= {"completed_at": None, "usage": None, **ask.echoed}
 
-    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield the events of a response; each group of parts becomes an item of its output.
-
-        Every part is added to `reply`, which has status, usage and timings in the end. The last
-        event is "completed" or, of an answer that was cut, "incomplete"; what `parts` raises passes
-        through.
-
-        Args:
-            parts: of the request's only choice, with its `ChoiceEnd`.
-        """
+    async def events(
+        self,
+        parts: AsyncIterator[StreamItem],  # of the only choice, with its `ChoiceEnd`
+    ) -> AsyncIterator[Event]:
         group = _OpenItem("", {}, {}, "")
         async for mark, part in mark_groups_of_parts(parts):
             match mark:
@@ -168,25 +149,18 @@ class ResponsesWriter:
                     )
 
     def failure(self, error: Mapping[str, Any]) -> list[Event]:
-        """Return the events of an answer that fails after a part of it was sent.
-
-        OpenAI's clients raise the first one; others, such as Codex, wait for the second. `reply`
-        is what there is of the response, and failed.
-        """
+        """Return the events of an answer that fails after a part of it was sent."""
         for item in self._items:
             if item["status"] == "in_progress":
                 item["status"] = "incomplete"
         own = {"code": "server_error", "message": error["message"]}
         self.reply |= {"status": "failed", "error": own}
         told = {**error, "sequence_number": next(self._sequence)}
+        # OpenAI's clients raise the first one; others, such as Codex, wait for the second.
         return [("error", told), self._numbered_event("failed", response=self.reply)]
 
     def _append_empty_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
-        """Append an empty item for a group of parts to the output, and return it.
-
-        Args:
-            part: the group's first part, which is not added yet.
-        """
+        """Append an empty item to the output for a group of parts, of which `part` is the first."""
         item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
         if isinstance(part, ToolCallPart):
@@ -204,11 +178,6 @@ class ResponsesWriter:
         return _OpenItem("output_text", item, text_object, "text")
 
     def _set_usage_status_and_timings(self, end: ChoiceEnd) -> None:
-        """Set usage, status and timings of the whole response, by the end of its answer.
-
-        The status is "completed", or "incomplete", with details and without a time of completion,
-        where the length limit cut the answer.
-        """
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
@@ -225,9 +194,6 @@ class ResponsesWriter:
         self.reply["completed_at"] = None if is_cut else int(time())
 
     def _event_about_last_item(self, name: str, **data: Any) -> Event:
-        """Return an event about the last item, with its position in the output, the next number,
-        and `data`.
-        """
         where: dict[str, Any] = {"output_index": len(self._items) - 1}
         if not name.startswith("output_item"):
             where["item_id"] = self._items[-1]["id"]
@@ -238,17 +204,11 @@ class ResponsesWriter:
         return self._numbered_event(name, **where, **data)
 
     def _numbered_event(self, name: str, **data: Any) -> Event:
-        """Return an event `response.{name}` with the next number and `data`."""
         return typed_event(f"response.{name}", sequence_number=next(self._sequence), **data)
 
 
 def _read_echoed_fields(body: Body, ask: AnswerRequest) -> dict[str, Any]:
-    """Return the fields of a response that repeat its request, with defaults for those it lacks,
-    and those that are the same for every request.
-
-    Raises:
-        RequestError: `metadata` has more than OpenAI's API allows.
-    """
+    """Return the fields of a response that repeat its request, or are the same for every one."""
     offered = ask.tools or ()
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
@@ -277,11 +237,6 @@ def _read_echoed_fields(body: Body, ask: AnswerRequest) -> dict[str, Any]:
 
 
 def _read_metadata(body: Body) -> dict[str, str]:
-    """Return the `metadata` of a request, within the bounds that OpenAI's API has for them.
-
-    Raises:
-        RequestError: they are no texts by name, or too many, or too long.
-    """
     metadata: dict[str, Any] = requests.read_typed_or_default(body, "metadata", dict, {})
     ok = len(metadata) <= _MOST_METADATA and all(
         len(name) <= _MOST_NAME and isinstance(value, str) and len(value) <= _MOST_VALUE
@@ -295,6 +250,6 @@ def _read_metadata(body: Body) -> dict[str, str]:
 
 
 def _completed_or_incomplete_before(next_part: Part) -> str:
-    """Return "incomplete" if `next_part` is the end of an answer that was cut, else "completed"."""
+    """Return the status of what `next_part` ends: the length limit may have cut it."""
     is_cut = isinstance(next_part, ChoiceEnd) and next_part.reason == "length"
     return "incomplete" if is_cut else "completed"
