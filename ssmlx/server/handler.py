@@ -30,9 +30,7 @@ _FULL = "the request queue is full; try again later"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one server: open answers, waiting requests, seconds and bytes. One that is out of
-    range raises InputError.
-    """
+    """Bounds of one server; one that is out of range raises InputError."""
 
     open: int = setting(8, least=1, option="--max-open")  # answers at once
     waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
@@ -55,7 +53,6 @@ class PrometheusMetrics:
     """The Prometheus counters of one server, over all users."""
 
     def __init__(self) -> None:
-        """Make the counters, all at 0, in a registry of their own."""
         own = self.registry = CollectorRegistry()
         self.refused = Counter("ssmlx_refused", "Requests, by status.", ["status"], registry=own)
         self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=own)
@@ -65,19 +62,12 @@ class PrometheusMetrics:
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
     def report_pool(self, pool: MemoryPool) -> None:
-        """Report a pool's bytes whenever metrics are asked for: of running answers, of kept
-        prompts, and the limit.
-        """
+        """Report a pool's bytes whenever metrics are asked for."""
         self._memory.labels("running").set_function(lambda: pool.running)
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
     def count_ended_answer(self, last: GenerationResponse) -> None:
-        """Count an answer that has ended: its tokens, target calls and seconds of prefill.
-
-        Args:
-            last: the answer's last response.
-        """
         self._prefill.observe(last.prefill_seconds)
         self._counts.labels("prompt").inc(last.prompt_tokens)
         self._counts.labels("cached").inc(last.cached_tokens)
@@ -99,9 +89,7 @@ class RequestHandler:
     any_model: bool = False  # whether the first model answers for names that are not known
 
     def __post_init__(self) -> None:
-        """Take the context length of the engine's default model, which is loaded now, begin to
-        count, and give all users the engine's prompt cache where no caches are given.
-        """
+        # This loads the engine's default model.
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.has_unknown_calls = has_unknown_calls(self.engine.tokenizer)
         self.prompt_caches = self.prompt_caches or (self.engine.prompt_cache,)
@@ -109,26 +97,16 @@ class RequestHandler:
         self.metrics = PrometheusMetrics()
         self.metrics.report_pool(self.engine.memory_pool)
         self._slots = AnswerSlots(self.limits.open, self.metrics.open)
-        self._waiting = 0
+        self._waiting = 0  # requests that are read or wait for a slot
         self._num_counts = 0  # of tokens, under way
 
     def close(self) -> None:
-        """Close the engine, which cancels open answers, waits for their end and frees its memory;
-        then write prompts that are kept on disk.
-        """
-        self.engine.close()
+        self.engine.close()  # cancels open answers, and waits for their end
         for one in self.prompt_caches:
             one.close()
 
     def with_served_model_or_404(self, ask: AnswerRequest) -> AnswerRequest:
-        """Return the request with the name of a model that is known here.
-
-        A request without a name gets the first model; so does one with an unknown name if
-        `any_model`.
-
-        Raises:
-            HTTPException: the model is unknown (404).
-        """
+        """Return the request with the name of a served model, or raise HTTPException (404)."""
         first = next(iter(self.models))
         name = ask.model or first
         if self.any_model and name not in self.models:
@@ -138,21 +116,11 @@ class RequestHandler:
         return replace(ask, model=name)
 
     def unknown_model_error(self, name: str) -> HTTPException:
-        """Make the 404 error for an unknown model, without raising it; it lists the known ones."""
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
     async def count_prompt_tokens(self, ask: AnswerRequest) -> int:
-        """Return how many tokens the prompt of a request has; as many may wait for that as may wait
-        for an answer.
-
-        Args:
-            ask: the request, with a known model's name.
-
-        Raises:
-            InputError: the prompt cannot be made into tokens.
-            HTTPException: too many others wait, or the server is shutting down (503).
-        """
+        """Return how many tokens the prompt has; as many counts may wait as requests."""
         if self._num_counts > self.limits.waiting:
             raise HTTPException(503, _FULL, AGAIN)
         self._num_counts += 1
@@ -164,23 +132,7 @@ class RequestHandler:
     async def merged_parts_of_choices(
         self, ask: AnswerRequest, prompt_cache: PromptCache
     ) -> AsyncGenerator[StreamItem]:
-        """Yield the parts of all choices as they come; to close the generator cancels them.
-
-        If anything is generated, `Begun` says that the first choice has begun; only an echoed
-        prompt may come before it. After each silence comes a `Waiting`.
-
-        Args:
-            ask: the request, with a known model's name.
-            prompt_cache: of the client.
-
-        Raises:
-            InputError: it cannot be followed.
-            NoRoomError: there is no memory for it.
-            HTTPException: too many others wait, no slot got free in time, or the server is shutting
-                down (503).
-            TimeoutError: the deadline passed before each choice had a token. A choice that has one
-                by then ends there, by its length.
-        """
+        """Yield the parts of all choices as they come; closing the generator cancels them."""
         with self._counted_as_waiting_or_503():
             async with asyncio.timeout_at(ask.deadline):
                 prompts, config = await self.reader.read_checked_prompts_and_config(ask)
@@ -210,25 +162,9 @@ class RequestHandler:
     async def _parts_of_choice(
         self, choice: Choice, slots: RequestSlots, progress: Progress
     ) -> AsyncGenerator[StreamItem]:
-        """Yield the parts of one choice; the last one is its `ChoiceEnd`.
-
-        A choice waits until the first choice of the same prompt has processed that prompt, so that
-        it finds it in the prompt cache. It then waits for a slot. When the answer of the request's
-        first choice has begun, `Begun` is yielded. If nothing is to be generated, the end comes
-        right after the echoed prompt. The tokens of the choice are counted when it has ended.
-
-        Args:
-            choice: to answer.
-            slots: of the request.
-            progress: is called with the prompt's processed tokens, and all of them.
-
-        Raises:
-            HTTPException: the server is shutting down (503).
-            TimeoutError: the deadline passed before its first token.
-            InputError, NoRoomError: the engine refuses the choice, or its form breaks.
-        """
+        """Yield the parts of one choice; the last one is its `ChoiceEnd`."""
         prompt = choice.prompt
-        if not choice.is_first:
+        if not choice.is_first:  # it then finds the prompt in the prompt cache
             await prompt.is_read.wait()
         try:
             async with slots.wait_for_and_hold_slot():
@@ -249,7 +185,7 @@ class RequestHandler:
                 if last is None or last.finish_reason is None:
                     self.reader.check_open()  # else it was the deadline that ended it
                 if last is None:
-                    raise TimeoutError
+                    raise TimeoutError  # a choice that has a token ends there, by its length
                 choice.raise_if_form_broke()
                 last = choice.with_scoring_counted_as_prefill(last)
                 self.metrics.count_ended_answer(last)
@@ -265,9 +201,7 @@ class RequestHandler:
         choice: Choice,
         progress: Progress,
     ) -> AsyncIterator[Answer[Segment]]:
-        """Open an answer for the block, which is cancelled at the deadline of the choice's request:
-        reading it then ends, without an error.
-        """
+        """Open an answer for the block; the deadline cancels it, which is no error to a reader."""
         async with await asyncio.to_thread(open_, choice, progress) as answer:
             loop = asyncio.get_running_loop()
             timer = loop.call_at(choice.ask.deadline, answer.cancel)
@@ -277,19 +211,9 @@ class RequestHandler:
                 timer.cancel()
 
     async def _score_prompt_once_if_asked(self, choice: Choice, progress: Progress) -> None:
-        """Score a choice's prompt if its log probabilities are wanted, and keep them there.
-
-        It is scored for the first of its choices, which the others wait for.
-
-        Args:
-            choice: whose prompt it is.
-            progress: is called while the prompt is scored.
-
-        Raises:
-            HTTPException: the server is shutting down (503).
-            TimeoutError: the deadline passed.
-        """
+        """Score a choice's prompt if its log probabilities are wanted and not there yet."""
         prompt = choice.prompt
+        # It is scored for the first of its choices, which the others wait for.
         is_asked = choice.ask.echoes and choice.config.logprobs is not None
         if not is_asked or prompt.logprobs is not None:
             return
@@ -306,11 +230,7 @@ class RequestHandler:
 
     @contextmanager
     def _counted_as_waiting_or_503(self) -> Iterator[None]:
-        """Count a request among those that are read or wait for a slot, inside the block.
-
-        Raises:
-            HTTPException: more of them wait already than get a slot now and may wait (503).
-        """
+        """Count a request as waiting inside the block, or raise HTTPException (503)."""
         if self._waiting >= self._slots.num_free + self.limits.waiting:
             raise HTTPException(503, _FULL, AGAIN)
         self._waiting += 1
@@ -321,12 +241,7 @@ class RequestHandler:
             self._waiting -= 1
 
     async def _wait_for_first_slot_or_503(self) -> None:
-        """Wait for the slot of a request's first answer, first come, first served; the caller has
-        to give it back.
-
-        Raises:
-            HTTPException: no slot got free within `limits.wait` seconds (503).
-        """
+        """Take the slot of a request's first answer, or raise HTTPException (503)."""
         try:
             async with asyncio.timeout(self.limits.wait):
                 await self._slots.take()
@@ -335,12 +250,6 @@ class RequestHandler:
             raise HTTPException(503, detail, AGAIN) from error
 
     def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
-        """Begin a choice's answer in the engine, and return it.
-
-        Raises:
-            HTTPException: the server is shutting down.
-            InputError, NoRoomError: the engine refuses it.
-        """
         self.reader.check_open()
         ask = choice.ask
         choice.mask = self.reader.make_mask_or_none(ask)
@@ -358,19 +267,13 @@ class RequestHandler:
         )
 
     def _open_scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:
-        """Begin to score a choice's prompt: the log probability of each of its tokens.
-
-        The processed prompt goes into the prompt cache if the choice generates tokens after it.
-
-        Raises:
-            HTTPException: the server is shutting down.
-            InputError, NoRoomError: the engine refuses it.
-        """
+        """Begin to score a choice's prompt: the log probability of each of its tokens."""
         self.reader.check_open()
         return self.engine.score(
             choice.prompt.tokens,
             top=choice.config.logprobs or 0,
             adapter=self.models[choice.ask.model],
+            # for the tokens that are generated after it
             prompt_cache=choice.prompt_cache if choice.ask.writes else None,
             progress=progress,
         )
