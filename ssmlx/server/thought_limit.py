@@ -13,16 +13,12 @@ class ThoughtLimit:
     """A mask that ends a thought after so many tokens of an answer, unless it is over."""
 
     def __init__(
-        self, mask: GrammarMask, tokenizer: TokenizerWrapper, end_mark: str, max_thought_tokens: int
+        self,
+        mask: GrammarMask,  # of the whole answer, which allows any thought up to the mark
+        tokenizer: TokenizerWrapper,
+        end_mark: str,  # the text that ends the thought
+        max_thought_tokens: int,  # of the answer, before the mark has to come
     ) -> None:
-        """Begin an answer.
-
-        Args:
-            mask: of the whole answer, which allows any thought up to the mark.
-            tokenizer: of the model.
-            end_mark: the text that ends the thought.
-            max_thought_tokens: tokens of the answer before the mark has to come.
-        """
         self._mask = mask
         self._tokenizer = tokenizer
         self._end_mark = end_mark
@@ -32,11 +28,13 @@ class ThoughtLimit:
 
     @property
     def error(self) -> str:
-        """As `GrammarMask.error`."""
         return self._mask.error
 
-    def __call__(self, tokens: Sequence[int], logits: mx.array) -> mx.array:
-        """Return the logits [1, V] of the token after `tokens`, the whole answer so far, masked."""
+    def __call__(
+        self,
+        tokens: Sequence[int],  # the whole answer so far
+        logits: mx.array,  # [1, V] of the token after them
+    ) -> mx.array:
         masked = self._mask(tokens, logits)
         if len(tokens) < self._max_thought_tokens or len(tokens) >= self._over_at:
             return masked
