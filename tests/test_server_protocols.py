@@ -540,7 +540,7 @@ def test_many_blocks_take_as_long_as_they_are():
     begun = process_time()
     turns = Turns()
     for _ in range(60_000):
-        turns.add_block_by_type("user", {"type": "text", "text": "x" * 100}, "input")
+        turns.add_block("user", {"type": "text", "text": "x" * 100}, "input")
     (turn,) = turns.joined()
     assert len(turn["content"]) == 60_000 * 102 - 2
     assert process_time() - begun < 20, "each text is copied for every other one"

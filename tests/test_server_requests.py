@@ -16,7 +16,7 @@ from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
 from ssmlx.server import completions, messages
 from ssmlx.server.app import APIS, LOCAL, make_app
-from ssmlx.server.fields import FOLLOWED, check_fields_and_list_ignored
+from ssmlx.server.fields import FOLLOWED, check_fields
 from ssmlx.server.handler import Limits, RequestHandler
 from ssmlx.server.tool_choice import read_tool_choice
 
@@ -164,7 +164,7 @@ def test_a_field_of_another_api_is_ignored_by_its_name(client, path, value):
 
 def test_a_completion_follows_a_response_format_and_does_not_call_it_ignored():
     body = {"prompt": "w1", "response_format": {"type": "json_object"}}
-    assert check_fields_and_list_ignored("/v1/completions", body) == []
+    assert check_fields("/v1/completions", body) == []
     assert completions.read_completion(body, ssmlx.GenerateConfig()).grammar
 
 

@@ -32,7 +32,7 @@ from ..turns import TurnError
 from . import completions, messages, responses
 from .concurrency import READING, BodyBytes
 from .connections import SLOWEST
-from .fields import check_fields_and_list_ignored
+from .fields import check_fields
 from .handler import RequestHandler
 from .requests import (
     AGAIN,
@@ -191,7 +191,7 @@ class Routes:
         def read_checked() -> tuple[AnswerRequest, Sequence[str]]:
             """Return the request, and the names of what is ignored or left out of it."""
             fields = _parse_json_object(body)
-            ignored = check_fields_and_list_ignored(request.url.path, fields)
+            ignored = check_fields(request.url.path, fields)
             ask = replace(read(fields, self.config), num_bytes=len(body))
             return self.handler.with_served_model_or_404(ask), [*ignored, *ask.left_out]
 

@@ -53,17 +53,17 @@ MOST_ANSWERS = 256
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/chat/completions; the server's `config` has what it does not say."""
     choice = read_tool_choice(body)
-    turns = requests.text_or_list_as_parts(body.get("messages"), "messages")
+    turns = requests.list_parts(body.get("messages"), "messages")
     requests.check_field(bool(turns), "messages is empty", "a turn at least", "messages")
-    wants = requests.read_typed_or_default(body, "logprobs", bool, False)
+    wants = requests.read_typed(body, "logprobs", bool, False)
     return AnswerRequest(
         question=turns,
         tools=choice.tools,
         forced_tools=choice.forced,
         parallel_calls=choice.is_parallel,
         left_out=choice.left_out,
-        template_args=_read_template_args_and_effort(body),
-        **_read_whether_last_turn_continues(body, turns),
+        template_args=_read_template_args(body),
+        **_read_continuation(body, turns),
         **_read_shared_fields(
             body,
             config,
@@ -74,7 +74,7 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
 
 def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/completions; the server's `config` has what it does not say."""
-    first, *others = _read_one_or_many_prompts(body.get("prompt"))
+    first, *others = _read_prompts(body.get("prompt"))
     suffix = body.get("suffix")
     requests.check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
     most = body.get("max_tokens")
@@ -84,7 +84,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         question=first,
         others=others,
         is_chat=False,
-        echoes=requests.read_typed_or_default(body, "echo", bool, False),
+        echoes=requests.read_typed(body, "echo", bool, False),
         writes=writes,
         **_read_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
     )
@@ -95,7 +95,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     return ask
 
 
-def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
+def _read_prompts(prompt: Any) -> list[str | list[int]]:
     """Return the prompts, each a text or token ids; an empty list is one prompt without tokens."""
 
     def is_one(value: Any) -> bool:
@@ -116,18 +116,18 @@ def _read_shared_fields(
 ) -> dict[str, Any]:
     """Return the arguments of `AnswerRequest` that chats and text completions share."""
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
-    options = requests.read_typed_or_default(body, "stream_options", dict, {})
+    options = requests.read_typed(body, "stream_options", dict, {})
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
-        "model": requests.read_typed_or_default(body, "model", str, ""),
+        "model": requests.read_typed(body, "model", str, ""),
         "choices": requests.read_number(body, "n", 1, 16) or 1,
         "grammar": read_grammar(body),
-        "ignores_end": requests.read_typed_or_default(body, "ignore_eos", bool, False),
+        "ignores_end": requests.read_typed(body, "ignore_eos", bool, False),
         "prediction": requests.content_text(
-            requests.read_typed_or_default(body, "prediction", dict, {}).get("content") or "",
+            requests.read_typed(body, "prediction", dict, {}).get("content") or "",
             "prediction.content",
         ),
-        "stream": requests.read_typed_or_default(body, "stream", bool, False),
+        "stream": requests.read_typed(body, "stream", bool, False),
         "reports_usage": bool(options.get("include_usage")),
     }
 
@@ -137,7 +137,7 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, own in SETTINGS.items():
         if body.get(name) is not None:
-            found[own] = requests.checked_number_or_none(name, body[name], _ALLOWED[own])
+            found[own] = requests.check_number(name, body[name], _ALLOWED[own])
     is_greedy = found.get("temp", config.temp) == 0
     ok = not is_greedy or config.acceptance.kind == "exact"
     found_temp = f"temperature is {found.get('temp')}"
@@ -147,17 +147,15 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     if requests.read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] = body["seed"] % 2**63  # a negative one too becomes one of 63 bits
     return found | {
-        "stop": _read_stop_or_default(body, config),
-        "logit_bias": _read_logit_bias_or_default(body, config),
+        "stop": _read_stop(body, config),
+        "logit_bias": _read_logit_bias(body, config),
     }
 
 
-def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
+def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
     stop = body.get("stop")
     texts = (
-        [stop]
-        if isinstance(stop, str)
-        else requests.read_typed_or_default(body, "stop", list, config.stop)
+        [stop] if isinstance(stop, str) else requests.read_typed(body, "stop", list, config.stop)
     )
     ok = len(texts) <= _MOST_STOPS
     ok = ok and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
@@ -166,8 +164,8 @@ def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
     return texts
 
 
-def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
-    bias = requests.read_typed_or_default(body, "logit_bias", dict, {})
+def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
+    bias = requests.read_typed(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one) for one in bias.values())
     expected = f"token ids, each with a number of {_BIAS.in_words()}"
@@ -175,10 +173,10 @@ def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[i
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
 
-def _read_template_args_and_effort(body: Body) -> dict[str, Any]:
+def _read_template_args(body: Body) -> dict[str, Any]:
     """Return variables of the chat template, of which `chat_template_kwargs` has the last word."""
-    given = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
-    effort = requests.read_typed_or_default(body, "reasoning_effort", str)
+    given = requests.read_typed(body, "chat_template_kwargs", dict, {})
+    effort = requests.read_typed(body, "reasoning_effort", str)
     if effort == "none":
         return {"enable_thinking": False, **given}
     return {"reasoning_effort": effort, **given} if effort else given
@@ -191,10 +189,10 @@ class _Continuation(TypedDict):
     opens_turn: bool
 
 
-def _read_whether_last_turn_continues(body: Body, turns: Sequence[Body]) -> _Continuation:
+def _read_continuation(body: Body, turns: Sequence[Body]) -> _Continuation:
     """Continue a last turn of the assistant that has text and no calls, unless a field says no."""
-    wants = requests.read_typed_or_default(body, "continue_final_message", bool)
-    opens = requests.read_typed_or_default(body, "add_generation_prompt", bool)
+    wants = requests.read_typed(body, "continue_final_message", bool)
+    opens = requests.read_typed(body, "add_generation_prompt", bool)
     found = "continue_final_message is True"
     expected = "add_generation_prompt to be false"
     # as in vLLM's server

@@ -99,7 +99,7 @@ _INSTEAD = {
 }
 
 
-def check_fields_and_list_ignored(route: str, body: Body) -> Sequence[str]:
+def check_fields(route: str, body: Body) -> Sequence[str]:
     """Return the names that are ignored; raise RequestError for what cannot be followed."""
     ignored = []
     for name, value in body.items():

@@ -120,15 +120,13 @@ def read_grammar(body: Body) -> str | None:
     for name, kind in _FIELDS.items():
         if body.get(name) not in (None, "", {}):
             found[name] = kind, body[name]
-    for kind, value in requests.read_typed_or_default(body, "structured_outputs", dict, {}).items():
+    for kind, value in requests.read_typed(body, "structured_outputs", dict, {}).items():
         if value is not None and value is not False:
             name = f"structured_outputs.{kind}"
             known = ", ".join(_KINDS)
             requests.check_field(kind in _KINDS, name, f"one of {known}", "structured_outputs")
             found[name] = kind, value
-    schema = _response_format_schema(
-        requests.read_typed_or_default(body, "response_format", dict, {})
-    )
+    schema = _response_format_schema(requests.read_typed(body, "response_format", dict, {}))
     if schema is not None:
         found["response_format"] = "json", schema
     requests.check_field(

@@ -24,10 +24,10 @@ from .typed_blocks import (
     Turns,
     listed_tools,
     mark_groups_of_parts,
-    read_as_chat_completion,
+    only_value,
+    read_as_chat,
     read_offered_tools,
     typed_event,
-    value_under_any_name,
 )
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -44,20 +44,20 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     turns = Turns()
     if system := body.get("system"):
         turns.add_text("system", system, "system")
-    listed = requests.text_or_list_as_parts(body.get("messages"), "messages")
+    listed = requests.list_parts(body.get("messages"), "messages")
     for number, message in enumerate(listed):
         place = f"messages[{number}].content"
-        for n, block in enumerate(requests.text_or_list_as_parts(message.get("content"), place)):
-            turns.add_block_by_type(message.get("role"), block, f"{place}[{n}]")
+        for n, block in enumerate(requests.list_parts(message.get("content"), place)):
+            turns.add_block(message.get("role"), block, f"{place}[{n}]")
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "input_schema")
-    thinking = requests.read_typed_or_default(body, "thinking", dict, {}).get("type")
-    template_args = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
+    thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
+    template_args = requests.read_typed(body, "chat_template_kwargs", dict, {})
     if thinking:  # `chat_template_kwargs` has the last word
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
-    form = requests.read_typed_or_default(body, "output_config", dict, {}).get("format")
+    form = requests.read_typed(body, "output_config", dict, {}).get("format")
     translated = {
         "stop": body.get("stop_sequences"),
-        "response_format": value_under_any_name(
+        "response_format": only_value(
             {"output_config.format": form, "output_format": body.get("output_format")}
         ),
         "chat_template_kwargs": template_args,
@@ -66,7 +66,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         "stop": "stop_sequences",
         "response_format": "output_config.format" if form else "output_format",
     }
-    return read_as_chat_completion(body, translated, turns, offered, config, names)
+    return read_as_chat(body, translated, turns, offered, config, names)
 
 
 # What the end of a stream says of a message's usage.

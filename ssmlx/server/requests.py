@@ -18,7 +18,7 @@ from ..turns import Message, part_text
 
 Body = Mapping[str, Any]  # a request's JSON object
 AGAIN = {"Retry-After": "1"}  # of a refusal that may pass
-# What JSON calls the types that `read_typed_or_default` checks.
+# What JSON calls the types that `read_typed` checks.
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 
 
@@ -160,7 +160,7 @@ class RequestError(InputError):
         self.param = param
         self.details = details
 
-    def copy_with_renamed_field(self, other_name_by_own: Mapping[str, str]) -> "RequestError":
+    def renamed(self, other_name_by_own: Mapping[str, str]) -> "RequestError":
         """Return the same error under another API's name of the field, in `found` too."""
         param = other_name_by_own.get(self.param or "", self.param)
         found = self.found
@@ -194,7 +194,7 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
         raise RequestError(param, found, expected)
 
 
-def checked_number_or_none(name: str, value: Any, allowed: Allowed) -> Any:
+def check_number(name: str, value: Any, allowed: Allowed) -> Any:
     """Return a field's number if it is allowed, or None if it is absent."""
     ok = value is None or allowed.holds(value)
     kind = "a whole number, " if allowed.whole else ""
@@ -205,10 +205,10 @@ def checked_number_or_none(name: str, value: Any, allowed: Allowed) -> Any:
 def read_number(body: Body, name: str, least: float, most: float) -> Any:
     """Return a field's number, or None; it has to be a whole number if `least` is an `int`."""
     allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
-    return checked_number_or_none(name, body.get(name), allowed)
+    return check_number(name, body.get(name), allowed)
 
 
-def read_typed_or_default(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
+def read_typed(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
     """Return a field's value of this type, or `default` if the field is absent or null."""
     value = body.get(field_name)
     ok = value is None or isinstance(value, kind)
@@ -216,7 +216,7 @@ def read_typed_or_default(body: Body, field_name: str, kind: type, default: Any 
     return default if value is None else value
 
 
-def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any]:
+def list_parts(content: Any, field_name: str = "content") -> list[Any]:
     """Return a list of objects: the given one, or a part with the given text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     expected = "a text, or a list of objects"
@@ -229,5 +229,5 @@ def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any
 
 def content_text(content: Any, place: str = "content") -> str:
     """Return the text of a `content` field; the texts of parts have nothing between them."""
-    parts = text_or_list_as_parts(content, place)
+    parts = list_parts(content, place)
     return "".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(parts))

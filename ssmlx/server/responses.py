@@ -27,10 +27,10 @@ from .typed_blocks import (
     listed_tools,
     mark_groups_of_parts,
     offered_name,
-    read_as_chat_completion,
+    only_value,
+    read_as_chat,
     read_offered_tools,
     typed_event,
-    value_under_any_name,
 )
 
 # As OpenAI's API bounds them; lengths are in characters.
@@ -49,15 +49,15 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     turns = Turns()
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions, "instructions")
-    for number, item in enumerate(requests.text_or_list_as_parts(body.get("input"), "input")):
-        turns.add_block_by_type("user", item, f"input[{number}]")
+    for number, item in enumerate(requests.list_parts(body.get("input"), "input")):
+        turns.add_block("user", item, f"input[{number}]")
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "parameters")
-    effort = requests.read_typed_or_default(body, "reasoning", dict, {}).get("effort")
+    effort = requests.read_typed(body, "reasoning", dict, {}).get("effort")
     translated = {
         "tool_choice": _with_offered_names(body.get("tool_choice")),
         "max_tokens": body.get("max_output_tokens"),
-        "response_format": requests.read_typed_or_default(body, "text", dict, {}).get("format"),
-        "reasoning_effort": value_under_any_name(
+        "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
+        "reasoning_effort": only_value(
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),
     }
@@ -67,7 +67,7 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
         "messages": "input",
         "reasoning_effort": "reasoning.effort" if effort else "reasoning_effort",
     }
-    ask = read_as_chat_completion(body, translated, turns, offered, config, names)
+    ask = read_as_chat(body, translated, turns, offered, config, names)
     return replace(ask, echoed=_read_echoed_fields(body, ask))
 
 
@@ -237,7 +237,7 @@ def _read_echoed_fields(body: Body, ask: AnswerRequest) -> dict[str, Any]:
 
 
 def _read_metadata(body: Body) -> dict[str, str]:
-    metadata: dict[str, Any] = requests.read_typed_or_default(body, "metadata", dict, {})
+    metadata: dict[str, Any] = requests.read_typed(body, "metadata", dict, {})
     ok = len(metadata) <= _MOST_METADATA and all(
         len(name) <= _MOST_NAME and isinstance(value, str) and len(value) <= _MOST_VALUE
         for name, value in metadata.items()

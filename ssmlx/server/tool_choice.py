@@ -25,9 +25,9 @@ def read_tool_choice(body: Body) -> ToolChoice:
     choice = body.get("tool_choice")
     inner: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {"type": choice}
     kind = inner.get("type")
-    is_parallel = requests.read_typed_or_default(body, "parallel_tool_calls", bool, True)
+    is_parallel = requests.read_typed(body, "parallel_tool_calls", bool, True)
     is_parallel = is_parallel and inner.get("disable_parallel_tool_use") is not True
-    tools, left_out = _split_functions(requests.read_typed_or_default(body, "tools", list, []))
+    tools, left_out = _split_functions(requests.read_typed(body, "tools", list, []))
     every = [_tool_name(one) for one in tools or ()]
     known = {*every} - {None}
     if kind == "allowed_tools":

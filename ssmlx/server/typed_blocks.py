@@ -78,7 +78,7 @@ class Turns:
         self.tools: list[tuple[str, Any]] = []  # places and tools that blocks offer
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
-    def add_block_by_type(self, role: Any, block: Body, place: str) -> None:
+    def add_block(self, role: Any, block: Body, place: str) -> None:
         """Add a block or item by its type; one without a type is a message of its own role."""
         kind = block.get("type")
         where = f"{place}.type"
@@ -94,7 +94,7 @@ class Turns:
             if kind in _RESULTS:
                 self._add_tool_result(block, place)
         elif kind in ("additional_tools", "tool_search_output"):
-            listed = requests.text_or_list_as_parts(block.get("tools") or [], f"{place}.tools")
+            listed = requests.list_parts(block.get("tools") or [], f"{place}.tools")
             self.tools += [(f"{place}.tools[{n}]", tool) for n, tool in enumerate(listed)]
         elif text := _document_text(block):
             self.add_text(role, text, place)
@@ -246,7 +246,7 @@ def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
     """Yield (place, name of its namespace or None, tool) of tools, those in namespaces too."""
     for place, tool in listed:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":
-            inner = requests.text_or_list_as_parts(tool.get("tools"), f"{place}.tools")
+            inner = requests.list_parts(tool.get("tools"), f"{place}.tools")
             for number, one in enumerate(inner):
                 yield f"{place}.tools[{number}]", tool.get("name"), one
         else:
@@ -255,11 +255,11 @@ def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
 
 def listed_tools(body: Body) -> list[tuple[str, Any]]:
     """Return the `tools` of a request, each with its place."""
-    listed = requests.read_typed_or_default(body, "tools", list, [])
+    listed = requests.read_typed(body, "tools", list, [])
     return [(f"tools[{number}]", tool) for number, tool in enumerate(listed)]
 
 
-def value_under_any_name(value_by_name: Mapping[str, Any]) -> Any:
+def only_value(value_by_name: Mapping[str, Any]) -> Any:
     """Return the value of a setting that an API has several names for, or None."""
     given = {name: value for name, value in value_by_name.items() if value}
     first = next(iter(given), "")
@@ -269,7 +269,7 @@ def value_under_any_name(value_by_name: Mapping[str, Any]) -> Any:
     return given.get(first)
 
 
-def read_as_chat_completion(
+def read_as_chat(
     body: Body,  # its fields of `OF_CHATS` are those of the chat completion
     translated: Body,  # further fields of the chat completion, or others in place of the body's
     turns: Turns,
@@ -283,7 +283,7 @@ def read_as_chat_completion(
     try:
         ask = read_chat(chat, config)
     except RequestError as error:
-        raise error.copy_with_renamed_field(own_name_by_chats) from error
+        raise error.renamed(own_name_by_chats) from error
     left_out = (*turns.left_out, *offered.left_out)
     return replace(ask, left_out=left_out, namespaced=offered.namespaced)
 
