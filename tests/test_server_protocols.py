@@ -89,9 +89,9 @@ class Scripted:
     async def merged_parts_of_choices(self, ask, prompt_cache):
         self.ask = ask
         parser = AnswerParser(TOKENIZER, ask)
-        said = [one for text in self.texts for one in parser.split_into_parts(TextPart(text, 2))]
+        said = [one for text in self.texts for one in parser.parse(TextPart(text, 2))]
         end = ChoiceEnd(self.reason, replace(LAST, stop=self.stop))
-        for one in said + (parser.split_into_parts(end) if self.reason else []):
+        for one in said + (parser.parse(end) if self.reason else []):
             yield one
         if self.reason is None:
             raise RuntimeError("a step")
@@ -132,8 +132,8 @@ async def collected(manager):
 
 def told(parser, texts, reason="stop"):
     """Parts, neighbours of one kind joined, and why the answer ended."""
-    found = [one for text in texts for one in parser.split_into_parts(TextPart(text, 1))]
-    *found, end = [*found, *parser.split_into_parts(ChoiceEnd(reason, LAST))]
+    found = [one for text in texts for one in parser.parse(TextPart(text, 1))]
+    *found, end = [*found, *parser.parse(ChoiceEnd(reason, LAST))]
     said = []
     for part in found:
         value = json.loads(part.text) if isinstance(part, ToolCallPart) else part.text
@@ -177,18 +177,18 @@ def test_what_is_no_call_is_text(text, reason, wanted):
 
 def test_text_before_a_call_is_told_at_once_and_every_token_once():
     parser = AnswerParser(TOKENIZER, OFFERED)
-    assert parser.split_into_parts(TextPart("I add", 3)) == [TextPart("I add", 3)]
-    assert parser.split_into_parts(TextPart(" <to", 2)) == [TextPart(" ", 2)]
-    assert parser.split_into_parts(TextPart("o many", 2)) == [TextPart("<too many", 2)]
-    (call,) = parser.split_into_parts(TextPart(CALL, 9))
-    assert call.name == "add" and len(parser.split_into_parts(ChoiceEnd("stop", LAST))) == 1
+    assert parser.parse(TextPart("I add", 3)) == [TextPart("I add", 3)]
+    assert parser.parse(TextPart(" <to", 2)) == [TextPart(" ", 2)]
+    assert parser.parse(TextPart("o many", 2)) == [TextPart("<too many", 2)]
+    (call,) = parser.parse(TextPart(CALL, 9))
+    assert call.name == "add" and len(parser.parse(ChoiceEnd("stop", LAST))) == 1
 
 
 def test_every_api_reports_the_tokens_of_reasoning():
     parser = AnswerParser(TOKENIZER, OFFERED)
     for text, tokens in (("<think>Hm", 3), (", so", 2), ("</think>I add.", 4), (CALL, 9)):
-        parser.split_into_parts(TextPart(text, tokens))
-    assert parser.split_into_parts(ChoiceEnd("length", LAST))[-1].reasoning_tokens == 5
+        parser.parse(TextPart(text, tokens))
+    assert parser.parse(ChoiceEnd("length", LAST))[-1].reasoning_tokens == 5
     scripted = Scripted(f"{THOUGHT}I add.", 1000)
     chat = {"messages": USER}
     for route, body, output, details, name in (

@@ -65,29 +65,27 @@ class Choice:
             yield TextPart(text[begin:end], 0, own, self.number)
             begin = end
 
-    def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
+    def response_parts(self, response: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds, at least an empty text."""
         # A text completion reports its end token, too, as OpenAI's and vLLM's do.
         reports_end = not self.ask.is_chat
         logprobs = self._token_entries.of_segment(response, with_end_token=reports_end)
         piece = TextPart(response.text, len(response.tokens), logprobs)
-        return self._with_number(self._parser.split_into_parts(piece))
+        return self._with_number(self._parser.parse(piece))
 
-    def held_back_parts_and_end(self, last: GenerationResponse) -> list[Part]:
+    def end_parts(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`."""
         # A full context is "length" too.
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
         num_predicted = len(self.config.prompt_lookup.reference)
-        return self._with_number(
-            self._parser.split_into_parts(ChoiceEnd(reason, last, num_predicted))
-        )
+        return self._with_number(self._parser.parse(ChoiceEnd(reason, last, num_predicted)))
 
-    def raise_if_form_broke(self) -> None:
+    def check_form(self) -> None:
         """Raise RequestError if the form of the answer could not be followed to its end."""
         if error := getattr(self.mask, "error", ""):  # a mask of another kind has none
             raise unsupported_form_error(None, first_line(ValueError(error))[:200])
 
-    def with_scoring_counted_as_prefill(self, last: GenerationResponse) -> GenerationResponse:
+    def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
         """Return `last` as the first choice of a scored prompt reports it."""
         if self.prompt.logprobs is None or not self.is_first:
             return last
@@ -113,7 +111,7 @@ class AnswerParser:
         if ask.is_chat or ask.forced_tools:  # else the text is not split
             self._reader = AnswerReader(format, ask.tools, ask.begins, reads_text=is_free)
 
-    def split_into_parts(self, part: TextPart | ChoiceEnd) -> list[Part]:
+    def parse(self, part: TextPart | ChoiceEnd) -> list[Part]:
         """Return the parts of the next piece, at least one, or what was held back and the end."""
         if self._reader is None:
             return [part]

@@ -211,7 +211,7 @@ def keep_alive_comment(waiting: Waiting) -> str:
     return f": keepalive {waiting.done}/{waiting.total}\n\n"
 
 
-def error_event_alone(error: Mapping[str, Any]) -> list[Event]:
+def error_event(error: Mapping[str, Any]) -> list[Event]:
     return [("error", error)]
 
 
@@ -219,7 +219,7 @@ class TextCompletionWriter:
     """Writes text completions: a chunk a part, and `reply`, whole when `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
-    failure = staticmethod(error_event_alone)
+    failure = staticmethod(error_event)
     prefix = "cmpl-"
     kind = "text_completion"
     kind_of_chunk = "text_completion"
@@ -269,7 +269,7 @@ class TextCompletionWriter:
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
             if not self._is_stream:  # nobody reads those of a stream, and they may be many
-                whole["logprobs"] = _append_in_place_return_whole(whole["logprobs"] or {}, logprobs)
+                whole["logprobs"] = _append(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason
         own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
@@ -278,7 +278,7 @@ class TextCompletionWriter:
     def _add_content(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
         """Add a part to a choice of `reply`; return what a chunk has of it."""
         more = {"text": part.text if isinstance(part, TextPart) else ""}
-        _append_in_place_return_whole(whole, more)
+        _append(whole, more)
         return more
 
     def _logprobs_entry(
@@ -291,7 +291,7 @@ class TextCompletionWriter:
         return {
             "tokens": [one["token"] for one in token_entries],
             "token_logprobs": [one["logprob"] for one in token_entries],
-            "top_logprobs": [_logprobs_by_text_with_own(one) for one in token_entries],
+            "top_logprobs": [_logprobs_by_text(one) for one in token_entries],
             "text_offset": [*accumulate(sizes, initial=text_offset)][:-1],
         }
 
@@ -319,12 +319,12 @@ class ChatCompletionWriter(TextCompletionWriter):
                 message |= delta
                 function = {"name": part.name, "arguments": part.text}
                 call = {"id": part.id, "type": "function", "function": function}
-                _append_in_place_return_whole(message, {"tool_calls": [call]})
+                _append(message, {"tool_calls": [call]})
                 number = len(message["tool_calls"]) - 1
                 return {"delta": {**delta, "tool_calls": [{"index": number, **call}]}}
             case ChoiceEnd() if not message.get("content"):
                 message["content"] = None if "tool_calls" in message else ""
-        _append_in_place_return_whole(message, delta)
+        _append(message, delta)
         return {"delta": delta}
 
     def _logprobs_entry(
@@ -333,7 +333,7 @@ class ChatCompletionWriter(TextCompletionWriter):
         return {"content": token_entries, "refusal": None}
 
 
-def _logprobs_by_text_with_own(one: dict[str, Any]) -> dict[str, float] | None:
+def _logprobs_by_text(one: dict[str, Any]) -> dict[str, float] | None:
     """Return log probabilities of the likeliest tokens, and the token's own, by text."""
     if one["top_logprobs"] is None:
         return None
@@ -343,7 +343,7 @@ def _logprobs_by_text_with_own(one: dict[str, Any]) -> dict[str, float] | None:
     return found
 
 
-def _append_in_place_return_whole(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def _append(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Append the texts and lists of `more` to those of `whole`, in place; None adds nothing."""
     for name, value in more.items():
         whole.setdefault(name, None if value is None else type(value)())

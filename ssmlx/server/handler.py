@@ -180,16 +180,16 @@ class RequestHandler:
                             yield Begun()
                         async for last in answer:
                             prompt.is_read.set()
-                            for part in choice.response_parts_or_empty_text(last):
+                            for part in choice.response_parts(last):
                                 yield part
                 if last is None or last.finish_reason is None:
                     self.reader.check_open()  # else it was the deadline that ended it
                 if last is None:
                     raise TimeoutError  # a choice that has a token ends there, by its length
-                choice.raise_if_form_broke()
-                last = choice.with_scoring_counted_as_prefill(last)
+                choice.check_form()
+                last = choice.with_scoring_time(last)
                 self.metrics.count_ended_answer(last)
-                for part in choice.held_back_parts_and_end(last):
+                for part in choice.end_parts(last):
                     yield part
         finally:
             prompt.is_read.set()

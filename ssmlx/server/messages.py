@@ -7,7 +7,7 @@ from typing import Any
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import requests
-from .completions import error_event_alone
+from .completions import error_event
 from .requests import (
     AnswerRequest,
     Body,
@@ -23,7 +23,7 @@ from .requests import (
 from .typed_blocks import (
     Turns,
     listed_tools,
-    mark_groups_of_parts,
+    mark_groups,
     only_value,
     read_as_chat,
     read_offered_tools,
@@ -83,7 +83,7 @@ _DELTA_USAGE = (
 class MessagesWriter:
     """Writes Anthropic's messages: events a part, and `reply`, whole when `events` has ended."""
 
-    failure = staticmethod(error_event_alone)
+    failure = staticmethod(error_event)
 
     @staticmethod
     def keep_alive(waiting: Waiting) -> str:
@@ -95,32 +95,30 @@ class MessagesWriter:
         self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
         self.reply |= {"stop_reason": None, "stop_sequence": None}
         self.reply |= {"stop_details": None, "container": None, "diagnostics": None}
-        self.reply["usage"] = _usage_or_zeros()  # known at the end
+        self.reply["usage"] = _usage()  # known at the end
 
     async def events(
         self,
         parts: AsyncIterator[StreamItem],  # of the only choice, with its `ChoiceEnd`
     ) -> AsyncIterator[Event]:
-        async for mark, part in mark_groups_of_parts(parts):
+        async for mark, part in mark_groups(parts):
             match mark:
                 case "answer begins":
                     yield typed_event("message_start", message=self.reply)
                 case "group begins":
-                    self._blocks.append(_empty_block_for(part))
-                    yield self._event_about_last_block("start", content_block=self._blocks[-1])
+                    self._blocks.append(_empty_block(part))
+                    yield self._block_event("start", content_block=self._blocks[-1])
                 case "part":
-                    yield self._event_about_last_block(
-                        "delta", delta=_extend_block_and_return_delta(self._blocks[-1], part)
-                    )
+                    yield self._block_event("delta", delta=_extend_block(self._blocks[-1], part))
                 case "group ends":
                     if "signature" in self._blocks[-1]:
                         delta = {"type": "signature_delta", "signature": _SIGNATURE}
-                        yield self._event_about_last_block("delta", delta=delta)
-                    yield self._event_about_last_block("stop")
+                        yield self._block_event("delta", delta=delta)
+                    yield self._block_event("stop")
                 case "answer ends":
                     reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
                     stop: Body = {"stop_reason": reason, "stop_sequence": part.last.stop}
-                    usage = _usage_or_zeros(part)
+                    usage = _usage(part)
                     self.reply |= {**stop, "usage": usage, "timings": part.timings}
                     end_delta: Body = {**stop, "stop_details": None, "container": None}
                     end_usage = {name: usage[name] for name in _DELTA_USAGE}
@@ -129,11 +127,11 @@ class MessagesWriter:
                     )
                     yield typed_event("message_stop")
 
-    def _event_about_last_block(self, name: str, **data: Any) -> Event:
+    def _block_event(self, name: str, **data: Any) -> Event:
         return typed_event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
 
 
-def _usage_or_zeros(end: ChoiceEnd | None = None) -> dict[str, Any]:
+def _usage(end: ChoiceEnd | None = None) -> dict[str, Any]:
     """Return the `usage` object of a message; before there is an answer, all counts are 0."""
     last = end.last if end else None
     return {
@@ -150,7 +148,7 @@ def _usage_or_zeros(end: ChoiceEnd | None = None) -> dict[str, Any]:
     }
 
 
-def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
+def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
     if isinstance(part, ToolCallPart):
         used = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
         return used | {"caller": {"type": "direct"}, "toolset_name": None}
@@ -159,9 +157,7 @@ def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
     return {"type": "text", "text": "", "citations": None}
 
 
-def _extend_block_and_return_delta(
-    block: dict[str, Any], part: TextPart | ToolCallPart
-) -> dict[str, Any]:
+def _extend_block(block: dict[str, Any], part: TextPart | ToolCallPart) -> dict[str, Any]:
     """Add a part to its block, in place; return the event's `delta`."""
     if isinstance(part, ToolCallPart):
         block["input"] = parse_json(part.text)

@@ -25,7 +25,7 @@ from .requests import (
 from .typed_blocks import (
     Turns,
     listed_tools,
-    mark_groups_of_parts,
+    mark_groups,
     offered_name,
     only_value,
     read_as_chat,
@@ -117,36 +117,30 @@ class ResponsesWriter:
         parts: AsyncIterator[StreamItem],  # of the only choice, with its `ChoiceEnd`
     ) -> AsyncIterator[Event]:
         group = _OpenItem("", {}, {}, "")
-        async for mark, part in mark_groups_of_parts(parts):
+        async for mark, part in mark_groups(parts):
             match mark:
                 case "answer begins":
-                    yield self._numbered_event("created", response=self.reply)
-                    yield self._numbered_event("in_progress", response=self.reply)
+                    yield self._next_event("created", response=self.reply)
+                    yield self._next_event("in_progress", response=self.reply)
                 case "group begins":
-                    group = self._append_empty_item(part)
-                    yield self._event_about_last_item("output_item.added", item=group.item)
+                    group = self._add_item(part)
+                    yield self._item_event("output_item.added", item=group.item)
                     if group.has_content:
                         group.item["content"].append(group.text_object)
-                        yield self._event_about_last_item(
-                            "content_part.added", part=group.text_object
-                        )
+                        yield self._item_event("content_part.added", part=group.text_object)
                 case "part":
                     group.text_object[group.text_field] += part.text
-                    yield self._event_about_last_item(f"{group.event}.delta", delta=part.text)
+                    yield self._item_event(f"{group.event}.delta", delta=part.text)
                 case "group ends":
-                    group.item["status"] = _completed_or_incomplete_before(part)
+                    group.item["status"] = _status_before(part)
                     whole = {group.text_field: group.text_object[group.text_field]}
-                    yield self._event_about_last_item(f"{group.event}.done", **whole)
+                    yield self._item_event(f"{group.event}.done", **whole)
                     if group.has_content:
-                        yield self._event_about_last_item(
-                            "content_part.done", part=group.text_object
-                        )
-                    yield self._event_about_last_item("output_item.done", item=group.item)
+                        yield self._item_event("content_part.done", part=group.text_object)
+                    yield self._item_event("output_item.done", item=group.item)
                 case "answer ends":
-                    self._set_usage_status_and_timings(part)
-                    yield self._numbered_event(
-                        _completed_or_incomplete_before(part), response=self.reply
-                    )
+                    self._complete(part)
+                    yield self._next_event(_status_before(part), response=self.reply)
 
     def failure(self, error: Mapping[str, Any]) -> list[Event]:
         """Return the events of an answer that fails after a part of it was sent."""
@@ -157,9 +151,9 @@ class ResponsesWriter:
         self.reply |= {"status": "failed", "error": own}
         told = {**error, "sequence_number": next(self._sequence)}
         # OpenAI's clients raise the first one; others, such as Codex, wait for the second.
-        return [("error", told), self._numbered_event("failed", response=self.reply)]
+        return [("error", told), self._next_event("failed", response=self.reply)]
 
-    def _append_empty_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
+    def _add_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
         """Append an empty item to the output for a group of parts, of which `part` is the first."""
         item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
@@ -177,7 +171,7 @@ class ResponsesWriter:
         text_object = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return _OpenItem("output_text", item, text_object, "text")
 
-    def _set_usage_status_and_timings(self, end: ChoiceEnd) -> None:
+    def _complete(self, end: ChoiceEnd) -> None:
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
@@ -186,14 +180,14 @@ class ResponsesWriter:
         usage["output_tokens_details"] = {"reasoning_tokens": end.reasoning_tokens}
         usage["total_tokens"] = last.prompt_tokens + last.generation_tokens
         self.reply |= {
-            "status": _completed_or_incomplete_before(end),
+            "status": _status_before(end),
             "usage": usage,
             "timings": end.timings,
         }
         self.reply["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         self.reply["completed_at"] = None if is_cut else int(time())
 
-    def _event_about_last_item(self, name: str, **data: Any) -> Event:
+    def _item_event(self, name: str, **data: Any) -> Event:
         where: dict[str, Any] = {"output_index": len(self._items) - 1}
         if not name.startswith("output_item"):
             where["item_id"] = self._items[-1]["id"]
@@ -201,9 +195,9 @@ class ResponsesWriter:
                 where["content_index"] = 0
         if name.startswith("output_text"):
             where["logprobs"] = []
-        return self._numbered_event(name, **where, **data)
+        return self._next_event(name, **where, **data)
 
-    def _numbered_event(self, name: str, **data: Any) -> Event:
+    def _next_event(self, name: str, **data: Any) -> Event:
         return typed_event(f"response.{name}", sequence_number=next(self._sequence), **data)
 
 
@@ -249,7 +243,7 @@ def _read_metadata(body: Body) -> dict[str, str]:
     return metadata
 
 
-def _completed_or_incomplete_before(next_part: Part) -> str:
+def _status_before(next_part: Part) -> str:
     """Return the status of what `next_part` ends: the length limit may have cut it."""
     is_cut = isinstance(next_part, ChoiceEnd) and next_part.reason == "length"
     return "incomplete" if is_cut else "completed"

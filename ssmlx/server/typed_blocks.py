@@ -288,7 +288,7 @@ def read_as_chat(
     return replace(ask, left_out=left_out, namespaced=offered.namespaced)
 
 
-async def mark_groups_of_parts(
+async def mark_groups(
     parts: AsyncIterator[StreamItem],
 ) -> AsyncIterator[tuple[GroupMark, Any]]:
     """Yield (mark, item), by which parts are written in groups; each call is a group of its own."""
