@@ -80,13 +80,13 @@ class Scripted:
         self.reason = reason
         self.stop = stop
 
-    def with_served_model_or_404(self, ask):
+    def with_served_model(self, ask):
         return replace(ask, model="tiny")
 
     async def count_prompt_tokens(self, ask):
         return 7
 
-    async def merged_parts_of_choices(self, ask, prompt_cache):
+    async def answer_parts(self, ask, prompt_cache):
         self.ask = ask
         parser = AnswerParser(TOKENIZER, ask)
         said = [one for text in self.texts for one in parser.parse(TextPart(text, 2))]
@@ -273,9 +273,9 @@ def test_turns_of_messages():
 
 def test_anthropics_tool_runner_sends_the_whole_conversation_without_threads():
     class Recorded(Scripted):
-        def with_served_model_or_404(self, ask):
+        def with_served_model(self, ask):
             roles.append([turn["role"] for turn in ask.question])
-            return super().with_served_model_or_404(ask)
+            return super().with_served_model(ask)
 
     @anthropic.beta_async_tool
     async def add(a: int, b: str) -> str:
@@ -633,13 +633,13 @@ def test_a_request_has_one_deadline():
     """What it takes to read counts, too."""
 
     class Slow(Scripted):
-        def with_served_model_or_404(self, ask):
+        def with_served_model(self, ask):
             time.sleep(0.5)
-            return super().with_served_model_or_404(ask)
+            return super().with_served_model(ask)
 
-        async def merged_parts_of_choices(self, ask, prompt_cache):
+        async def answer_parts(self, ask, prompt_cache):
             left.append(ask.deadline - asyncio.get_running_loop().time())
-            async for part in super().merged_parts_of_choices(ask, prompt_cache):
+            async for part in super().answer_parts(ask, prompt_cache):
                 yield part
 
     left = []

@@ -104,7 +104,7 @@ class Routes:
     keys: Sequence[bytes]  # without any, nobody needs one
 
     async def get_page(self, request: Request) -> Response:
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         return _chat_page()
 
     async def get_health(self, request: Request) -> Response:
@@ -112,18 +112,18 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
     async def get_metrics(self, request: Request) -> Response:
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         counts = generate_latest(self.handler.metrics.registry)
         return Response(counts, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def list_models(self, request: Request) -> Response:
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         names = [*self.handler.models]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
 
     async def get_model(self, request: Request) -> Response:
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
             raise self.handler.unknown_model_error(name)
@@ -153,7 +153,7 @@ class Routes:
 
     async def answer(self, request: Request) -> Response:
         """Answer with one object or a stream; the answer begins when the response is sent."""
-        prompt_cache = self._check_access_and_find_prompt_cache(request)
+        prompt_cache = self._admit(request)
         read, writer = APIS[request.url.path]
         deadline = self._deadline()
         async with asyncio.timeout_at(deadline):
@@ -165,7 +165,7 @@ class Routes:
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer with the number of tokens of a prompt, as Anthropic's API does."""
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         async with asyncio.timeout_at(self._deadline()):
             ask, headers = await self._read_request(request, messages.read_message)
             counting = self.handler.count_prompt_tokens(ask)
@@ -186,14 +186,14 @@ class Routes:
         coding = request.headers.get("content-encoding", "").strip().lower()
         if coding in _CODINGS:
             raise HTTPException(415, f"Content-Encoding {coding} is not supported")
-        body = await self._read_body_in_time(request)
+        body = await self._read_body(request)
 
         def read_checked() -> tuple[AnswerRequest, Sequence[str]]:
             """Return the request, and the names of what is ignored or left out of it."""
             fields = _parse_json_object(body)
             ignored = check_fields(request.url.path, fields)
             ask = replace(read(fields, self.config), num_bytes=len(body))
-            return self.handler.with_served_model_or_404(ask), [*ignored, *ask.left_out]
+            return self.handler.with_served_model(ask), [*ignored, *ask.left_out]
 
         reading = READING.run(len(body), read_checked)
         ask, names = await _unless_client_leaves(request, reading)
@@ -202,7 +202,7 @@ class Routes:
             headers[TOOL_CALLS] = "unknown form"
         return ask, headers
 
-    def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
+    def _admit(self, request: Request) -> PromptCache:
         """Return the prompt cache of the request's API key, or raise HTTPException (401, 403)."""
         headers = request.headers
         # A page of another site cannot use this server, though its name may lead to this machine.
@@ -220,7 +220,7 @@ class Routes:
             raise HTTPException(401, "missing or invalid API key", {"WWW-Authenticate": "Bearer"})
         return self.handler.prompt_caches[same.index(True)]
 
-    async def _read_body_in_time(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         clock = asyncio.get_running_loop().time
         started = clock()
         wait = self.handler.limits.wait
@@ -231,11 +231,11 @@ class Routes:
 
         try:
             async with reading:
-                return await self._read_body_or_refuse_large(request, allow_more_time)
+                return await self._read_pieces(request, allow_more_time)
         except TimeoutError as error:
             raise HTTPException(408, "timed out reading the request body") from error
 
-    async def _read_body_or_refuse_large(
+    async def _read_pieces(
         self,
         request: Request,
         has_come: Callable[[int], None],  # is called with the number of bytes that came so far
@@ -383,7 +383,7 @@ class AnswerResponse(StreamingResponse):
         writer: ResponseWriter,
         prompt_cache: PromptCache,  # of the client
     ) -> None:
-        self._parts = handler.merged_parts_of_choices(ask, prompt_cache)
+        self._parts = handler.answer_parts(ask, prompt_cache)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
@@ -401,15 +401,13 @@ class AnswerResponse(StreamingResponse):
         """Send the answer; an error before the first byte is raised, so that it gets a status."""
         try:
             async with aclosing(self._parts):
-                async for event in self._writer.events(
-                    self._yield_items_and_send_keep_alives(send)
-                ):
+                async for event in self._writer.events(self._forward_items(send)):
                     if self._stream:
-                        await self._send_headers_then_text(send, _event(*event))
+                        await self._send_text(send, _event(*event))
             if not self._stream:
                 pieces = _json_in_pieces(self._writer.reply)
                 text = await asyncio.to_thread("".join, pieces)
-                await self._send_headers_then_text(send, text)
+                await self._send_text(send, text)
         except Exception as failure:
             if not self._is_begun:
                 raise
@@ -417,20 +415,20 @@ class AnswerResponse(StreamingResponse):
             if error.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
             for event in self._writer.failure(_error_object(error)):
-                await self._send_headers_then_text(send, _event(*event))
+                await self._send_text(send, _event(*event))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
+    async def _forward_items(self, send: Send) -> AsyncIterator[StreamItem]:
         """Yield all items; send a stream's headers once it has begun, then signs of life."""
         async for part in self._parts:
             if self._stream and isinstance(part, Begun | Waiting):
                 text = ""
                 if self._is_begun and isinstance(part, Waiting):
                     text = self._writer.keep_alive(part)
-                await self._send_headers_then_text(send, text)
+                await self._send_text(send, text)
             yield part
 
-    async def _send_headers_then_text(self, send: Send, text: str) -> None:
+    async def _send_text(self, send: Send, text: str) -> None:
         """Send text, before the first one the headers; empty text sends at most these."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         body = {"type": "http.response.body", "body": text.encode(), "more_body": True}

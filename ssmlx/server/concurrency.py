@@ -108,7 +108,7 @@ class RequestSlots:
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def wait_for_and_hold_slot(self) -> AsyncIterator[None]:
+    async def hold(self) -> AsyncIterator[None]:
         """Hold a slot inside the block; raises TimeoutError if none is free before the deadline."""
         async with asyncio.timeout_at(self._deadline), self._turn:
             if not self._has_first:
@@ -154,7 +154,7 @@ async def merge_answers(
     """Yield the parts of several answers as they come; one answer's error cancels the others."""
     # An answer has at most one part that was not taken yet, and one more of any is queued.
     queue: asyncio.Queue[StreamItem | Exception | None] = asyncio.Queue(1)
-    tasks = [asyncio.create_task(_put_parts_then_none_or_error(one, queue)) for one in answers]
+    tasks = [asyncio.create_task(_put_parts(one, queue)) for one in answers]
     num_open = len(tasks)
     try:
         while num_open:
@@ -175,7 +175,7 @@ async def merge_answers(
         await asyncio.wait(tasks)
 
 
-async def _put_parts_then_none_or_error(
+async def _put_parts(
     answer: AsyncGenerator[StreamItem], queue: asyncio.Queue[StreamItem | Exception | None]
 ) -> None:
     """Put an answer's parts into the queue; at its end None, or the error that ended it."""

@@ -83,9 +83,9 @@ class BoundedConnection(H11Protocol):
         self._stop_head_timer()
         self._waits_since = time.monotonic()
         if not self.cycle.more_body:
-            self._read_on_to_see_its_end()
+            self._read_on()
 
-    def _read_on_to_see_its_end(self) -> None:
+    def _read_on(self) -> None:
         """Read on while a request is answered: only so is it seen that the client has gone."""
         # h11 keeps what comes meanwhile, such as another request, and uvicorn stops to read for it.
         ahead, _ = self.conn.trailing_data
@@ -158,7 +158,7 @@ def _raise_limit_of_files() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def log_each_refused_connection_once(loop: asyncio.AbstractEventLoop) -> None:
+def log_refused_connections_once(loop: asyncio.AbstractEventLoop) -> None:
     """Have a loop log only the first connection that it cannot accept."""
     has_logged = False  # asyncio may log thousands a second, with the whole stack
 

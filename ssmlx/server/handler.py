@@ -105,7 +105,7 @@ class RequestHandler:
         for one in self.prompt_caches:
             one.close()
 
-    def with_served_model_or_404(self, ask: AnswerRequest) -> AnswerRequest:
+    def with_served_model(self, ask: AnswerRequest) -> AnswerRequest:
         """Return the request with the name of a served model, or raise HTTPException (404)."""
         first = next(iter(self.models))
         name = ask.model or first
@@ -129,14 +129,14 @@ class RequestHandler:
         finally:
             self._num_counts -= 1
 
-    async def merged_parts_of_choices(
+    async def answer_parts(
         self, ask: AnswerRequest, prompt_cache: PromptCache
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; closing the generator cancels them."""
-        with self._counted_as_waiting_or_503():
+        with self._count_waiting():
             async with asyncio.timeout_at(ask.deadline):
-                prompts, config = await self.reader.read_checked_prompts_and_config(ask)
-                await self._wait_for_first_slot_or_503()
+                prompts, config = await self.reader.read_prompts(ask)
+                await self._take_first_slot()
         # What was read as tokens is not kept beside them.
         ask = replace(ask, question="", others=(), prediction="")
         slots = RequestSlots(self._slots, ask.deadline)
@@ -150,8 +150,7 @@ class RequestHandler:
                 for number, prompt in enumerate(own)
             ]
             answers = [
-                self._parts_of_choice(one, slots, progress.callback_for(one.number))
-                for one in choices
+                self._choice_parts(one, slots, progress.callback_for(one.number)) for one in choices
             ]
             async with aclosing(merge_answers(answers, self.limits.silence, progress)) as parts:
                 async for part in parts:
@@ -159,7 +158,7 @@ class RequestHandler:
         finally:
             slots.close()
 
-    async def _parts_of_choice(
+    async def _choice_parts(
         self, choice: Choice, slots: RequestSlots, progress: Progress
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of one choice; the last one is its `ChoiceEnd`."""
@@ -167,8 +166,8 @@ class RequestHandler:
         if not choice.is_first:  # it then finds the prompt in the prompt cache
             await prompt.is_read.wait()
         try:
-            async with slots.wait_for_and_hold_slot():
-                await self._score_prompt_once_if_asked(choice, progress)
+            async with slots.hold():
+                await self._score_prompt(choice, progress)
                 for echoed in choice.echoed_parts():
                     yield echoed
                 last = None if choice.ask.writes else prompt.empty_answer()
@@ -210,7 +209,7 @@ class RequestHandler:
             finally:
                 timer.cancel()
 
-    async def _score_prompt_once_if_asked(self, choice: Choice, progress: Progress) -> None:
+    async def _score_prompt(self, choice: Choice, progress: Progress) -> None:
         """Score a choice's prompt if its log probabilities are wanted and not there yet."""
         prompt = choice.prompt
         # It is scored for the first of its choices, which the others wait for.
@@ -229,7 +228,7 @@ class RequestHandler:
         prompt.seconds = time.perf_counter() - started
 
     @contextmanager
-    def _counted_as_waiting_or_503(self) -> Iterator[None]:
+    def _count_waiting(self) -> Iterator[None]:
         """Count a request as waiting inside the block, or raise HTTPException (503)."""
         if self._waiting >= self._slots.num_free + self.limits.waiting:
             raise HTTPException(503, _FULL, AGAIN)
@@ -240,7 +239,7 @@ class RequestHandler:
         finally:
             self._waiting -= 1
 
-    async def _wait_for_first_slot_or_503(self) -> None:
+    async def _take_first_slot(self) -> None:
         """Take the slot of a request's first answer, or raise HTTPException (503)."""
         try:
             async with asyncio.timeout(self.limits.wait):

@@ -55,13 +55,13 @@ class TokenEntries:
         """Return a token's text and its UTF-8 bytes, None for a part of a character."""
         # Each is decoded once: an answer's tokens are made into entries on the event loop.
         if token not in self._known:
-            before, length = self._token_before_and_its_length
+            before, length = self._token_before
             text = self._tokenizer.decode([before, token])[length:]
             self._known[token] = text, _utf8_bytes(text)
         return self._known[token]
 
     @cached_property
-    def _token_before_and_its_length(self) -> tuple[int, int]:
+    def _token_before(self) -> tuple[int, int]:
         """The token after which each other one is decoded, and the length of its text."""
         # Decoded alone, some tokens would lose a space.
         (*_, before) = self._tokenizer.encode("a", add_special_tokens=False)

@@ -93,31 +93,29 @@ class PromptReader:
         self.engine.tokenizer.encode("")
         self._bytes_per_token = most_bytes_per_token(self.engine.tokenizer)
 
-    async def read_checked_prompts_and_config(
-        self, ask: AnswerRequest
-    ) -> tuple[list[Prompt], GenerateConfig]:
+    async def read_prompts(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
         """Return all prompts of a request, with the compiled form of answers, and its settings."""
         # In pieces, so that the rest is left out if nobody waits for it any more.
         size = ask.num_bytes
-        first, config = await READING.run(size, self.first_prompt_and_seeded_config, ask)
-        prompts = [await READING.run(size, self._checked_prompt, ask, first)]
+        first, config = await READING.run(size, self.read_first_prompt, ask)
+        prompts = [await READING.run(size, self._check_prompt, ask, first)]
         for one in ask.others:
             other = replace(ask, question=one)
-            prompts.append(await READING.run(size, self._read_checked_prompt, other))
+            prompts.append(await READING.run(size, self._read_prompt, other))
         config = _with_bounded_logprobs(ask, prompts, config)
         matchers: dict[Begins, LLMatcher | None] = {}
         for prompt in prompts:
             if prompt.begins not in matchers:
                 asked = replace(ask, begins=prompt.begins)
-                matchers[prompt.begins] = await READING.run(size, self._matcher_or_none, asked)
+                matchers[prompt.begins] = await READING.run(size, self._compile_form, asked)
             prompt.matcher = matchers[prompt.begins]
         return prompts, config
 
-    def _read_checked_prompt(self, ask: AnswerRequest) -> Prompt:
+    def _read_prompt(self, ask: AnswerRequest) -> Prompt:
         model = self.engine.model(self.models[ask.model])
-        return self._checked_prompt(ask, self._encode_text_ids_or_turns(ask, model))
+        return self._check_prompt(ask, self._encode_text_ids_or_turns(ask, model))
 
-    def _checked_prompt(self, ask: AnswerRequest, tokens: list[int]) -> Prompt:
+    def _check_prompt(self, ask: AnswerRequest, tokens: list[int]) -> Prompt:
         """Return the prompt of `ask.question`, whose tokens are known."""
         model = self.engine.model(self.models[ask.model])
         check_prompt_length(model, len(tokens))
@@ -134,7 +132,7 @@ class PromptReader:
         prefill = str(last.get("content")) if isinstance(last, Mapping) else ""
         return begins_after(prompt, self.engine.tokenizer, prefill)
 
-    def _matcher_or_none(self, ask: AnswerRequest) -> LLMatcher | None:
+    def _compile_form(self, ask: AnswerRequest) -> LLMatcher | None:
         """Compile the form of the answers; a call that is forced goes before another form."""
         if ask.grammar is None and not ask.forced_tools:
             return None
@@ -146,9 +144,7 @@ class PromptReader:
                 raise RequestError("tools", found, "smaller schemas") from error
         return compiled_matcher(self._llguidance_tokenizer, self._grammar_of_answer(ask))
 
-    def first_prompt_and_seeded_config(
-        self, ask: AnswerRequest
-    ) -> tuple[list[int], GenerateConfig]:
+    def read_first_prompt(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of a request's first prompt, and the settings of its answer."""
         self.check_open()
         config = ask.config
@@ -224,7 +220,7 @@ class PromptReader:
 
     def make_mask_or_none(self, ask: AnswerRequest) -> Mask | None:
         """Return a new mask that holds an answer to its form; one that was not compiled is now."""
-        matcher = ask.matcher or self._matcher_or_none(ask)
+        matcher = ask.matcher or self._compile_form(ask)
         if matcher is None:
             return None
         tokenizer = self.engine.tokenizer
