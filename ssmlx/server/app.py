@@ -32,7 +32,7 @@ from ..turns import TurnError
 from . import completions, messages, responses
 from .concurrency import READING, BodyBytes
 from .connections import SLOWEST
-from .fields import check_fields
+from .fields import Fields
 from .handler import RequestHandler
 from .requests import (
     AGAIN,
@@ -190,9 +190,9 @@ class Routes:
 
         def read_checked() -> tuple[AnswerRequest, Sequence[str]]:
             """Return the request, and the names of what is ignored or left out of it."""
-            fields = _parse_json_object(body)
-            ignored = check_fields(request.url.path, fields)
+            fields = Fields(_parse_json_object(body))
             ask = replace(read(fields, self.config), num_bytes=len(body))
+            ignored = fields.ignored()
             return self.handler.with_served_model(ask), [*ignored, *ask.left_out]
 
         reading = READING.run(len(body), read_checked)

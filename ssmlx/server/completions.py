@@ -16,6 +16,7 @@ from .. import __version__
 from ..errors import quoted
 from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig, allowed_values
 from . import requests
+from .fields import with_fields
 from .grammars import read_grammar
 from .requests import (
     AnswerRequest,
@@ -46,16 +47,24 @@ SETTINGS = {
 FINGERPRINT = f"ssmlx-{__version__}"
 _MOST_STOPS = 256  # texts are looked for with every token
 _BIAS = Allowed(least=-100, most=100)
+_LIKELIEST = Allowed(least=0, most=20, whole=True)  # tokens that are reported at each position
 # Answers that a request may ask for: choices of all its prompts.
 MOST_ANSWERS = 256
 
 
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/chat/completions; the server's `config` has what it does not say."""
+    top = body.get("top_logprobs")  # counts only beside `logprobs`
+    wants = requests.read_typed(body, "logprobs", bool, False)
+    logprobs = requests.check_number("top_logprobs", top, _LIKELIEST) or 0 if wants else None
+    return replace(read_turns(body, config, logprobs), **_read_choices(body))
+
+
+def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) -> AnswerRequest:
+    """Read the fields that all APIs of chats share, by the names that chat completions have."""
     choice = read_tool_choice(body)
     turns = requests.list_parts(body.get("messages"), "messages")
     requests.check_field(bool(turns), "messages is empty", "a turn at least", "messages")
-    wants = requests.read_typed(body, "logprobs", bool, False)
     return AnswerRequest(
         question=turns,
         tools=choice.tools,
@@ -64,11 +73,7 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
         left_out=choice.left_out,
         template_args=_read_template_args(body),
         **_read_continuation(body, turns),
-        **_read_shared_fields(
-            body,
-            config,
-            (requests.read_number(body, "top_logprobs", 0, 20) or 0) if wants else None,
-        ),
+        **_read_shared_fields(body, config, logprobs),
     )
 
 
@@ -79,14 +84,18 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     requests.check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
-    body = body if writes else {**body, "max_tokens": 1}  # 0 generates nothing, and is no setting
+    if not writes:
+        body = with_fields(body, {"max_tokens": 1})  # 0 is no setting
     ask = AnswerRequest(
         question=first,
         others=others,
         is_chat=False,
         echoes=requests.read_typed(body, "echo", bool, False),
         writes=writes,
-        **_read_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
+        **_read_shared_fields(
+            body, config, requests.check_number("logprobs", body.get("logprobs"), _LIKELIEST)
+        ),
+        **_read_choices(body),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
     expected = f"{MOST_ANSWERS} answers at most"
@@ -114,13 +123,11 @@ def _read_shared_fields(
     config: GenerateConfig,
     logprobs: int | None,  # likeliest tokens that are reported at each position; None for none
 ) -> dict[str, Any]:
-    """Return the arguments of `AnswerRequest` that chats and text completions share."""
+    """Return the arguments of `AnswerRequest` that all APIs share."""
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
-    options = requests.read_typed(body, "stream_options", dict, {})
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
         "model": requests.read_typed(body, "model", str, ""),
-        "choices": requests.read_number(body, "n", 1, 16) or 1,
         "grammar": read_grammar(body),
         "ignores_end": requests.read_typed(body, "ignore_eos", bool, False),
         "prediction": requests.content_text(
@@ -128,6 +135,14 @@ def _read_shared_fields(
             "prediction.content",
         ),
         "stream": requests.read_typed(body, "stream", bool, False),
+    }
+
+
+def _read_choices(body: Body) -> dict[str, Any]:
+    """Return the arguments of `AnswerRequest` that chat and text completions alone have."""
+    options = requests.read_typed(body, "stream_options", dict, {})
+    return {
+        "choices": requests.read_number(body, "n", 1, 16) or 1,
         "reports_usage": bool(options.get("include_usage")),
     }
 

@@ -1,6 +1,6 @@
 """The fields that a request may have: one rule for all routes.
 
-1. A field of `FOLLOWED` is followed, or its value is refused.
+1. A field that the route's reader reads is followed, or its value is refused.
 2. A field of `WITHOUT_EFFECT` changes nothing about what is answered here.
 3. A field of `REFUSED` would change the answer, and cannot be followed: it is refused by its name,
    unless its value asks for nothing.
@@ -8,43 +8,48 @@
    and hints such as `verbosity` or `context_management`, without which an answer is right as well.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from ..errors import quoted
-from .completions import SETTINGS
 from .requests import Body, RequestError
 
-_SHARED = {
-    *SETTINGS,
-    "model", "stream", "seed", "logit_bias", "ignore_eos", "stop", "prediction",
-    "grammar", "json_schema", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-}  # fmt: skip
-_CHAT = {
-    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
-    "add_generation_prompt", "continue_final_message",
-}  # fmt: skip
-# Fields that all APIs of chats have by the same name.
-OF_CHATS = _SHARED | _CHAT
-_MESSAGES = OF_CHATS - {"stop"} | {
-    "messages", "system", "thinking", "stop_sequences", "output_config", "output_format", "thread",
-}  # fmt: skip
-# What is followed at each address: those fields that the route's reader reads, and no others.
-FOLLOWED = {
-    "/v1/chat/completions": OF_CHATS | {
-        "messages", "response_format", "n", "logprobs", "top_logprobs", "stream_options",
-    },
-    "/v1/completions": _SHARED | {
-        "prompt", "response_format", "n", "logprobs", "echo", "suffix", "stream_options",
-    },
-    "/v1/messages": _MESSAGES,
-    "/v1/messages/count_tokens": _MESSAGES,
-    "/v1/responses": OF_CHATS - {"max_tokens"} | {
-        "input", "instructions", "max_output_tokens", "text", "reasoning", "metadata",
-        "previous_response_id", "conversation", "prompt", "background",
-    },
-}  # fmt: skip
+
+class Fields(Mapping[str, Any]):
+    """The fields of a request, which remember the names that were asked for: those are followed."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.followed = set[str]()  # whether or not the request has them
+
+    def __getitem__(self, name: str) -> Any:
+        self.followed.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def ignored(self) -> list[str]:
+        """Names of fields that no reader asked for; RequestError if one had to be followed."""
+        found = []
+        for name, value in self._values.items():
+            if name in self.followed or name in WITHOUT_EFFECT:
+                continue
+            if name in REFUSED:
+                _check_asks_for_nothing(name, value)
+            else:
+                found.append(name)
+        return found
+
+
+def with_fields(body: Body, own: Mapping[str, Any]) -> Body:
+    """Return `body` with other fields in place of its own, which are not read then."""
+    return ChainMap(dict(own), cast("dict[str, Any]", body))  # a chain writes to its first alone
+
 
 WITHOUT_EFFECT = {
     # who asks, what it costs, what is kept, and where: nothing is kept or billed here
@@ -99,19 +104,11 @@ _INSTEAD = {
 }
 
 
-def check_fields(route: str, body: Body) -> Sequence[str]:
-    """Return the names that are ignored; raise RequestError for what cannot be followed."""
-    ignored = []
-    for name, value in body.items():
-        if name in FOLLOWED[route] or name in WITHOUT_EFFECT:
-            continue
-        if name not in REFUSED:
-            ignored.append(name)
-        elif value is not None and not any(_is_same(value, one) for one in REFUSED[name]):
-            found = f"{name} is {quoted(value)}"
-            expected = f"{_INSTEAD.get(name, 'none')}: this server does not follow {name}"
-            raise RequestError(name, found, expected)
-    return ignored
+def _check_asks_for_nothing(name: str, value: Any) -> None:
+    if value is not None and not any(_is_same(value, one) for one in REFUSED[name]):
+        found = f"{name} is {quoted(value)}"
+        expected = f"{_INSTEAD.get(name, 'none')}: this server does not follow {name}"
+        raise RequestError(name, found, expected)
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

@@ -22,8 +22,8 @@ from ..turns import (
     thought_text,
 )
 from . import requests
-from .completions import read_chat
-from .fields import OF_CHATS
+from .completions import read_turns
+from .fields import with_fields
 from .requests import (
     AnswerRequest,
     Body,
@@ -270,18 +270,17 @@ def only_value(value_by_name: Mapping[str, Any]) -> Any:
 
 
 def read_as_chat(
-    body: Body,  # its fields of `OF_CHATS` are those of the chat completion
-    translated: Body,  # further fields of the chat completion, or others in place of the body's
+    body: Body,
+    translated: Body,  # fields of the chat completion in place of the body's
     turns: Turns,
     offered: OfferedTools,
     config: GenerateConfig,
     own_name_by_chats: Mapping[str, str],  # names of fields, for error messages
 ) -> AnswerRequest:
     """Read a request by its translation into a chat completion."""
-    chat = {name: body.get(name) for name in OF_CHATS if name not in translated}
-    chat |= {"messages": turns.joined(), "tools": offered.tools, **translated}
+    own = {"messages": turns.joined(), "tools": offered.tools, **translated}
     try:
-        ask = read_chat(chat, config)
+        ask = read_turns(with_fields(body, own), config)
     except RequestError as error:
         raise error.renamed(own_name_by_chats) from error
     left_out = (*turns.left_out, *offered.left_out)
