@@ -25,22 +25,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import ContextLengthError, InputError, NoRoomError, require
+from ..errors import InputError, require
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
-from ..turns import TurnError
 from . import completions, messages, responses
 from .concurrency import READING, BodyBytes
 from .connections import SLOWEST
-from .fields import Fields
+from .fields import Body, Fields
 from .handler import RequestHandler
+from .refusals import AGAIN, as_http_error, error_object
 from .requests import (
-    AGAIN,
     AnswerRequest,
     Begun,
-    Body,
-    DetailedHTTPException,
-    RequestError,
     StreamItem,
     Waiting,
 )
@@ -69,26 +65,11 @@ _POLICY = (
 IGNORED = "X-Ignored-Fields"
 # The header that says that the form of this model's calls is not known.
 TOOL_CALLS = "X-Tool-Calls"
-# What Anthropic's API calls an error, by its status; OpenAI's has kinds of its own for few.
-_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    504: "timeout_error",
-}
 _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
 _READ_ON = 8  # bodies of how many times the largest that is read are read to their end
 # Objects and lists inside each other in a body, which is read by recursion.
 _DEEPEST = 100
-# The header by which OpenAI's and Anthropic's clients do not repeat what would fail again.
-_NEVER = {"x-should-retry": "false"}
 _AT_ONCE = 100  # items of a long list of a reply that are made into JSON at once
-# Both phrases are looked for: Anthropic's, and OpenAI's.
-_TOO_LONG = (
-    "prompt is too long: {}{} tokens > {} maximum; expected less than the model's maximum context "
-    "length; shorten it"
-)
 # Where a request's scope has its part of `BodyBytes`.
 _HELD = "ssmlx.held"
 _log = logging.getLogger("ssmlx")
@@ -267,10 +248,10 @@ class Routes:
 
     async def error_response(self, request: Request, failure: Exception) -> Response:
         """Turn an exception into an error response, and count it by its status."""
-        error = _as_http_error(failure)
+        error = as_http_error(failure)
         status = error.status_code
         self.handler.metrics.refused.labels(status).inc()
-        return JSONResponse(_error_object(error), status_code=status, headers=error.headers)
+        return JSONResponse(error_object(error), status_code=status, headers=error.headers)
 
 
 def _is_known(address: str, hosts: Sequence[str]) -> bool:
@@ -334,45 +315,6 @@ def _header_text(names: Sequence[str]) -> str:
     return ", ".join(plain)
 
 
-def _as_http_error(failure: Exception) -> HTTPException:
-    """Return the HTTP error for an exception; one that is not the client's is for the log."""
-    match failure:
-        case HTTPException():
-            return failure
-        case ContextLengthError(num_tokens=tokens, limit=limit, is_counted=is_counted):
-            told = _TOO_LONG.format("" if is_counted else "at least ", tokens, limit)
-            return DetailedHTTPException(400, told, code="context_length_exceeded")
-        case NoRoomError(wanted=wanted, limit=limit):
-            again = AGAIN if wanted <= limit else _NEVER
-            return DetailedHTTPException(503, str(failure), again, code="no_room")
-        case RequestError():
-            return DetailedHTTPException(
-                400, str(failure), param=failure.param, details=failure.details
-            )
-        case TurnError():
-            return DetailedHTTPException(400, str(failure), param=failure.place)
-        case InputError():
-            return HTTPException(400, str(failure))
-        case TimeoutError():
-            return HTTPException(504, "the answer took too long", _NEVER)
-    return HTTPException(500, "the answer failed; the server's log says why")
-
-
-def _error_object(http_error: HTTPException) -> dict[str, Any]:
-    """Return the JSON object of an error, with the fields of OpenAI's and of Anthropic's."""
-    usual = "api_error" if http_error.status_code >= 500 else "invalid_request_error"
-    error = {"message": http_error.detail, "param": None, "code": None}
-    if isinstance(http_error, DetailedHTTPException):
-        error |= {"param": http_error.param, "code": http_error.code}
-    kind = _KINDS.get(http_error.status_code, usual)
-    if http_error.headers == AGAIN:
-        kind = "overloaded_error"
-    inner: dict[str, Any] = {"type": kind, **error}
-    if isinstance(http_error, DetailedHTTPException) and http_error.details is not None:
-        inner["details"] = http_error.details
-    return {"type": "error", **error, "error": inner}
-
-
 class AnswerResponse(StreamingResponse):
     """One JSON object, or a stream of events; cancelled as soon as the client disconnects."""
 
@@ -411,10 +353,10 @@ class AnswerResponse(StreamingResponse):
         except Exception as failure:
             if not self._is_begun:
                 raise
-            error = _as_http_error(failure)
+            error = as_http_error(failure)
             if error.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            for event in self._writer.failure(_error_object(error)):
+            for event in self._writer.failure(error_object(error)):
                 await self._send_text(send, _event(*event))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

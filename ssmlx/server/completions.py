@@ -15,12 +15,19 @@ from typing import Any, TypedDict, cast
 from .. import __version__
 from ..errors import quoted
 from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig, allowed_values
-from . import requests
-from .fields import with_fields
+from .fields import (
+    Body,
+    check_field,
+    check_number,
+    content_text,
+    list_parts,
+    read_number,
+    read_typed,
+    with_fields,
+)
 from .grammars import read_grammar
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     Part,
@@ -55,16 +62,16 @@ MOST_ANSWERS = 256
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/chat/completions; the server's `config` has what it does not say."""
     top = body.get("top_logprobs")  # counts only beside `logprobs`
-    wants = requests.read_typed(body, "logprobs", bool, False)
-    logprobs = requests.check_number("top_logprobs", top, _LIKELIEST) or 0 if wants else None
+    wants = read_typed(body, "logprobs", bool, False)
+    logprobs = check_number("top_logprobs", top, _LIKELIEST) or 0 if wants else None
     return replace(read_turns(body, config, logprobs), **_read_choices(body))
 
 
 def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) -> AnswerRequest:
     """Read the fields that all APIs of chats share, by the names that chat completions have."""
     choice = read_tool_choice(body)
-    turns = requests.list_parts(body.get("messages"), "messages")
-    requests.check_field(bool(turns), "messages is empty", "a turn at least", "messages")
+    turns = list_parts(body.get("messages"), "messages")
+    check_field(bool(turns), "messages is empty", "a turn at least", "messages")
     return AnswerRequest(
         question=turns,
         tools=choice.tools,
@@ -81,7 +88,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/completions; the server's `config` has what it does not say."""
     first, *others = _read_prompts(body.get("prompt"))
     suffix = body.get("suffix")
-    requests.check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
+    check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
     if not writes:
@@ -90,17 +97,17 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         question=first,
         others=others,
         is_chat=False,
-        echoes=requests.read_typed(body, "echo", bool, False),
+        echoes=read_typed(body, "echo", bool, False),
         writes=writes,
         **_read_shared_fields(
-            body, config, requests.check_number("logprobs", body.get("logprobs"), _LIKELIEST)
+            body, config, check_number("logprobs", body.get("logprobs"), _LIKELIEST)
         ),
         **_read_choices(body),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
     expected = f"{MOST_ANSWERS} answers at most"
     param = "n" if ask.choices > 1 else "prompt"
-    requests.check_field(ask.num_answers <= MOST_ANSWERS, found, expected, param)
+    check_field(ask.num_answers <= MOST_ANSWERS, found, expected, param)
     return ask
 
 
@@ -114,7 +121,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
     prompts = [prompt] if is_one(prompt) else prompt
     ok = isinstance(prompts, list) and all(map(is_one, prompts))
     expected = "a text or token ids, or a list of them"
-    requests.check_field(ok, f"prompt is {quoted(prompt)}", expected, "prompt")
+    check_field(ok, f"prompt is {quoted(prompt)}", expected, "prompt")
     return cast("list[str | list[int]]", prompts)
 
 
@@ -127,22 +134,22 @@ def _read_shared_fields(
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
-        "model": requests.read_typed(body, "model", str, ""),
+        "model": read_typed(body, "model", str, ""),
         "grammar": read_grammar(body),
-        "ignores_end": requests.read_typed(body, "ignore_eos", bool, False),
-        "prediction": requests.content_text(
-            requests.read_typed(body, "prediction", dict, {}).get("content") or "",
+        "ignores_end": read_typed(body, "ignore_eos", bool, False),
+        "prediction": content_text(
+            read_typed(body, "prediction", dict, {}).get("content") or "",
             "prediction.content",
         ),
-        "stream": requests.read_typed(body, "stream", bool, False),
+        "stream": read_typed(body, "stream", bool, False),
     }
 
 
 def _read_choices(body: Body) -> dict[str, Any]:
     """Return the arguments of `AnswerRequest` that chat and text completions alone have."""
-    options = requests.read_typed(body, "stream_options", dict, {})
+    options = read_typed(body, "stream_options", dict, {})
     return {
-        "choices": requests.read_number(body, "n", 1, 16) or 1,
+        "choices": read_number(body, "n", 1, 16) or 1,
         "reports_usage": bool(options.get("include_usage")),
     }
 
@@ -152,14 +159,12 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, own in SETTINGS.items():
         if body.get(name) is not None:
-            found[own] = requests.check_number(name, body[name], _ALLOWED[own])
+            found[own] = check_number(name, body[name], _ALLOWED[own])
     is_greedy = found.get("temp", config.temp) == 0
     ok = not is_greedy or config.acceptance.kind == "exact"
     found_temp = f"temperature is {found.get('temp')}"
-    requests.check_field(
-        ok, found_temp, "more than 0: this server accepts typical tokens", "temperature"
-    )
-    if requests.read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
+    check_field(ok, found_temp, "more than 0: this server accepts typical tokens", "temperature")
+    if read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] = body["seed"] % 2**63  # a negative one too becomes one of 63 bits
     return found | {
         "stop": _read_stop(body, config),
@@ -169,29 +174,27 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
 
 def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
     stop = body.get("stop")
-    texts = (
-        [stop] if isinstance(stop, str) else requests.read_typed(body, "stop", list, config.stop)
-    )
+    texts = [stop] if isinstance(stop, str) else read_typed(body, "stop", list, config.stop)
     ok = len(texts) <= _MOST_STOPS
     ok = ok and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
     expected = f"at most {_MOST_STOPS} texts of 1 to {MAX_STOP} characters"
-    requests.check_field(ok, f"stop is {quoted(stop)}", expected, "stop")
+    check_field(ok, f"stop is {quoted(stop)}", expected, "stop")
     return texts
 
 
 def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
-    bias = requests.read_typed(body, "logit_bias", dict, {})
+    bias = read_typed(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one) for one in bias.values())
     expected = f"token ids, each with a number of {_BIAS.in_words()}"
-    requests.check_field(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
+    check_field(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
 
 def _read_template_args(body: Body) -> dict[str, Any]:
     """Return variables of the chat template, of which `chat_template_kwargs` has the last word."""
-    given = requests.read_typed(body, "chat_template_kwargs", dict, {})
-    effort = requests.read_typed(body, "reasoning_effort", str)
+    given = read_typed(body, "chat_template_kwargs", dict, {})
+    effort = read_typed(body, "reasoning_effort", str)
     if effort == "none":
         return {"enable_thinking": False, **given}
     return {"reasoning_effort": effort, **given} if effort else given
@@ -206,17 +209,17 @@ class _Continuation(TypedDict):
 
 def _read_continuation(body: Body, turns: Sequence[Body]) -> _Continuation:
     """Continue a last turn of the assistant that has text and no calls, unless a field says no."""
-    wants = requests.read_typed(body, "continue_final_message", bool)
-    opens = requests.read_typed(body, "add_generation_prompt", bool)
+    wants = read_typed(body, "continue_final_message", bool)
+    opens = read_typed(body, "add_generation_prompt", bool)
     found = "continue_final_message is True"
     expected = "add_generation_prompt to be false"
     # as in vLLM's server
-    requests.check_field(not (wants and opens), found, expected, "continue_final_message")
+    check_field(not (wants and opens), found, expected, "continue_final_message")
     last = turns[-1]
     can = last.get("role") == "assistant" and bool(last.get("content"))
     can = can and not last.get("tool_calls")
     expected = "a last turn of the assistant's, with a text"
-    requests.check_field(can or not wants, found, expected, "continue_final_message")
+    check_field(can or not wants, found, expected, "continue_final_message")
     continues = can and wants is not False and opens is not True  # as in llama.cpp's server
     return {"continues": continues, "opens_turn": opens is not False and not continues}
 

@@ -1,4 +1,4 @@
-"""The fields that a request may have: one rule for all routes.
+"""The fields of a request: how they are checked, and one rule for those that a route may have.
 
 1. A field that the route's reader reads is followed, or its value is refused.
 2. A field of `WITHOUT_EFFECT` changes nothing about what is answered here.
@@ -13,7 +13,58 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from ..errors import quoted
-from .requests import Body, RequestError
+from ..settings import Allowed
+from ..turns import part_text
+from .refusals import RequestError
+
+Body = Mapping[str, Any]  # a request's JSON object
+# What JSON calls the types that `read_typed` checks.
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+
+
+def check_field(ok: bool, found: str, expected: str, param: str | None = None) -> None:
+    """Raise a `RequestError` for the field `param` if `ok` is false."""
+    if not ok:
+        raise RequestError(param, found, expected)
+
+
+def check_number(name: str, value: Any, allowed: Allowed) -> Any:
+    """Return a field's number if it is allowed, or None if it is absent."""
+    ok = value is None or allowed.holds(value)
+    kind = "a whole number, " if allowed.whole else ""
+    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
+    return value
+
+
+def read_number(body: Body, name: str, least: float, most: float) -> Any:
+    """Return a field's number, or None; it has to be a whole number if `least` is an `int`."""
+    allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
+    return check_number(name, body.get(name), allowed)
+
+
+def read_typed(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
+    """Return a field's value of this type, or `default` if the field is absent or null."""
+    value = body.get(field_name)
+    ok = value is None or isinstance(value, kind)
+    check_field(ok, f"{field_name} is {quoted(value)}", _KINDS[kind], field_name)
+    return default if value is None else value
+
+
+def list_parts(content: Any, field_name: str = "content") -> list[Any]:
+    """Return a list of objects: the given one, or a part with the given text."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    expected = "a text, or a list of objects"
+    check_field(isinstance(parts, list), f"{field_name} is {quoted(content)}", expected, field_name)
+    for number, one in enumerate(parts):
+        place = f"{field_name}[{number}]"
+        check_field(isinstance(one, dict), f"{place} is {quoted(one)}", expected, place)
+    return list(parts)
+
+
+def content_text(content: Any, place: str = "content") -> str:
+    """Return the text of a `content` field; the texts of parts have nothing between them."""
+    parts = list_parts(content, place)
+    return "".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(parts))
 
 
 class Fields(Mapping[str, Any]):

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from ..errors import first_line, quoted
 from ..formats.rules import STYLE
 from ..formats.schemas import with_closed_objects
-from . import requests
-from .requests import AGAIN, Body, RequestError
+from .fields import Body, check_field, read_typed
+from .refusals import AGAIN, RequestError
 
 # Nothing interrupts llguidance, so its input is bounded: what passes compiles in a second or two.
 MOST_CHARS = 256 * 2**10  # characters of a grammar, of any form
@@ -120,16 +120,16 @@ def read_grammar(body: Body) -> str | None:
     for name, kind in _FIELDS.items():
         if body.get(name) not in (None, "", {}):
             found[name] = kind, body[name]
-    for kind, value in requests.read_typed(body, "structured_outputs", dict, {}).items():
+    for kind, value in read_typed(body, "structured_outputs", dict, {}).items():
         if value is not None and value is not False:
             name = f"structured_outputs.{kind}"
             known = ", ".join(_KINDS)
-            requests.check_field(kind in _KINDS, name, f"one of {known}", "structured_outputs")
+            check_field(kind in _KINDS, name, f"one of {known}", "structured_outputs")
             found[name] = kind, value
-    schema = _response_format_schema(requests.read_typed(body, "response_format", dict, {}))
+    schema = _response_format_schema(read_typed(body, "response_format", dict, {}))
     if schema is not None:
         found["response_format"] = "json", schema
-    requests.check_field(
+    check_field(
         len(found) < 2, " and ".join(found), "one form of an answer", next(iter(found), None)
     )
     for name, (kind, value) in found.items():
@@ -150,7 +150,7 @@ def _response_format_schema(form: Body) -> Body | None:
         return None if kind == "text" else {}
     ok = kind in ("json_object", "json_schema") and isinstance(schema, dict)
     expected = "type text, json_object, or json_schema with a schema"
-    requests.check_field(ok, f"response_format is {quoted(form)}", expected, "response_format")
+    check_field(ok, f"response_format is {quoted(form)}", expected, "response_format")
     return schema
 
 

@@ -22,8 +22,9 @@ from ..rendering import has_unknown_calls
 from ..settings import check_settings, setting
 from .choices import Choice
 from .concurrency import READING, AnswerSlots, PromptProgress, RequestSlots, merge_answers
+from .refusals import AGAIN, DetailedHTTPException
 from .request_prompts import PromptReader
-from .requests import AGAIN, AnswerRequest, Begun, DetailedHTTPException, StreamItem
+from .requests import AnswerRequest, Begun, StreamItem
 
 _FULL = "the request queue is full; try again later"
 

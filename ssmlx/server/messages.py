@@ -6,15 +6,14 @@ from typing import Any
 
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import requests
 from .completions import error_event
+from .fields import Body, list_parts, read_typed
+from .refusals import RequestError
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     ReasoningPart,
-    RequestError,
     StreamItem,
     TextPart,
     ToolCallPart,
@@ -44,17 +43,17 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     turns = Turns()
     if system := body.get("system"):
         turns.add_text("system", system, "system")
-    listed = requests.list_parts(body.get("messages"), "messages")
+    listed = list_parts(body.get("messages"), "messages")
     for number, message in enumerate(listed):
         place = f"messages[{number}].content"
-        for n, block in enumerate(requests.list_parts(message.get("content"), place)):
+        for n, block in enumerate(list_parts(message.get("content"), place)):
             turns.add_block(message.get("role"), block, f"{place}[{n}]")
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "input_schema")
-    thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
-    template_args = requests.read_typed(body, "chat_template_kwargs", dict, {})
+    thinking = read_typed(body, "thinking", dict, {}).get("type")
+    template_args = read_typed(body, "chat_template_kwargs", dict, {})
     if thinking:  # `chat_template_kwargs` has the last word
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
-    form = requests.read_typed(body, "output_config", dict, {}).get("format")
+    form = read_typed(body, "output_config", dict, {}).get("format")
     translated = {
         "stop": body.get("stop_sequences"),
         "response_format": only_value(

@@ -31,6 +31,7 @@ from ..prompts import (
 )
 from ..settings import GenerateConfig
 from .concurrency import READING
+from .fields import check_field
 from .grammars import (
     GrammarMask,
     SchemaTooLargeError,
@@ -39,7 +40,8 @@ from .grammars import (
     llguidance_tokenizer,
 )
 from .logprobs import TokenEntries
-from .requests import AGAIN, AnswerRequest, RequestError, check_field
+from .refusals import AGAIN, RequestError
+from .requests import AnswerRequest
 from .text_lengths import most_bytes_per_token, with_length_check
 from .thought_limit import ThoughtLimit
 

@@ -1,4 +1,4 @@
-"""A request of any API, the parts of its answer, and checks of a request's fields."""
+"""A request of any API, and the parts of its answer."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,20 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from llguidance import LLMatcher
-from starlette.exceptions import HTTPException
 
 from ..drafters.lookup import EXPECTED
-from ..errors import InputError, quoted
 from ..formats.reader import Begins
 from ..generation.segments import GenerationResponse
 from ..prompts import Tools
-from ..settings import Allowed, GenerateConfig
-from ..turns import Message, part_text
-
-Body = Mapping[str, Any]  # a request's JSON object
-AGAIN = {"Retry-After": "1"}  # of a refusal that may pass
-# What JSON calls the types that `read_typed` checks.
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+from ..settings import GenerateConfig
+from ..turns import Message
 
 
 class NamespacedName(NamedTuple):
@@ -143,91 +136,3 @@ Part = TextPart | ToolCallPart | ChoiceEnd
 StreamItem = Part | Begun | Waiting
 # The name of a server-sent event, if it has one, and its data: an object, or a text as it is.
 Event = tuple[str | None, Mapping[str, Any] | str]
-
-
-class RequestError(InputError):
-    """A field of a request that cannot be followed, by the name that its API has for it."""
-
-    def __init__(
-        self,
-        param: str | None,  # None for several fields, or the whole request
-        found: str,  # begins with `param`
-        expected: str,
-        do: str = "correct or drop it",
-        details: Mapping[str, Any] | None = None,  # what Anthropic's clients read beside the words
-    ) -> None:
-        super().__init__(found, expected=expected, do=do)
-        self.param = param
-        self.details = details
-
-    def renamed(self, other_name_by_own: Mapping[str, str]) -> "RequestError":
-        """Return the same error under another API's name of the field, in `found` too."""
-        param = other_name_by_own.get(self.param or "", self.param)
-        found = self.found
-        if param and self.param and found.startswith(self.param):
-            found = param + found.removeprefix(self.param)
-        return RequestError(param, found, self.expected, self.do, self.details)
-
-
-class DetailedHTTPException(HTTPException):
-    """An HTTP error that also has the fields of OpenAI's and Anthropic's error objects."""
-
-    def __init__(
-        self,
-        status_code: int,
-        detail: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        param: str | None = None,  # the request's field
-        code: str | None = None,  # OpenAI's
-        details: Mapping[str, Any] | None = None,  # what Anthropic's clients read beside the words
-    ) -> None:
-        super().__init__(status_code, detail, headers)
-        self.param = param
-        self.code = code
-        self.details = details
-
-
-def check_field(ok: bool, found: str, expected: str, param: str | None = None) -> None:
-    """Raise a `RequestError` for the field `param` if `ok` is false."""
-    if not ok:
-        raise RequestError(param, found, expected)
-
-
-def check_number(name: str, value: Any, allowed: Allowed) -> Any:
-    """Return a field's number if it is allowed, or None if it is absent."""
-    ok = value is None or allowed.holds(value)
-    kind = "a whole number, " if allowed.whole else ""
-    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
-    return value
-
-
-def read_number(body: Body, name: str, least: float, most: float) -> Any:
-    """Return a field's number, or None; it has to be a whole number if `least` is an `int`."""
-    allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
-    return check_number(name, body.get(name), allowed)
-
-
-def read_typed(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
-    """Return a field's value of this type, or `default` if the field is absent or null."""
-    value = body.get(field_name)
-    ok = value is None or isinstance(value, kind)
-    check_field(ok, f"{field_name} is {quoted(value)}", _KINDS[kind], field_name)
-    return default if value is None else value
-
-
-def list_parts(content: Any, field_name: str = "content") -> list[Any]:
-    """Return a list of objects: the given one, or a part with the given text."""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    expected = "a text, or a list of objects"
-    check_field(isinstance(parts, list), f"{field_name} is {quoted(content)}", expected, field_name)
-    for number, one in enumerate(parts):
-        place = f"{field_name}[{number}]"
-        check_field(isinstance(one, dict), f"{place} is {quoted(one)}", expected, place)
-    return list(parts)
-
-
-def content_text(content: Any, place: str = "content") -> str:
-    """Return the text of a `content` field; the texts of parts have nothing between them."""
-    parts = list_parts(content, place)
-    return "".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(parts))

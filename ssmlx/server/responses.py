@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from ..errors import quoted
 from ..settings import GenerateConfig
-from . import requests
 from .completions import keep_alive_comment
+from .fields import Body, check_field, list_parts, read_typed
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     Part,
@@ -45,18 +44,18 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         value = body.get(name)
         expected = "the whole conversation as input: nothing is kept"
-        requests.check_field(not value, f"{name} is {quoted(value)}", expected, name)
+        check_field(not value, f"{name} is {quoted(value)}", expected, name)
     turns = Turns()
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions, "instructions")
-    for number, item in enumerate(requests.list_parts(body.get("input"), "input")):
+    for number, item in enumerate(list_parts(body.get("input"), "input")):
         turns.add_block("user", item, f"input[{number}]")
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "parameters")
-    effort = requests.read_typed(body, "reasoning", dict, {}).get("effort")
+    effort = read_typed(body, "reasoning", dict, {}).get("effort")
     translated = {
         "tool_choice": _with_offered_names(body.get("tool_choice")),
         "max_tokens": body.get("max_output_tokens"),
-        "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
+        "response_format": read_typed(body, "text", dict, {}).get("format"),
         "reasoning_effort": only_value(
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),
@@ -231,7 +230,7 @@ def _read_echoed_fields(body: Body, ask: AnswerRequest) -> dict[str, Any]:
 
 
 def _read_metadata(body: Body) -> dict[str, str]:
-    metadata: dict[str, Any] = requests.read_typed(body, "metadata", dict, {})
+    metadata: dict[str, Any] = read_typed(body, "metadata", dict, {})
     ok = len(metadata) <= _MOST_METADATA and all(
         len(name) <= _MOST_NAME and isinstance(value, str) and len(value) <= _MOST_VALUE
         for name, value in metadata.items()
@@ -239,7 +238,7 @@ def _read_metadata(body: Body) -> dict[str, str]:
     expected = (
         f"at most {_MOST_METADATA} texts of {_MOST_VALUE} characters, with names of {_MOST_NAME}"
     )
-    requests.check_field(ok, f"metadata is {quoted(metadata)}", expected, "metadata")
+    check_field(ok, f"metadata is {quoted(metadata)}", expected, "metadata")
     return metadata
 
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import quoted
-from . import requests
-from .requests import Body
+from .fields import Body, check_field, read_typed
 
 
 class ToolChoice(NamedTuple):
@@ -25,9 +24,9 @@ def read_tool_choice(body: Body) -> ToolChoice:
     choice = body.get("tool_choice")
     inner: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {"type": choice}
     kind = inner.get("type")
-    is_parallel = requests.read_typed(body, "parallel_tool_calls", bool, True)
+    is_parallel = read_typed(body, "parallel_tool_calls", bool, True)
     is_parallel = is_parallel and inner.get("disable_parallel_tool_use") is not True
-    tools, left_out = _split_functions(requests.read_typed(body, "tools", list, []))
+    tools, left_out = _split_functions(read_typed(body, "tools", list, []))
     every = [_tool_name(one) for one in tools or ()]
     known = {*every} - {None}
     if kind == "allowed_tools":
@@ -58,7 +57,7 @@ def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str,
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
         is_object = isinstance(tool, Mapping)
-        requests.check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
         kind = tool.get("type", "function")
         # Another server would run the others, or their calls have no JSON.
         if kind == "function":
@@ -69,12 +68,12 @@ def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str,
 
 
 def _check_choice(ok: bool, choice: Any) -> None:
-    requests.check_field(ok, f"tool_choice is {quoted(choice)}", _EXPECTED, "tool_choice")
+    check_field(ok, f"tool_choice is {quoted(choice)}", _EXPECTED, "tool_choice")
 
 
 def _checked_names(names: Sequence[str | None]) -> tuple[str, ...]:
     found = tuple(one for one in names if one is not None)
-    requests.check_field(len(found) == len(names), "tools", "a name for each", "tools")
+    check_field(len(found) == len(names), "tools", "a name for each", "tools")
     return found
 
 

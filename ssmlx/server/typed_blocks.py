@@ -21,17 +21,15 @@ from ..turns import (
     read_content,
     thought_text,
 )
-from . import requests
 from .completions import read_turns
-from .fields import with_fields
+from .fields import Body, check_field, list_parts, read_typed, with_fields
+from .refusals import RequestError
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     NamespacedName,
     Part,
-    RequestError,
     StreamItem,
     TextPart,
     ToolCallPart,
@@ -83,7 +81,7 @@ class Turns:
         kind = block.get("type")
         where = f"{place}.type"
         is_fine = kind is None or isinstance(kind, str)
-        requests.check_field(is_fine, f"{where} is {quoted(kind)}", "a text", where)
+        check_field(is_fine, f"{where} is {quoted(kind)}", "a text", where)
         if kind in (None, "message"):
             self.add_text(block.get("role"), block.get("content"), f"{place}.content")
         elif kind in _THOUGHTS and (thought := thought_text(block)):
@@ -94,7 +92,7 @@ class Turns:
             if kind in _RESULTS:
                 self._add_tool_result(block, place)
         elif kind in ("additional_tools", "tool_search_output"):
-            listed = requests.list_parts(block.get("tools") or [], f"{place}.tools")
+            listed = list_parts(block.get("tools") or [], f"{place}.tools")
             self.tools += [(f"{place}.tools[{n}]", tool) for n, tool in enumerate(listed)]
         elif text := _document_text(block):
             self.add_text(role, text, place)
@@ -108,7 +106,7 @@ class Turns:
         """Add text, after a blank line, to the last turn if that is `role`'s, else to a new one."""
         where = f"{place.removesuffix('.content')}.role"
         ok = isinstance(role, str) and role in ROLES
-        requests.check_field(ok, f"{where} is {quoted(role)}", f"one of {', '.join(ROLES)}", where)
+        check_field(ok, f"{where} is {quoted(role)}", f"one of {', '.join(ROLES)}", where)
         text, thought = read_content({"role": role, "content": content}, place)
         turn = self._turn_of("system" if role == "developer" else role)
         turn["content"].append(text)
@@ -120,7 +118,7 @@ class Turns:
         name = tool or block.get("name")
         ok = isinstance(id, str) and isinstance(name, str)
         expected = f"{id_field} and name, both texts"
-        requests.check_field(ok, f"{place} is a call of {quoted(name)}", expected, place)
+        check_field(ok, f"{place} is a call of {quoted(name)}", expected, place)
         given = block.get(arguments_field)
         if block["type"] == "custom_tool_call":
             arguments = {"input": given}
@@ -137,7 +135,7 @@ class Turns:
         id = block.get(id_field) or block.get("id")
         ok = isinstance(id, str) and id in self._names
         found = f"{place} is a result of the call {quoted(id)}"
-        requests.check_field(ok, found, "that call before it", place)
+        check_field(ok, found, "that call before it", place)
         text = self._result_text(block.get(result_field), f"{place}.{result_field}")
         turn = self._begin_turn("tool")
         turn |= {"content": [text], "tool_call_id": id, "name": self._names[id]}
@@ -224,7 +222,7 @@ def read_offered_tools(
     left_out = []
     for place, namespace, tool in _without_namespaces(listed):
         is_object = isinstance(tool, Mapping)
-        requests.check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
         kind = tool.get("type", "function")
         # Another server would run it, or its calls have no JSON.
         if kind != "function" and schema_field not in tool:
@@ -232,7 +230,7 @@ def read_offered_tools(
             continue
         own = tool.get("name")
         ok = isinstance(own, str) and bool(own)
-        requests.check_field(ok, f"{place}.name is {quoted(own)}", "a name", f"{place}.name")
+        check_field(ok, f"{place}.name is {quoted(own)}", "a name", f"{place}.name")
         name = offered_name(namespace, own)
         if name != own:
             namespaced[name] = NamespacedName(namespace, own)
@@ -246,7 +244,7 @@ def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
     """Yield (place, name of its namespace or None, tool) of tools, those in namespaces too."""
     for place, tool in listed:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":
-            inner = requests.list_parts(tool.get("tools"), f"{place}.tools")
+            inner = list_parts(tool.get("tools"), f"{place}.tools")
             for number, one in enumerate(inner):
                 yield f"{place}.tools[{number}]", tool.get("name"), one
         else:
@@ -255,7 +253,7 @@ def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
 
 def listed_tools(body: Body) -> list[tuple[str, Any]]:
     """Return the `tools` of a request, each with its place."""
-    listed = requests.read_typed(body, "tools", list, [])
+    listed = read_typed(body, "tools", list, [])
     return [(f"tools[{number}]", tool) for number, tool in enumerate(listed)]
 
 
@@ -265,7 +263,7 @@ def only_value(value_by_name: Mapping[str, Any]) -> Any:
     first = next(iter(given), "")
     for name, value in given.items():
         expected = f"{first} or {name}, or the same for both"
-        requests.check_field(value == given[first], f"{name} is {quoted(value)}", expected, name)
+        check_field(value == given[first], f"{name} is {quoted(value)}", expected, name)
     return given.get(first)
 
 
