@@ -13,12 +13,12 @@ from time import time
 from typing import Any, TypedDict, cast
 
 from .. import __version__
-from ..errors import quoted
 from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig, allowed_values
 from .fields import (
     Body,
     check_field,
     check_number,
+    check_value,
     content_text,
     list_parts,
     read_number,
@@ -88,7 +88,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/completions; the server's `config` has what it does not say."""
     first, *others = _read_prompts(body.get("prompt"))
     suffix = body.get("suffix")
-    check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
+    check_value(not suffix, "suffix", suffix, "none")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
     if not writes:
@@ -121,7 +121,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
     prompts = [prompt] if is_one(prompt) else prompt
     ok = isinstance(prompts, list) and all(map(is_one, prompts))
     expected = "a text or token ids, or a list of them"
-    check_field(ok, f"prompt is {quoted(prompt)}", expected, "prompt")
+    check_value(ok, "prompt", prompt, expected)
     return cast("list[str | list[int]]", prompts)
 
 
@@ -178,7 +178,7 @@ def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
     ok = len(texts) <= _MOST_STOPS
     ok = ok and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
     expected = f"at most {_MOST_STOPS} texts of 1 to {MAX_STOP} characters"
-    check_field(ok, f"stop is {quoted(stop)}", expected, "stop")
+    check_value(ok, "stop", stop, expected)
     return texts
 
 
@@ -187,7 +187,7 @@ def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] 
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one) for one in bias.values())
     expected = f"token ids, each with a number of {_BIAS.in_words()}"
-    check_field(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
+    check_value(ok, "logit_bias", bias, expected)
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
 

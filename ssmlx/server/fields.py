@@ -28,11 +28,16 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
         raise RequestError(param, found, expected)
 
 
+def check_value(ok: bool, name: str, value: Any, expected: str) -> None:
+    """Raise a `RequestError` for the value of a field, by its name or place, if `ok` is false."""
+    check_field(ok, f"{name} is {quoted(value)}", expected, name)
+
+
 def check_number(name: str, value: Any, allowed: Allowed) -> Any:
     """Return a field's number if it is allowed, or None if it is absent."""
     ok = value is None or allowed.holds(value)
     kind = "a whole number, " if allowed.whole else ""
-    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
+    check_value(ok, name, value, kind + allowed.in_words())
     return value
 
 
@@ -46,7 +51,7 @@ def read_typed(body: Body, field_name: str, kind: type, default: Any = None) -> 
     """Return a field's value of this type, or `default` if the field is absent or null."""
     value = body.get(field_name)
     ok = value is None or isinstance(value, kind)
-    check_field(ok, f"{field_name} is {quoted(value)}", _KINDS[kind], field_name)
+    check_value(ok, field_name, value, _KINDS[kind])
     return default if value is None else value
 
 
@@ -54,10 +59,9 @@ def list_parts(content: Any, field_name: str = "content") -> list[Any]:
     """Return a list of objects: the given one, or a part with the given text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     expected = "a text, or a list of objects"
-    check_field(isinstance(parts, list), f"{field_name} is {quoted(content)}", expected, field_name)
+    check_value(isinstance(parts, list), field_name, content, expected)
     for number, one in enumerate(parts):
-        place = f"{field_name}[{number}]"
-        check_field(isinstance(one, dict), f"{place} is {quoted(one)}", expected, place)
+        check_value(isinstance(one, dict), f"{field_name}[{number}]", one, expected)
     return list(parts)
 
 
@@ -91,7 +95,9 @@ class Fields(Mapping[str, Any]):
             if name in self.followed or name in WITHOUT_EFFECT:
                 continue
             if name in REFUSED:
-                _check_asks_for_nothing(name, value)
+                asks_nothing = value is None or any(_is_same(value, one) for one in REFUSED[name])
+                expected = f"{_INSTEAD.get(name, 'none')}: this server does not follow {name}"
+                check_value(asks_nothing, name, value, expected)
             else:
                 found.append(name)
         return found
@@ -153,13 +159,6 @@ _INSTEAD = {
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "repetition_context_size",
 }
-
-
-def _check_asks_for_nothing(name: str, value: Any) -> None:
-    if value is not None and not any(_is_same(value, one) for one in REFUSED[name]):
-        found = f"{name} is {quoted(value)}"
-        expected = f"{_INSTEAD.get(name, 'none')}: this server does not follow {name}"
-        raise RequestError(name, found, expected)
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from ..errors import first_line, quoted
 from ..formats.rules import STYLE
 from ..formats.schemas import with_closed_objects
-from .fields import Body, check_field, read_typed
+from .fields import Body, check_field, check_value, read_typed
 from .refusals import AGAIN, RequestError
 
 # Nothing interrupts llguidance, so its input is bounded: what passes compiles in a second or two.
@@ -150,7 +150,7 @@ def _response_format_schema(form: Body) -> Body | None:
         return None if kind == "text" else {}
     ok = kind in ("json_object", "json_schema") and isinstance(schema, dict)
     expected = "type text, json_object, or json_schema with a schema"
-    check_field(ok, f"response_format is {quoted(form)}", expected, "response_format")
+    check_value(ok, "response_format", form, expected)
     return schema
 
 

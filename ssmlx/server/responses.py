@@ -7,10 +7,9 @@ from secrets import token_hex
 from time import time
 from typing import Any, NamedTuple
 
-from ..errors import quoted
 from ..settings import GenerateConfig
 from .completions import keep_alive_comment
-from .fields import Body, check_field, list_parts, read_typed
+from .fields import Body, check_value, list_parts, read_typed
 from .requests import (
     AnswerRequest,
     ChoiceEnd,
@@ -43,8 +42,7 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     # These refer to a conversation that a server would keep.
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         value = body.get(name)
-        expected = "the whole conversation as input: nothing is kept"
-        check_field(not value, f"{name} is {quoted(value)}", expected, name)
+        check_value(not value, name, value, "the whole conversation as input: nothing is kept")
     turns = Turns()
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions, "instructions")
@@ -238,7 +236,7 @@ def _read_metadata(body: Body) -> dict[str, str]:
     expected = (
         f"at most {_MOST_METADATA} texts of {_MOST_VALUE} characters, with names of {_MOST_NAME}"
     )
-    check_field(ok, f"metadata is {quoted(metadata)}", expected, "metadata")
+    check_value(ok, "metadata", metadata, expected)
     return metadata
 
 

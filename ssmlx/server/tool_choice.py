@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import quoted
-from .fields import Body, check_field, read_typed
+from .fields import Body, check_field, check_value, read_typed
 
 
 class ToolChoice(NamedTuple):
@@ -56,8 +55,7 @@ def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str,
     others = []
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
-        is_object = isinstance(tool, Mapping)
-        check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        check_value(isinstance(tool, Mapping), place, tool, "an object")
         kind = tool.get("type", "function")
         # Another server would run the others, or their calls have no JSON.
         if kind == "function":
@@ -68,7 +66,7 @@ def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str,
 
 
 def _check_choice(ok: bool, choice: Any) -> None:
-    check_field(ok, f"tool_choice is {quoted(choice)}", _EXPECTED, "tool_choice")
+    check_value(ok, "tool_choice", choice, _EXPECTED)
 
 
 def _checked_names(names: Sequence[str | None]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ..turns import (
     thought_text,
 )
 from .completions import read_turns
-from .fields import Body, check_field, list_parts, read_typed, with_fields
+from .fields import Body, check_field, check_value, list_parts, read_typed, with_fields
 from .refusals import RequestError
 from .requests import (
     AnswerRequest,
@@ -79,9 +79,7 @@ class Turns:
     def add_block(self, role: Any, block: Body, place: str) -> None:
         """Add a block or item by its type; one without a type is a message of its own role."""
         kind = block.get("type")
-        where = f"{place}.type"
-        is_fine = kind is None or isinstance(kind, str)
-        check_field(is_fine, f"{where} is {quoted(kind)}", "a text", where)
+        check_value(kind is None or isinstance(kind, str), f"{place}.type", kind, "a text")
         if kind in (None, "message"):
             self.add_text(block.get("role"), block.get("content"), f"{place}.content")
         elif kind in _THOUGHTS and (thought := thought_text(block)):
@@ -106,7 +104,7 @@ class Turns:
         """Add text, after a blank line, to the last turn if that is `role`'s, else to a new one."""
         where = f"{place.removesuffix('.content')}.role"
         ok = isinstance(role, str) and role in ROLES
-        check_field(ok, f"{where} is {quoted(role)}", f"one of {', '.join(ROLES)}", where)
+        check_value(ok, where, role, f"one of {', '.join(ROLES)}")
         text, thought = read_content({"role": role, "content": content}, place)
         turn = self._turn_of("system" if role == "developer" else role)
         turn["content"].append(text)
@@ -221,16 +219,14 @@ def read_offered_tools(
     namespaced = {}
     left_out = []
     for place, namespace, tool in _without_namespaces(listed):
-        is_object = isinstance(tool, Mapping)
-        check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        check_value(isinstance(tool, Mapping), place, tool, "an object")
         kind = tool.get("type", "function")
         # Another server would run it, or its calls have no JSON.
         if kind != "function" and schema_field not in tool:
             left_out.append(f"{place} ({kind})")
             continue
         own = tool.get("name")
-        ok = isinstance(own, str) and bool(own)
-        check_field(ok, f"{place}.name is {quoted(own)}", "a name", f"{place}.name")
+        check_value(isinstance(own, str) and bool(own), f"{place}.name", own, "a name")
         name = offered_name(namespace, own)
         if name != own:
             namespaced[name] = NamespacedName(namespace, own)
@@ -263,7 +259,7 @@ def only_value(value_by_name: Mapping[str, Any]) -> Any:
     first = next(iter(given), "")
     for name, value in given.items():
         expected = f"{first} or {name}, or the same for both"
-        check_field(value == given[first], f"{name} is {quoted(value)}", expected, name)
+        check_value(value == given[first], name, value, expected)
     return given.get(first)
 
 
