@@ -19,13 +19,11 @@ from .fields import (
     check_field,
     check_number,
     check_value,
-    content_text,
     list_parts,
     read_number,
     read_typed,
     with_fields,
 )
-from .grammars import read_grammar
 from .requests import (
     AnswerRequest,
     ChoiceEnd,
@@ -36,6 +34,7 @@ from .requests import (
     TextPart,
     ToolCallPart,
     Waiting,
+    read_asked,
 )
 from .tool_choice import read_tool_choice
 
@@ -63,7 +62,7 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/chat/completions; the server's `config` has what it does not say."""
     top = body.get("top_logprobs")  # counts only beside `logprobs`
     wants = read_typed(body, "logprobs", bool, False)
-    logprobs = check_number("top_logprobs", top, _LIKELIEST) or 0 if wants else None
+    logprobs = (check_number("top_logprobs", top, _LIKELIEST) or 0) if wants else None
     return replace(read_turns(body, config, logprobs), **_read_choices(body))
 
 
@@ -79,8 +78,9 @@ def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) 
         parallel_calls=choice.is_parallel,
         left_out=choice.left_out,
         template_args=_read_template_args(body),
+        config=_read_config(body, config, logprobs),
         **_read_continuation(body, turns),
-        **_read_shared_fields(body, config, logprobs),
+        **read_asked(body),
     )
 
 
@@ -91,6 +91,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     check_value(not suffix, "suffix", suffix, "none")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
+    logprobs = check_number("logprobs", body.get("logprobs"), _LIKELIEST)
     if not writes:
         body = with_fields(body, {"max_tokens": 1})  # 0 is no setting
     ask = AnswerRequest(
@@ -99,9 +100,8 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         is_chat=False,
         echoes=read_typed(body, "echo", bool, False),
         writes=writes,
-        **_read_shared_fields(
-            body, config, check_number("logprobs", body.get("logprobs"), _LIKELIEST)
-        ),
+        config=_read_config(body, config, logprobs),
+        **read_asked(body),
         **_read_choices(body),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
@@ -125,24 +125,13 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
     return cast("list[str | list[int]]", prompts)
 
 
-def _read_shared_fields(
+def _read_config(
     body: Body,
     config: GenerateConfig,
     logprobs: int | None,  # likeliest tokens that are reported at each position; None for none
-) -> dict[str, Any]:
-    """Return the arguments of `AnswerRequest` that all APIs share."""
+) -> GenerateConfig:
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
-    return {
-        "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
-        "model": read_typed(body, "model", str, ""),
-        "grammar": read_grammar(body),
-        "ignores_end": read_typed(body, "ignore_eos", bool, False),
-        "prediction": content_text(
-            read_typed(body, "prediction", dict, {}).get("content") or "",
-            "prediction.content",
-        ),
-        "stream": read_typed(body, "stream", bool, False),
-    }
+    return replace(own, max_tokens=min(own.max_tokens, config.max_tokens))
 
 
 def _read_choices(body: Body) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A request of any API, and the parts of its answer."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from llguidance import LLMatcher
@@ -13,6 +13,22 @@ from ..generation.segments import GenerationResponse
 from ..prompts import Tools
 from ..settings import GenerateConfig
 from ..turns import Message
+from .fields import Body, content_text, read_typed
+from .grammars import read_grammar
+
+
+def asked(read: Callable[[Body], Any], default: Any) -> Any:
+    """Make a field of `AnswerRequest` that every API has; `read` gives None for the default."""
+    return field(default=default, metadata={"read": read})
+
+
+def typed(name: str, kind: type) -> Callable[[Body], Any]:
+    return lambda body: read_typed(body, name, kind)
+
+
+def _read_prediction(body: Body) -> str:
+    content = read_typed(body, "prediction", dict, {}).get("content")
+    return content_text(content or "", "prediction.content")
 
 
 class NamespacedName(NamedTuple):
@@ -26,22 +42,23 @@ class NamespacedName(NamedTuple):
 class AnswerRequest:
     """A request of any API, its fields checked as far as they can be without a model."""
 
-    model: str = ""  # as the request named it; "" for the server's own
+    model: str = asked(typed("model", str), "")  # "" for the server's own
     question: str | list[int] | list[Message]  # a prompt as it stands, or the turns of a chat
     config: GenerateConfig  # the server's with the request's own; its `max_tokens` at most
     tools: Tools | None = None
     template_args: Mapping[str, Any] | None = None  # for the chat template
     choices: int = 1  # answers that are wanted
-    grammar: str | None = None  # of llguidance, which the answer has to follow
+    grammar: str | None = asked(read_grammar, None)  # of llguidance, which the answer follows
     forced_tools: Sequence[str] = ()  # names of tools; the answer has to call one of them
     parallel_calls: bool = True  # whether it may call several
     continues: bool = False  # whether it goes on from the last turn, the assistant's
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
     begins: Begins = "text"  # what the answer begins with, once its prompt is known
     matcher: LLMatcher | None = None  # of its form at the beginning, once that is compiled
-    ignores_end: bool = False  # whether end tokens are never chosen
-    prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
-    stream: bool = False  # whether the answer is sent part by part
+    ignores_end: bool = asked(typed("ignore_eos", bool), False)  # no end token is ever chosen
+    # expected text: the settings' `prompt_lookup.reference`, as tokens
+    prediction: str = asked(_read_prediction, "")
+    stream: bool = asked(typed("stream", bool), False)  # the answer is sent part by part
     reports_usage: bool = False  # whether a stream ends with its usage
     echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that a reply repeats
     num_bytes: int = 0  # of the body
@@ -58,6 +75,13 @@ class AnswerRequest:
     @property
     def num_answers(self) -> int:
         return self.choices * (1 + len(self.others))
+
+
+def read_asked(body: Body) -> dict[str, Any]:
+    """Return the arguments of `AnswerRequest` that every API has, by `asked`."""
+    readers = {one.name: one.metadata["read"] for one in fields(AnswerRequest) if one.metadata}
+    found = {name: read(body) for name, read in readers.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
