@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..bars import Progress
 from ..decoding.batch import Mask
 from ..errors import first_line
 from ..formats.arguments import json_text
@@ -14,10 +15,8 @@ from ..formats.history import call_id
 from ..formats.reader import AnswerReader, Piece, Text
 from ..generation.segments import GenerationResponse
 from ..prompt_cache import PromptCache
-from ..settings import GenerateConfig
 from .grammars import unsupported_form_error
-from .logprobs import TokenEntries
-from .request_prompts import Prompt
+from .request_prompts import Prompt, PromptReader
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
 
 # Tokens of an echoed prompt in a part, so that nobody waits long while one is written.
@@ -32,21 +31,21 @@ class Choice:
         ask: AnswerRequest,
         number: int,  # among all of the request; those of one prompt follow each other
         prompt: Prompt,
-        config: GenerateConfig,
-        tokenizer: TokenizerWrapper,
-        token_entries: TokenEntries,
         prompt_cache: PromptCache,  # of the client
+        progress: Progress,
+        reader: PromptReader,
     ) -> None:
         own = number % ask.choices  # its number among those of its prompt
+        config = replace(ask.config, seed=((ask.config.seed or 0) + own) % 2**63)
+        self.ask = replace(ask, config=config, begins=prompt.begins, matcher=prompt.matcher)
         self.number = number
-        self.prompt = prompt
-        self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
-        self.prompt_cache = prompt_cache
         self.is_first = own == 0  # of its prompt
-        self._token_entries = token_entries
-        self.ask = replace(ask, begins=prompt.begins, matcher=prompt.matcher)
+        self.prompt = prompt
+        self.prompt_cache = prompt_cache
+        self.progress = progress
         self.mask: Mask | None = None  # that its answer is held to a form by, once it is opened
-        self._parser = AnswerParser(tokenizer, self.ask)
+        self._token_entries = reader.token_entries
+        self._parser = AnswerParser(reader.engine.tokenizer, self.ask)
 
     def echoed_parts(self) -> Iterator[TextPart]:
         """Yield its prompt as parts if it is echoed, with log probabilities if it is scored."""
@@ -77,7 +76,7 @@ class Choice:
         """Return the parts that were still held back, and last the `ChoiceEnd`."""
         # A full context is "length" too.
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
-        num_predicted = len(self.config.prompt_lookup.reference)
+        num_predicted = len(self.ask.config.prompt_lookup.reference)
         return self._with_number(self._parser.parse(ChoiceEnd(reason, last, num_predicted)))
 
     def check_form(self) -> None:

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer, Segment
-from ..bars import Progress
 from ..drafters.registry import Loaded
 from ..engine import Engine
 from ..generation.pool import MemoryPool
@@ -139,20 +138,18 @@ class RequestHandler:
                 prompts, config = await self.reader.read_prompts(ask)
                 await self._take_first_slot()
         # What was read as tokens is not kept beside them.
-        ask = replace(ask, question="", others=(), prediction="")
+        ask = replace(ask, config=config, question="", others=(), prediction="")
         slots = RequestSlots(self._slots, ask.deadline)
         progress = PromptProgress()
         try:
-            tokenizer = self.engine.tokenizer
-            entries = self.reader.token_entries
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
-                Choice(ask, number, prompt, config, tokenizer, entries, prompt_cache)
+                Choice(
+                    ask, number, prompt, prompt_cache, progress.callback_for(number), self.reader
+                )
                 for number, prompt in enumerate(own)
             ]
-            answers = [
-                self._choice_parts(one, slots, progress.callback_for(one.number)) for one in choices
-            ]
+            answers = [self._choice_parts(one, slots) for one in choices]
             async with aclosing(merge_answers(answers, self.limits.silence, progress)) as parts:
                 async for part in parts:
                     yield part
@@ -160,7 +157,7 @@ class RequestHandler:
             slots.close()
 
     async def _choice_parts(
-        self, choice: Choice, slots: RequestSlots, progress: Progress
+        self, choice: Choice, slots: RequestSlots
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of one choice; the last one is its `ChoiceEnd`."""
         prompt = choice.prompt
@@ -168,14 +165,12 @@ class RequestHandler:
             await prompt.is_read.wait()
         try:
             async with slots.hold():
-                await self._score_prompt(choice, progress)
+                await self._score_prompt(choice)
                 for echoed in choice.echoed_parts():
                     yield echoed
                 last = None if choice.ask.writes else prompt.empty_answer()
                 if choice.ask.writes:
-                    async with self._open_until_deadline(
-                        self._open_answer, choice, progress
-                    ) as answer:
+                    async with self._open_until_deadline(self._open_answer, choice) as answer:
                         if choice.number == 0:
                             yield Begun()
                         async for last in answer:
@@ -196,13 +191,10 @@ class RequestHandler:
 
     @asynccontextmanager
     async def _open_until_deadline(
-        self,
-        open_: Callable[[Choice, Progress], Answer[Segment]],
-        choice: Choice,
-        progress: Progress,
+        self, open_: Callable[[Choice], Answer[Segment]], choice: Choice
     ) -> AsyncIterator[Answer[Segment]]:
         """Open an answer for the block; the deadline cancels it, which is no error to a reader."""
-        async with await asyncio.to_thread(open_, choice, progress) as answer:
+        async with await asyncio.to_thread(open_, choice) as answer:
             loop = asyncio.get_running_loop()
             timer = loop.call_at(choice.ask.deadline, answer.cancel)
             try:
@@ -210,15 +202,15 @@ class RequestHandler:
             finally:
                 timer.cancel()
 
-    async def _score_prompt(self, choice: Choice, progress: Progress) -> None:
+    async def _score_prompt(self, choice: Choice) -> None:
         """Score a choice's prompt if its log probabilities are wanted and not there yet."""
         prompt = choice.prompt
         # It is scored for the first of its choices, which the others wait for.
-        is_asked = choice.ask.echoes and choice.config.logprobs is not None
+        is_asked = choice.ask.echoes and choice.ask.config.logprobs is not None
         if not is_asked or prompt.logprobs is not None:
             return
         started = time.perf_counter()
-        async with self._open_until_deadline(self._open_scoring, choice, progress) as answer:
+        async with self._open_until_deadline(self._open_scoring, choice) as answer:
             scored = [one async for one in answer]
         if not scored:
             self.reader.check_open()
@@ -249,31 +241,31 @@ class RequestHandler:
             detail = "timed out waiting for a free slot; try again later"
             raise HTTPException(503, detail, AGAIN) from error
 
-    def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
+    def _open_answer(self, choice: Choice) -> Answer[GenerationResponse]:
         self.reader.check_open()
         ask = choice.ask
         choice.mask = self.reader.make_mask_or_none(ask)
         return self.engine.stream(
             choice.prompt.tokens,
-            choice.config,
+            ask.config,
             adapter=self.models[ask.model],
             prompt_cache=choice.prompt_cache,
             drafter=self.loaded,
             mask=choice.mask,
-            progress=progress,
+            progress=choice.progress,
             shares_prompt=choice.is_first and ask.choices > 1,
             keep_at=choice.prompt.keep_at,
             joins_prompt=ask.continues or not ask.is_chat,
         )
 
-    def _open_scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:
+    def _open_scoring(self, choice: Choice) -> Answer[ScoredPrompt]:
         """Begin to score a choice's prompt: the log probability of each of its tokens."""
         self.reader.check_open()
         return self.engine.score(
             choice.prompt.tokens,
-            top=choice.config.logprobs or 0,
+            top=choice.ask.config.logprobs or 0,
             adapter=self.models[choice.ask.model],
             # for the tokens that are generated after it
             prompt_cache=choice.prompt_cache if choice.ask.writes else None,
-            progress=progress,
+            progress=choice.progress,
         )
