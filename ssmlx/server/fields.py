@@ -30,7 +30,8 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
 
 def check_value(ok: bool, name: str, value: Any, expected: str) -> None:
     """Raise a `RequestError` for the value of a field, by its name or place, if `ok` is false."""
-    check_field(ok, f"{name} is {quoted(value)}", expected, name)
+    if not ok:  # only then, as a value may be most of a body
+        raise RequestError(name, f"{name} is {quoted(value)}", expected)
 
 
 def check_number(name: str, value: Any, allowed: Allowed) -> Any:
@@ -47,21 +48,20 @@ def read_number(body: Body, name: str, least: float, most: float) -> Any:
     return check_number(name, body.get(name), allowed)
 
 
-def read_typed(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
+def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
     """Return a field's value of this type, or `default` if the field is absent or null."""
-    value = body.get(field_name)
-    ok = value is None or isinstance(value, kind)
-    check_value(ok, field_name, value, _KINDS[kind])
+    value = body.get(name)
+    check_value(value is None or isinstance(value, kind), name, value, _KINDS[kind])
     return default if value is None else value
 
 
-def list_parts(content: Any, field_name: str = "content") -> list[Any]:
+def list_parts(content: Any, place: str = "content") -> list[Any]:
     """Return a list of objects: the given one, or a part with the given text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     expected = "a text, or a list of objects"
-    check_value(isinstance(parts, list), field_name, content, expected)
+    check_value(isinstance(parts, list), place, content, expected)
     for number, one in enumerate(parts):
-        check_value(isinstance(one, dict), f"{field_name}[{number}]", one, expected)
+        check_value(isinstance(one, dict), f"{place}[{number}]", one, expected)
     return list(parts)
 
 
