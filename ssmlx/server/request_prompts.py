@@ -35,6 +35,7 @@ from .fields import check_field
 from .grammars import (
     GrammarMask,
     SchemaTooLargeError,
+    ThoughtLimit,
     check_schema_size,
     compiled_matcher,
     llguidance_tokenizer,
@@ -43,7 +44,6 @@ from .logprobs import TokenEntries
 from .refusals import AGAIN, RequestError
 from .requests import AnswerRequest
 from .text_lengths import most_bytes_per_token, with_length_check
-from .thought_limit import ThoughtLimit
 
 # Log probabilities of a request: of the prompts that it echoes and, if its reply is sent whole, of
 # its answers; some hundred MB.
