@@ -24,29 +24,13 @@ from .sizing import (
     time_candidate_layers_and_keep_costs,
 )
 
-CACHE_BYTES = 1 << 29
-"""Freed memory that MLX may keep."""
+CACHE_BYTES = 1 << 29  # freed memory that MLX may keep
 
 
 def time_and_make_plan_without_rounds(
     run: AdaptRun, source: Source, responder: BatchResponder
 ) -> AdaptPlan:
-    """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
-
-    That these are timed is said to the user. Step costs go into this machine's cost tables too, see
-    `time_candidate_layers_and_keep_costs`.
-
-    Args:
-        run: of this process.
-        source: the loaded model and its prompts.
-        responder: answers with that model.
-
-    Returns:
-        A plan without rounds, with an empty `base`.
-
-    Raises:
-        InputError: not even one example or answer at a time fits into the memory.
-    """
+    """Step costs go into this machine's cost tables too; `base` is empty."""
     options = run.options
     run.say(
         "timing calls with streams in the top layers, some seconds for each number of layers ..."
@@ -91,21 +75,6 @@ def time_and_make_plan_without_rounds(
 
 
 def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
-    """Add a round to the plan where the user's hours are more than those of its rounds; say what
-    the last round makes.
-
-    Args:
-        run: of this process.
-        plan: of the run, not changed.
-        source: of which only the lengths of the prompts are used.
-
-    Returns:
-        The plan, with one round more or as it was.
-
-    Raises:
-        InputError: the hours are fewer than the plan's, or too few for a step of training; then the
-            hours that are enough are named.
-    """
     options = run.options
     hours = options.hours
     before = plan.rounds[-1] if plan.rounds else None
@@ -121,7 +90,6 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
         answer_tokens = options.amounts.answer_tokens
 
         def round_in(in_hours: float) -> Round:
-            """Plan the new round for `in_hours` hours in all."""
             return plan_round(
                 in_hours,
                 plan.rates,
@@ -136,6 +104,7 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
         new = round_in(hours)
         least = max(before.answers if before else 0, options.amounts.held_out)
         least += plan.rates.batch_size
+        # For the message: hours that would be enough.
         enough = hours
         while round_in(enough).answers <= least:
             enough *= 1.2
@@ -151,9 +120,6 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
 
 
 def model_streams_and_costs_lines(plan: AdaptPlan, source: Source) -> str:
-    """Return two lines for the user: the model, and its streams with what calls of each tree size
-    cost, in plain calls.
-    """
     base = source.base
     train = plan.train
     dtype = str(source.backbone.dtype).removeprefix("mlx.core.")
@@ -172,13 +138,6 @@ def model_streams_and_costs_lines(plan: AdaptPlan, source: Source) -> str:
 
 
 def _last_round_line(plan: AdaptPlan, amounts: Amounts, spent_seconds: float) -> str:
-    """Return the line that tells the user what the last round makes, and how long that takes.
-
-    Args:
-        plan: with one round or more.
-        amounts: of the run.
-        spent_seconds: that the run has taken so far, all rounds together.
-    """
     last = plan.rounds[-1]
     rates = plan.rates
     before = plan.rounds[-2].answers if plan.rounds[1:] else 0
