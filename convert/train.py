@@ -35,19 +35,14 @@ You may stop a run at any time. The same command continues it from the last save
 with the same weights. At the end OUT is a checkpoint for `python -m ssmlx.convert`. It also has
 log.jsonl, and curves.png if matplotlib is installed."""
 
+# how the trainers other than this one optimise
 DEFAULTS: dict[str, Any] = {
     **{name: getattr(TrainConfig(), name) for name in OPTIMISATION},
     "learning_rate": 1e-3, "warmup": 0.05, "schedule": "cosine",
 }  # fmt: skip
-"""How the trainers other than this one optimise."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert.train`.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     description = "Train streams, with which a model drafts for itself, in PyTorch."
     task_lora = "a task's LoRA: a checkpoint of this command with --num-streams 0"
     parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
@@ -55,15 +50,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
-    """Add a group with --device and --dtype to a trainer's options, and with --cache-gb where it is
-    asked for.
-
-    Args:
-        parser: is given the group.
-        cached: what the trainer may keep on disk, in words for the help of --cache-gb; None adds no
-            --cache-gb.
-    """
+def add_machine_options(
+    parser: argparse.ArgumentParser,
+    # what --cache-gb keeps on disk, for its help; None for no --cache-gb
+    cached: str | None = None,
+) -> None:
     group = parser.add_argument_group("machine")
     add_options(
         group,
@@ -88,17 +79,6 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
 
 
 def train_streams(args: argparse.Namespace) -> None:
-    """Train streams, LoRA and pruning adapter in PyTorch, as the options say, and write them to
-    --out.
-
-    What is written is a checkpoint of `convert.train`, with the task's LoRA of --task-lora beside
-    it; with --train-only an adapter, into a folder of --out. A stopped run goes on from its last
-    saved state.
-
-    Raises:
-        InputError: PyTorch is missing, options do not fit one another, or the model, the data or
-            --init cannot be used.
-    """
     check_torch()
     options = read_run_options(args)
     train = read_train_config(args)
@@ -166,9 +146,6 @@ def train_streams(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
 
     def write_adapter_or_checkpoint(validation: Validation) -> Path:
-        """Write the checkpoint to --out, or with --train-only the adapter, measured, into a folder
-        of it; return the folder. `validation` is not asked for a checkpoint.
-        """
         if start is not None:
             return measure_and_write_adapter(
                 trained, replace_trained_weights(start, model), validation
