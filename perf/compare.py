@@ -75,7 +75,6 @@ NOTES = (
 
 
 def format_markdown_report(result: show.Result) -> str:
-    """Format a result: a line on how it was measured, all tasks' tables, then all notes."""
     lead = f"{show.model_and_machine_heading(result)}. {_intervals_and_repeats_text(result)}."
     tables = [table for task in result["tasks"] for table in _all_tables_of_task(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
@@ -83,10 +82,7 @@ def format_markdown_report(result: show.Result) -> str:
 
 
 def _all_tables_of_task(task: Row) -> list[str]:
-    """Return a task's tables as Markdown: speed, prices, and one for each of its categories.
-
-    The table of prices is left out of results of earlier versions, which have none.
-    """
+    """Prices are missing in results of earlier versions."""
     tables = [_heading_and_system_table(task)]
     if "price" in task["systems"][0]:
         tables.append(f"**{task['task']}, prices**\n\n{_price_ratio_table(task['systems'])}")
@@ -97,16 +93,10 @@ def _all_tables_of_task(task: Row) -> list[str]:
 
 
 def _price_and_watch_cell(ratio_name: str) -> show.Cell:
-    """Make a cell with a ratio by price, and by watched time in brackets; "-" where there is no
-    ratio.
-
-    Args:
-        ratio_name: of the ratio, such as "over_plain".
-    """
+    """A ratio by price, and by watched time in brackets."""
     watched = f"latency_{ratio_name}"
 
     def cell(row: Row) -> str:
-        """Return the text of the cell for a system's row."""
         if row["price"][ratio_name] is None:
             return "-"
         price = show.interval_text(row["price"][ratio_name], 3)
@@ -123,9 +113,6 @@ _PRICES: Columns = {
 
 
 def _price_ratio_table(rows: Sequence[Row]) -> str:
-    """Return the table of prices against plain decoding's and the best fixed tree's, a row for each
-    system, with how many answers are slower than plain decoding's.
-    """
     price = rows[0]["price"]
     counted = f"answers of {price['least_tokens']} tokens or more"
     columns: Columns = {
@@ -139,7 +126,6 @@ def _price_ratio_table(rows: Sequence[Row]) -> str:
 
 
 def _system_table_of_category(rows: Sequence[Row]) -> str:
-    """Return a table of one category's systems, a row for each: tokens per call, speed, price."""
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "tokens per call": show.figure_cell("tokens_per_call"),
@@ -150,7 +136,7 @@ def _system_table_of_category(rows: Sequence[Row]) -> str:
 
 
 def _slower_answers_text(row: Row) -> str:
-    """Say how many answers are slower than each limit, such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
+    """Such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
     price = row["price"]
     counts = [
         f"{count} ({100 * count / max(1, price['answers']):.1f} %)"
@@ -160,7 +146,7 @@ def _slower_answers_text(row: Row) -> str:
 
 
 def _substituted_calls_text(row: Row) -> str:
-    """Say how many calls took other places' and other rows' medians, such as `3 and 1 of 60`."""
+    """Such as `3 and 1 of 60`."""
     price = row["price"]
     return f"{price['without_place']} and {price['by_nearest_rows']} of {price['calls']}"
 
@@ -170,9 +156,6 @@ def _two_digits(value: float | None) -> str:
 
 
 def _heading_and_system_table(task: Row) -> str:
-    """Return a task's heading and the table of its systems: speed, tokens per call, latency, calls,
-    the first of the task's scores, parameters, memory, same tokens.
-    """
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "speed-up over mlx-lm": lambda row: _speedup_text(row, "speedup"),
@@ -189,28 +172,22 @@ def _heading_and_system_table(task: Row) -> str:
     return f"**{show.task_heading(task)}**\n\n{show.markdown_table(columns, task['systems'])}"
 
 
-def _speedup_text(row: Row, figure_name: str) -> str:
-    """Format a row's speed-up over mlx-lm; 1.00 for mlx-lm itself, "-" where there is none.
-
-    Args:
-        row: of a system.
-        figure_name: such as "latency_speedup".
-    """
+def _speedup_text(
+    row: Row,
+    figure_name: str,  # such as "latency_speedup"
+) -> str:
     if row["kind"] == "mlx-lm":
         return "1.00"
     return "-" if row[figure_name] is None else show.interval_text(row[figure_name], 2)
 
 
 def _calls_text(row: Row) -> str:
-    """Return target calls for an answer, and a draft model's calls in brackets if there are any."""
+    """Target calls per answer, and a draft model's in brackets."""
     target, draft = (row[f"{kind}_calls_per_answer"]["value"] for kind in ("target", "draft"))
     return f"{target:.1f} ({draft:.1f})" if draft else f"{target:.1f}"
 
 
 def _task_notes(task: Row) -> list[str]:
-    """Return notes about a task: systems left out, differences from plain, speed beside a draft
-    model, learned costs, cut prompts and answers, too few prompts, load.
-    """
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
@@ -236,12 +213,9 @@ def _task_notes(task: Row) -> list[str]:
     return [*lines, *show.measurement_notes(task), last]
 
 
-def difference_text(one: Row) -> str:
-    """Say where an answer differs from plain decoding's, and how close the two logits are there.
-
-    Args:
-        one: as `describe_first_difference` returns it; prompt and token are shown from 1 on.
-    """
+def difference_text(
+    one: Row,  # of `describe_first_difference`; prompt and token are shown from 1 on
+) -> str:
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:
         return place
@@ -250,7 +224,6 @@ def difference_text(one: Row) -> str:
 
 
 def _intervals_and_repeats_text(result: show.Result) -> str:
-    """Return a clause about intervals and repeats, for the report's first line."""
     many = "s" if result["repeats"] > 1 else ""
     return (
         f"[95 % bootstrap intervals over prompts]; times are medians of {result['repeats']} "
@@ -259,30 +232,13 @@ def _intervals_and_repeats_text(result: show.Result) -> str:
 
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the experiment that the options name, and return its result as JSON values.
-
-    Answers go to disk in --out as they come; those of an earlier run are used, unless --fresh.
-
-    Raises:
-        InputError: what `build_task_experiment` and `Experiment.measure` refuse.
-    """
+    """Answers of an earlier run in --out are used, unless --fresh."""
     own = build_task_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.measure())])
 
 
 def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
-    """Score the answers in the files of --answers, and compare each file with the first, prompt by
-    prompt.
-
-    Prints the scores, and saves them in --out, which is made, as score-TASK.json and .txt.
-
-    Returns:
-        0, the exit code.
-
-    Raises:
-        InputError: a prompt has no reference, an item of --answers is not NAME=FILE, two have one
-            name, a file lacks answers, or what scores the task is not installed.
-    """
+    """Scores the files of --answers, and compares each with the first, prompt by prompt."""
     task = TASKS[args.task]
     examples = read_examples(find_data_file(task, args.data, args.data_dir), task, args.count)
     what = "some prompts have no reference"
@@ -334,15 +290,6 @@ def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.compare`.
-
-    Exactly one of --task and --from is required. A count below 1, or an option that would do
-    nothing beside --from or --answers, ends the command with exit code 2. --out becomes the usual
-    folder where a task is measured or scored.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     saved = parser.add_mutually_exclusive_group(required=True)
     saved.add_argument(
@@ -378,11 +325,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_results_as_one(paths: Sequence[Path]) -> dict[str, Any]:
-    """Read saved results of different tasks as one result, their tasks in the order of the files.
-
-    Raises:
-        InputError: a file is broken, a task is there twice, or they were not measured in one way.
-    """
+    """In the order of the files; their tasks differ."""
     whole: dict[str, Any] = {}
     for path in paths:
         result = _read_checked_result(path)
@@ -406,12 +349,6 @@ def read_results_as_one(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _read_checked_result(path: Path) -> dict[str, Any]:
-    """Read a saved result, and check that it can be shown.
-
-    Raises:
-        InputError: it lacks something, such as a task's plain decoding, or has systems of a kind
-            that this version does not know.
-    """
     result = read_json(path, "a result of perf.compare")
     with explain_broken_result(path, PROG):
         kinds = [{row["kind"] for row in task["systems"]} for task in result["tasks"]]
@@ -423,20 +360,13 @@ def _read_checked_result(path: Path) -> dict[str, Any]:
 
 
 def _how_measured(result: dict[str, Any]) -> dict[str, Any]:
-    """Return all of a result but its tasks, with the machine's entries among the others."""
+    """All of a result but its tasks, with the machine's entries among the others."""
     shared = {key: value for key, value in result.items() if key not in ("tasks", "machine")}
     return {**shared, **result["machine"]}
 
 
 def _measure_show_or_score(args: argparse.Namespace) -> int:
-    """Measure, read results, or score files, then print and save the outcome.
-
-    Without --out, a result that was read is only printed.
-
-    Returns:
-        The exit code: 1 if tokens of a system other than mlx-lm differ from plain decoding's by
-        more than near ties, which standard error names; else 0, as always for scores.
-    """
+    """Exit code 1 if a system's tokens differ from plain decoding's by more than near ties."""
     if args.task and args.answers:
         return compare_and_save_answer_scores(args)
     result = measure_task(args) if args.task else read_results_as_one(args.saved)

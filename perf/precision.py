@@ -65,10 +65,7 @@ Exit code 1: answers part by more than rounding explains."""
 
 
 def build_experiments(args: argparse.Namespace) -> list[Experiment]:
-    """Make an experiment for each task and precision, without mlx-lm and without warming up.
-
-    On a CPU, products are rounded as a GPU rounds them.
-    """
+    """For each task and precision, without mlx-lm and without warming up."""
     found = []
     for task in args.task:
         for dtype in args.dtype:
@@ -81,7 +78,6 @@ def build_experiments(args: argparse.Namespace) -> list[Experiment]:
 
 
 def precision_result(measured: Measured) -> dict[str, Any]:
-    """Return the result of one task and precision, as JSON values."""
     plan = measured.experiment
     weights = measured.experiment.weights
     assert plan.task is not None
@@ -100,12 +96,10 @@ def precision_result(measured: Measured) -> dict[str, Any]:
 
 
 def count_one_pass_differences(measured: Measured) -> Estimate:
-    """Count tokens of plain decoding that one pass over the whole answer chooses differently.
+    """Per 1,000 tokens of plain decoding: those that one pass over the whole answer chooses
+    otherwise.
 
     That is what rounding alone does when a pass has another number of rows.
-
-    Returns:
-        Differences in 1,000 tokens, with their interval over prompts.
     """
     others = []
     lengths = []
@@ -119,12 +113,9 @@ def count_one_pass_differences(measured: Measured) -> Estimate:
 
 
 def _divergence_and_answer_figures(measured: Measured, system: System) -> dict[str, Any]:
-    """Return a system's figures, as JSON values: tokens compared, differences in 1,000 of them, and
-    the metric.
+    """Tokens of an answer are compared up to its first difference from plain decoding's.
 
-    Tokens of an answer are compared up to its first difference from plain decoding's. Where none
-    differs, the interval ends at 3 differences in all of them. "tokens", "target_calls" and the
-    metric are of whole answers.
+    "tokens", "target_calls" and the metric are of whole answers.
     """
     task = measured.experiment.task
     examples = measured.experiment.examples
@@ -157,14 +148,12 @@ def _divergence_and_answer_figures(measured: Measured, system: System) -> dict[s
 
 
 def _shown_metric(values: Row) -> Any:
-    """Return the one of `METRICS` that is among a task's figures; None where none is."""
+    """The one of `METRICS` that the task has."""
     return next((values[name] for name in METRICS if name in values), None)
 
 
 def drafting_rows_with_values_of_part(result: Result) -> list[dict[str, Any]]:
-    """Return the rows of the table: each part's systems but plain decoding, with the part's values
-    and plain decoding's metric.
-    """
+    """Each part's systems, except plain decoding, with the part's values and plain's metric."""
     return [
         {**part, **row, "plain": part["systems"][0]["metric"]}
         for part in result["tasks"]
@@ -174,9 +163,7 @@ def drafting_rows_with_values_of_part(result: Result) -> list[dict[str, Any]]:
 
 
 def _median_and_largest_gap_text(row: Row) -> str:
-    """Return median and largest gap of logits where answers differ, and the largest share of the
-    logit; "-" without any.
-    """
+    """Of logits where answers differ, and the largest share of the logit."""
     found = [one for one in row["differences"] if one["gap"] is not None]
     if not found:
         return "-"
@@ -200,7 +187,6 @@ COLUMNS: Columns = {
 
 
 def format_markdown_report(result: Result) -> str:
-    """Format the result: a heading, the table, and a line for each difference."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
         for row in drafting_rows_with_values_of_part(result)
@@ -218,11 +204,7 @@ def format_markdown_report(result: Result) -> str:
 
 
 def _measure_print_and_save(args: argparse.Namespace) -> int:
-    """Measure all tasks and precisions, print the report, and save it.
-
-    Returns:
-        The exit code: 1 if a difference is more than rounding explains, else 0.
-    """
+    """Exit code 1 if a difference is more than rounding explains."""
     plans = build_experiments(args)
     parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
@@ -232,13 +214,6 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.precision`; several tasks and precisions may be named.
-
-    A count below 1 ends the command with exit code 2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)

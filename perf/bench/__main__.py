@@ -68,15 +68,13 @@ BAR = "{l_bar}{bar}"
 
 
 class Part(NamedTuple):
-    """An adapter to measure: a bundled name or a folder, its task, its longest answer, its share of
-    the time, and its data (None for what ships).
-    """
+    """An adapter to measure."""
 
-    adapter: str
+    adapter: str  # a bundled name or a folder
     task: str
-    max_tokens: int
+    max_tokens: int  # of the longest answer
     weight: float  # of its share of the time
-    data: Path | None = None
+    data: Path | None = None  # None for what ships
 
 
 ROWS_WEIGHT = 0.06
@@ -84,62 +82,38 @@ ROWS_WEIGHT = 0.06
 PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql", "sql", 64, 0.25))
 
 
-def part_deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """Divide `seconds` from `now` among parts, in order and by weight.
-
-    Args:
-        now: in seconds, on some clock.
-        seconds: for all parts.
-        weights: of each part, by its name.
-
-    Returns:
-        When each part should end, on the clock of `now`. A part that ends early leaves its time to
-        the later ones.
-    """
+def part_deadlines(
+    now: float,  # in seconds, on any clock
+    seconds: float,
+    weights: Mapping[str, float],
+) -> dict[str, float]:
+    """When each part should end, in order and by weight; what one leaves, later ones have."""
     ends = accumulate(weights.values())
     whole = sum(weights.values())
     return {name: now + seconds * end / whole for name, end in zip(weights, ends, strict=True)}
 
 
 class Rounds(NamedTuple):
-    """Answers of rounds, in each of which every system answers one prompt.
+    """Answers of rounds, in each of which every system answers one prompt."""
 
-    Attributes:
-        answers: for each round, the answers by the system's name.
-        is_cold: whether there was time for the first round alone, which warms up.
-        longest_seconds: time of the longest round.
-    """
-
-    answers: Sequence[Mapping[str, TimedAnswer]]
-    is_cold: bool
-    longest_seconds: float
+    answers: Sequence[Mapping[str, TimedAnswer]]  # by round and by the system's name
+    is_cold: bool  # there was time only for the first round, which warms up
+    longest_seconds: float  # of a round
 
 
 def warm_up_then_answer_a_prompt_a_round(
     target: Target,
     systems: Sequence[System],
     prompts: Sequence[list[int]],
-    deadline: float,
+    deadline: float,  # in seconds, on the clock of `now`
     *,
     label: str,
     now: Now = time.perf_counter,
 ) -> Rounds:
-    """Let every system answer the first prompt once to warm up, then as many prompts as time
-    allows.
+    """The order of systems rotates. The warm-up counts only if there was time for no other round.
 
-    The order of the systems rotates from round to round. The warm-up is always done; a round begins
-    only if the longest one so far, the warm-up's included, would let it end by the deadline.
-
-    Args:
-        target: the loaded model.
-        systems: that answer.
-        prompts: token ids of each.
-        deadline: in seconds, on the clock of `now`.
-        label: of the progress bar.
-        now: the clock.
-
-    Returns:
-        The rounds, a prompt each; the warm-up counts only where there was time for no other.
+    A round begins only if the longest one so far, the warm-up included, would let it end by the
+    deadline.
     """
     longest = 0.0
     answers = list[dict[str, TimedAnswer]]()
@@ -162,24 +136,11 @@ def warm_up_then_answer_a_prompt_a_round(
     return Rounds(answers, is_cold, longest)
 
 
-def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
-    """Measure the machine, answers with each adapter, and answers after long contexts, in about
-    `args.minutes`.
-
-    The machine and the first adapter are measured in any case. Of the rest, what is not expected to
-    end in time is left out, and named in "left_out". A download does not count.
-
-    Args:
-        args: of the command: the model, the type of its weights, minutes, and lengths of contexts.
-        parts: the adapters, in the order in which they are measured; the last one also answers
-            after long contexts.
-
-    Returns:
-        The report as JSON values.
-
-    Raises:
-        InputError: the model, an adapter or its data cannot be loaded.
-    """
+def measure_what_time_allows(
+    args: argparse.Namespace,
+    parts: Sequence[Part],  # in order; the last one also answers after long contexts
+) -> dict[str, Any]:
+    """The machine and the first adapter in any case; the rest if it should end in time."""
     base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
     weights = {"rows": ROWS_WEIGHT, **{part.adapter: part.weight for part in parts}}
@@ -237,25 +198,14 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
 
 
 def mlx_lm_plain_and_default(max_tokens: int) -> list[System]:
-    """Return mlx-lm, plain decoding, and drafting by default, all greedy."""
+    """All greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens, temp=0)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens, temp=0))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 
 def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
-    """Return the experiment of a part: its task, adapter and systems, on a base model's folder.
-
-    Its examples and its adapter are read; the base is not.
-
-    Args:
-        part: what to measure.
-        base: folder of the base model.
-        dtype: type of all weights, as `load_weights_as` takes it.
-
-    Raises:
-        InputError: the adapter or the data cannot be read, or the adapter has no streams.
-    """
+    """Its examples and adapter are read; the base is not."""
     task, (folder, adapter) = TASKS[part.task], read_adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
@@ -269,22 +219,11 @@ def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
 def figures_of_rounds(
     experiment: Experiment,
     target: Target,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[list[int]],  # token ids of each round's prompt
     rounds: Rounds,
-    **more: Any,
+    **more: Any,  # replaces figures of the same names
 ) -> dict[str, Any]:
-    """Return the figures of all answers of some rounds, as JSON values.
-
-    They are those of `task_result`: settings, the machine's load now, the best tree, and a row for
-    each system, without scores. mlx-lm and plain decoding have to be among the systems.
-
-    Args:
-        experiment: has the systems.
-        target: the loaded model.
-        prompts: token ids of each round's prompt.
-        rounds: the answers.
-        more: further entries, which take the place of figures of the same names.
-    """
+    """Figures as of `task_result`, without scores."""
     answers = {
         system.name: [[Kept(one[system.name], "")] for one in rounds.answers]
         for system in experiment.systems
@@ -296,9 +235,7 @@ def figures_of_rounds(
 
 
 def precision_text(target: Target) -> str:
-    """Return the precision of the target's weights, such as `float32`, or `4-bit weights,
-    float16`.
-    """
+    """Such as `float32`, or `4-bit weights, float16`."""
     dtype = str(target.plain.backbone.dtype).removeprefix("mlx.core.")
     if not is_quantised(target.mlx_model):
         return dtype
@@ -306,22 +243,12 @@ def precision_text(target: Target) -> str:
 
 
 def make_context_ending_in_prompt(
-    length: int, last_prompt: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    length: int,
+    last_prompt: int,  # counted from 0; prompts repeat if there are too few
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
 ) -> list[int]:
-    """Make a context of exactly `length` tokens that ends with prompt number `last_prompt`.
-
-    Earlier prompts with their answers come before it; the oldest is cut off at the front. Prompts
-    repeat where they are too few.
-
-    Args:
-        length: in tokens.
-        last_prompt: its number, from 0 on; above the last one it begins anew.
-        prompts: token ids of each.
-        answers: token ids, one list for each prompt.
-
-    Returns:
-        Token ids.
-    """
+    """Exactly `length` tokens: earlier prompts with answers, cut at the front, then the prompt."""
     text = list(prompts[last_prompt % len(prompts)])
     number = last_prompt
     while len(text) < length:
@@ -332,9 +259,7 @@ def make_context_ending_in_prompt(
 
 
 def encode_first_reference_with_end(example: Example, target: Target) -> list[int]:
-    """Return token ids of the first reference answer with its end token; empty where none is
-    known.
-    """
+    """Empty if no reference is known."""
     if not example.references:
         return []
     tokenizer = target.tokenizer
@@ -346,24 +271,13 @@ def measure_behind_long_context(
     experiment: Experiment,
     target: Target,
     prompts: Sequence[list[int]],
-    rounds_without: Rounds,
-    deadline: float,
+    rounds_without: Rounds,  # from which the time of a round is estimated
+    deadline: float,  # in seconds, on `time.perf_counter`'s clock
     context_tokens: int,
 ) -> dict[str, Any] | None:
-    """Let the systems answer after a context of `context_tokens` tokens until the deadline.
+    """Figures; None if the model's context is too short, or one round would take too long.
 
     Each answer has `CONTEXT_TOKENS` tokens, as no token ends it.
-
-    Args:
-        experiment: its examples make the context.
-        target: the loaded model.
-        prompts: token ids of its prompts.
-        rounds_without: answers without the context, from which the time of a round is estimated.
-        deadline: in seconds, on `time.perf_counter`'s clock.
-        context_tokens: length of the context.
-
-    Returns:
-        Figures; None if the model's context is too short, or one round would take too long.
     """
     needed = context_tokens + CONTEXT_TOKENS
     limit = target.plain.backbone.context_length or needed
@@ -388,11 +302,7 @@ def measure_behind_long_context(
 
 
 def _measure_print_and_save(args: argparse.Namespace) -> int:
-    """Measure, print and save the report.
-
-    Returns:
-        The exit code: 1 if answers with float32 weights differ from plain decoding's, else 0.
-    """
+    """Exit code 1 if answers with float32 weights differ from plain decoding's."""
     make_folder(args.out)
     result = measure_what_time_allows(args, PARTS)
     print_and_save_json_and_txt(result, args.out / "bench", format_text_report(result))
@@ -408,13 +318,7 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.bench`; `contexts` comes sorted, each length once.
-
-    A length below 1, or no minutes, end the command with exit code 2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
+    """`contexts` is sorted and without repetitions."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_model_option(parser)

@@ -63,7 +63,7 @@ class StepPace:
 
 
 def format_duration(seconds: float) -> str:
-    """ "40 s", or from one and a half minutes on "4 min"."""
+    """Such as "40 s", or from one and a half minutes on "4 min"."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
