@@ -147,12 +147,6 @@ class TorchObjective(Objective):
         hidden: torch.Tensor,  # [..., D] final-normed
         kind: TermKind,  # whose rows of the LM head are used
     ) -> torch.Tensor:  # [..., V], of streams [..., Vd]
-        """Return logits [..., V], or of streams [..., Vd].
-
-        Args:
-            hidden: [..., D] final-normed states.
-            kind: of a term, such as `MAIN`; it decides which rows of the LM head are taken.
-        """
         return F.linear(hidden.to(self.dtype), *self._lm_heads[kind])
 
     def loss_and_term_means(

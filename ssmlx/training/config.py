@@ -248,16 +248,6 @@ class TrainConfig:
         step: int,  # counted from 0
         num_steps: int,
     ) -> float:
-        """Return the learning rate of a step: linearly rising in the warm-up, of one step at least,
-        then as the schedule says.
-
-        The schedules "linear" and "cosine" fall from the peak rate towards 0 at `num_steps`;
-        "constant" stays at it.
-
-        Args:
-            step: counted from 0.
-            num_steps: of the whole run.
-        """
         warm = max(1, round(self.warmup * num_steps))
         if step < warm:
             return self.learning_rate * (step + 1) / warm

@@ -268,16 +268,6 @@ class TrainedModel:
         normed: mx.array,  # [R, D] after the final norm
         tokens: mx.array,  # [R] the token before the one that each row guesses
     ) -> mx.array:  # [R, D]
-        """Return final-normed stream rows with what the tokens before their guesses tell them
-        added.
-
-        Args:
-            normed: [R, D] rows behind the final norm.
-            tokens: [R] ids, of each row the token before the one that it guesses.
-
-        Returns:
-            [R, D] in the dtype of `normed`.
-        """
         assert self._streams.condition is not None
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
