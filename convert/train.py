@@ -88,7 +88,7 @@ def train_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.files import require_nothing_else_in
     from ssmlx.loading.folders import ADAPTER_FILES, TRAINED_FOLDER
-    from ssmlx.training.job import read_and_check_job, run_to_end
+    from ssmlx.training.job import read_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation
 
@@ -122,7 +122,7 @@ def train_streams(args: argparse.Namespace) -> None:
         if train.train_only
         else None
     )
-    job = read_and_check_job(options, train, start)
+    job = read_job(options, train, start)
     base: Any = load_base(job.base_folder, attn_implementation="sdpa")
     frozen_folders: list[Path] = []
     if args.task_lora is not None:

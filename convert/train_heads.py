@@ -228,7 +228,7 @@ class _HeadsJob(NamedTuple):
 def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
     """Batch size, learning rate and longest example have other defaults in stage 2."""
     from ssmlx.json_files import read_json_rows
-    from ssmlx.training.job import read_and_check_job, read_base_settings
+    from ssmlx.training.job import read_base_settings, read_job
 
     from .formats.heads import load_published_heads
 
@@ -265,7 +265,7 @@ def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
         draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),
         **values,
     )
-    job = read_and_check_job(options, train)
+    job = read_job(options, train)
     job = job if init is None else replace(job, draft_vocab=vocab)
     return _HeadsJob(job, settings, init)
 

@@ -129,7 +129,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
     with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        questions.draw_plain_and_filled_prompts(lists, 3, random.Random(0))
+        questions.draw_prompts(lists, 3, random.Random(0))
 
 
 def test_a_prompt_that_stands_alone():

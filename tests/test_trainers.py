@@ -59,7 +59,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
-from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
+from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_trainable_base
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_log_entries
 
@@ -155,9 +155,7 @@ def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **
     model = TrainedModel(backbone, adapter)
     rng = np.random.default_rng(3)
     drawn = {name: rng.normal(0, 0.2, array.shape) for name, array in model.weights.items()}
-    model.bind_and_reset_others_to_start(
-        {name: mx.array(array, mx.float32) for name, array in drawn.items()}
-    )
+    model.bind({name: mx.array(array, mx.float32) for name, array in drawn.items()})
     return MlxObjective(model, train, draft_vocab)
 
 
@@ -485,7 +483,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
     batch = some_batch()
     found = []
     for dtype in ("stored", "float32"):
-        backbone = load_base_in_trainable_dtype(packed_base, dtype)
+        backbone = load_trainable_base(packed_base, dtype)
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
@@ -499,7 +497,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
 @both
 def test_bfloat16_holds_what_is_trained_in_float32(base, command):
     if command is MLX:
-        backbone = load_base_in_trainable_dtype(base, "bfloat16")
+        backbone = load_trainable_base(base, "bfloat16")
         trainer = MlxTrainer(mlx_objective(backbone=backbone), 10)
         trained = {array.dtype for array in trainer.weights.values()}
         leaves = tree_flatten(backbone.model.parameters())
@@ -907,7 +905,7 @@ def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
         gradients, means = trainer.gradients(of, trainer.objective.lower(of))
         return mx.concatenate([*(array.flatten() for array in gradients.values()), mx.stack(means)])
 
-    found = sum(flat(batch.every_nth_text_of_rank(rank, ranks)) for rank in range(ranks))
+    found = sum(flat(batch.part_of_rank(rank, ranks)) for rank in range(ranks))
     assert gap(found, flat(batch)) < 5e-5
 
 

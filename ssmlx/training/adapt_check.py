@@ -62,7 +62,7 @@ class MeasuredFigures(TypedDict):
     lookup_tokens_per_call: float
 
 
-def time_adapter_plain_and_lookup(
+def measure_adapter(
     run: AdaptRun,
     held_out: Sequence[dict[str, Any]],
     untrained_tokens_per_call: float,  # along all `held_out`, prompts' calls counted
@@ -145,7 +145,7 @@ def write_figures_json(
     plan: AdaptPlan,
     measured: Mapping[str, Any],
     base_bits: int | None,  # of quantized weights
-    # of all rounds, as `read_and_join_round_logs` returns them
+    # of all rounds, as `read_round_logs` returns them
     log_entries: Sequence[Mapping[str, Any]],
 ) -> None:
     """figures.json in the adapter's folder, which `ssmlx.upload` makes a card of."""

@@ -18,18 +18,16 @@ from .progress import format_duration
 from .sizing import (
     Round,
     choose_layers,
-    measure_rates_and_choose_batch_sizes,
+    measure_rates,
     plan_round,
     stream_train_config,
-    time_candidate_layers_and_keep_costs,
+    time_candidate_streams,
 )
 
 CACHE_BYTES = 1 << 29  # freed memory that MLX may keep
 
 
-def time_and_make_plan_without_rounds(
-    run: AdaptRun, source: Source, responder: BatchResponder
-) -> AdaptPlan:
+def make_timed_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
     """Step costs go into this machine's cost tables too; `base` is empty."""
     options = run.options
     run.say(
@@ -39,7 +37,7 @@ def time_and_make_plan_without_rounds(
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
     with busy("timing calls"):
-        costs = time_candidate_layers_and_keep_costs(
+        costs = time_candidate_streams(
             source.backbone,
             base,
             source.training,
@@ -55,7 +53,7 @@ def time_and_make_plan_without_rounds(
     config = make_stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):
-        rates = measure_rates_and_choose_batch_sizes(
+        rates = measure_rates(
             source.backbone,
             config,
             train,
@@ -74,7 +72,7 @@ def time_and_make_plan_without_rounds(
     )
 
 
-def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
+def extend_plan(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     options = run.options
     hours = options.hours
     before = plan.rounds[-1] if plan.rounds else None
@@ -119,7 +117,7 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
     return plan
 
 
-def model_streams_and_costs_lines(plan: AdaptPlan, source: Source) -> str:
+def describe_streams(plan: AdaptPlan, source: Source) -> str:
     base = source.base
     train = plan.train
     dtype = str(source.backbone.dtype).removeprefix("mlx.core.")

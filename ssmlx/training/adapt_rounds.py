@@ -29,7 +29,7 @@ from .adapt_run import (
     tokenise_fitting_prompts,
 )
 from .batch_responder import BatchResponder, NumberedPrompt
-from .job import read_and_check_job, run_to_end
+from .job import read_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
@@ -43,7 +43,7 @@ SAMPLED_TEMP = 0.8
 _ROUND_SEEDS = 1000
 
 
-def restore_or_clear_interrupted_write(adapter_folder: Path) -> None:
+def mend_interrupted_write(adapter_folder: Path) -> None:
     """Clean up what `atomic_folder` left beside the adapter when its process was killed."""
     for left in sorted(adapter_folder.parent.glob(f".{adapter_folder.name}.*"), reverse=True):
         # The old adapter had been moved aside, and the new one had not taken its place.
@@ -53,7 +53,7 @@ def restore_or_clear_interrupted_write(adapter_folder: Path) -> None:
             shutil.rmtree(left)
 
 
-def answer_and_train_round(
+def run_round(
     run: AdaptRun,
     plan: AdaptPlan,
     number: int,  # counted from 0
@@ -65,7 +65,7 @@ def answer_and_train_round(
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
         began = run.clock.spent
-        answer_and_write_round_examples(run, plan, number, source, responder)
+        write_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
         fitted = cut_passes_to_hours(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
@@ -80,11 +80,11 @@ def answer_and_train_round(
         left = format_duration(fitted.train_seconds + fitted.other_seconds)
         took = format_duration(run.clock.spent - began)
         run.say(f"the answers took {took}{less}; some {left} to go")
-    train_round_and_write_best(run, plan, number, source)
+    train_round(run, plan, number, source)
     return plan
 
 
-def answer_and_write_round_examples(
+def write_round_examples(
     run: AdaptRun,
     plan: AdaptPlan,
     number: int,  # of the round, counted from 0
@@ -134,7 +134,7 @@ def answer_and_write_round_examples(
         for n, one in enumerate(asked)
     ]
     with part_file(ANSWERS_FILE) as part:
-        answers = responder.answer_missing_and_keep(texts, amounts.answer_tokens, part)
+        answers = responder.answer_missing(texts, amounts.answer_tokens, part)
     rows: list[dict[str, Any]] = [
         {
             "source": one.source,
@@ -159,7 +159,7 @@ def _duplicate_key(row: Mapping[str, Any]) -> str:
     return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
-def train_round_and_write_best(
+def train_round(
     run: AdaptRun,
     plan: AdaptPlan,
     number: int,  # of the round, counted from 0
@@ -192,7 +192,7 @@ def train_round_and_write_best(
     )
     run.say(f"training {num_steps:,} steps ...")
     with busy("reading"):
-        job = read_and_check_job(training, train, start)
+        job = read_job(training, train, start)
     twin = source.backbone.clone_sharing_weights()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
@@ -202,7 +202,7 @@ def train_round_and_write_best(
 
     def before_step() -> None:
         run.wait()
-        pace.start_if_not_started(trainer.step)
+        pace.start(trainer.step)
 
     def after_validation(validation: Validation) -> None:
         left = pace.seconds_left(trainer.step)

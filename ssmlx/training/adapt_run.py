@@ -27,7 +27,7 @@ from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_at_new_year_2026
 from .config import RunOptions, TrainConfig
 from .job import read_base_settings
-from .mlx_trainer import load_base_in_trainable_dtype
+from .mlx_trainer import load_trainable_base
 from .progress import Clock
 from .questions import draw_shipped_prompts
 from .record import LOG_FILE, read_log_entries
@@ -123,7 +123,7 @@ class AdaptPlan:
     spent: float = 0.0  # seconds that the run has taken
 
     @classmethod
-    def read_or_none(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
+    def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
         """KeyError or TypeError if a value is missing or of another form."""
         if not path.exists():
             return None
@@ -197,7 +197,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
     return settings
 
 
-def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
+def find_run_folder(options: AdaptOptions) -> Path:
     """A model that was moved or renamed goes on with the run that was begun for its weights."""
     if (options.out / PLAN_FILE).exists() or not read_adapt_runs():
         return options.out
@@ -207,12 +207,12 @@ def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
     return next((run.folder for run in read_adapt_runs() if run.settings == settings), options.out)
 
 
-def load_model_and_prompts(run: AdaptRun) -> Source:
+def load_source(run: AdaptRun) -> Source:
     options = run.options
     base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
-    backbone = load_base_in_trainable_dtype(options.path, dtype, options.model)
+    backbone = load_trainable_base(options.path, dtype, options.model)
     backbone.capabilities.require("stages", "streams")
     lora: Loras = (
         {} if options.adapter is None else read_lora_without_streams(options.adapter, backbone)
@@ -295,7 +295,7 @@ def read_round_examples(
         return [json.loads(line) for line in lines]
 
 
-def read_and_join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def read_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Steps are counted on from the round before."""
     entries: list[dict[str, Any]] = []
     for folder in folders:

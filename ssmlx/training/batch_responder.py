@@ -51,7 +51,7 @@ class BatchResponder:
     seed: int = 0
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
-    def yield_answers_as_they_end(
+    def stream_answers(
         self, requests: Sequence[NumberedPrompt], max_tokens: int
     ) -> Iterator[NumberedAnswer]:
         """At most `batch_size` are decoded at once; `wait` is called after each token."""
@@ -91,7 +91,7 @@ class BatchResponder:
 
         return draw
 
-    def answer_missing_and_keep(
+    def answer_missing(
         self,
         requests: Sequence[NumberedPrompt],
         max_tokens: int,
@@ -100,7 +100,7 @@ class BatchResponder:
         """In the order of `requests`, whose numbers differ."""
         known = dict(part.done)
         left = [request for request in requests if request.number not in known]
-        made = self.yield_answers_as_they_end(left, max_tokens)
+        made = self.stream_answers(left, max_tokens)
         for number, tokens in bar(made, "answers", initial=len(known), total=len(requests)):
             part.append([number, tokens])
             known[number] = tokens
@@ -130,7 +130,7 @@ class BatchResponder:
                 NumberedPrompt(number, prefix, 1.0) for number in numbers if number not in known
             ]
             label = f"questions, {len(found)} of {wanted}"
-            asked = self.yield_answers_as_they_end(requests, max_tokens)
+            asked = self.stream_answers(requests, max_tokens)
             for number, tokens in bar(asked, label, total=len(requests)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""

@@ -68,14 +68,14 @@ class _PromptAndAnswer(NamedTuple):
 @dataclass(frozen=True)
 class Encoder:
     """Turns lines of training data into token ids, see
-    `encode_unless_prompt_too_long`."""
+    `encode_row`."""
 
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
     end_token: int | None  # put behind an answer that has none; None for no end token
     max_length: int  # tokens of an example at most
 
-    def encode_unless_prompt_too_long(
+    def encode_row(
         self,
         row: Mapping[str, Any],
         where: str = "the row",  # the file and the line, which begin each message
@@ -188,7 +188,7 @@ def read_examples(
     rows = read_json_rows(path, "--data", f"a JSON object a line, with {_FORMS}")
     examples = []
     for where, row in (progress or iter)(rows):
-        example = encoder.encode_unless_prompt_too_long(row, where)
+        example = encoder.encode_row(row, where)
         if example is not None:
             examples.append(example)
     most = encoder.max_length
@@ -345,7 +345,7 @@ class Batch:
             return self.causal_visible
         return np.asarray(hide_outside_window(self.causal_visible, self.positions, self.firsts))
 
-    def every_nth_text_of_rank(self, rank: int, num_ranks: int) -> Batch:
+    def part_of_rank(self, rank: int, num_ranks: int) -> Batch:
         """A rank without texts gets the first text, without targets."""
         rows = np.arange(rank, len(self.tokens), num_ranks)
         share = min(1, len(rows))
@@ -454,12 +454,12 @@ class BatchPlan:
             self._batches = draw_epoch_batches(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
             if self._packing is not None:
-                self._shuffle_half_and_mark_for_packing()
+                self._choose_packed_half()
         packing = self._packing if place in self._joined else None
         batch = collate(self._examples, self._batches[place], packing)
-        return batch if self._part == (0, 1) else batch.every_nth_text_of_rank(*self._part)
+        return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
-    def _shuffle_half_and_mark_for_packing(self) -> None:
+    def _choose_packed_half(self) -> None:
         """Half of the epoch's batches, rounded up, have their examples shuffled among them."""
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         batches = self._batches

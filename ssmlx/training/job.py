@@ -38,7 +38,7 @@ from .data import (
     read_examples,
 )
 from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves_if_matplotlib
+from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
@@ -88,7 +88,7 @@ class Trainer(ABC):
         finally:
             work.unlink(missing_ok=True)
 
-    def resume_if_saved(
+    def resume(
         self,
         path: Path,
         identity: str,
@@ -118,7 +118,7 @@ class Trainer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that a training run is made of, read and checked, see `read_and_check_job`."""
+    """All that a training run is made of, read and checked, see `read_job`."""
 
     options: RunOptions
     train: TrainConfig
@@ -162,12 +162,12 @@ def _make_identities(
     settings = job.train.to_dict(), replace(config, base_model="").to_dict()
     layers = config.num_layers, config.insertion_layer
     return Identities(
-        run=_digest_with_weights_and_examples(job, *settings, *frozen, *other_settings, *start),
-        frozen_part=_digest_with_weights_and_examples(job, *layers, *objective.LOWER_KIND, *frozen),
+        run=_digest(job, *settings, *frozen, *other_settings, *start),
+        frozen_part=_digest(job, *layers, *objective.LOWER_KIND, *frozen),
     )
 
 
-def _digest_with_weights_and_examples(job: Job, *values: Any) -> str:
+def _digest(job: Job, *values: Any) -> str:
     said = json.dumps([job.weights_digest, *values], sort_keys=True)
     digest = hashlib.sha256(said.encode())
     for example in job.examples:
@@ -175,7 +175,7 @@ def _digest_with_weights_and_examples(job: Job, *values: Any) -> str:
     return digest.hexdigest()
 
 
-def _fill_store_and_make_lower(job: Job, objective: Objective, identity: str) -> Lower:
+def _make_lower(job: Job, objective: Objective, identity: str) -> Lower:
     """The frozen part's states of a batch of training examples, stored if `cache_gb` allows."""
     tokens = sum(len(example.tokens) for example in job.examples)
     size = tokens * objective.state_size * objective.state_bytes
@@ -204,7 +204,7 @@ def read_base_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def read_and_check_job(
+def read_job(
     options: RunOptions,
     train: TrainConfig,
     # its settings, draft vocabulary and template stay, if `train` trains a part of it
@@ -313,13 +313,13 @@ def run_to_end(
         job, objective, dtype, frozen_folders, start_folders, other_settings
     )
     settings = _settings_for_records(job, prog, dtype)
-    trainer.resume_if_saved(
+    trainer.resume(
         state, identities.run, _describe_differing_options(out / SETTINGS_FILE, settings)
     )
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
-    lower_of = _fill_store_and_make_lower(job, objective, identities.frozen_part)
+    lower_of = _make_lower(job, objective, identities.frozen_part)
     size = options.tree_size
     batches = batches_by_length(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
@@ -341,15 +341,15 @@ def run_to_end(
     first = trainer.step
     written = out
     if keep_best and not record.entries:
-        record.add({"step": 0, **validation.measure_losses_and_tokens_per_call()})
+        record.add({"step": 0, **validation.measure()})
     best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
     for step in bar(range(first, last), "training", initial=first, total=last, unit="step"):
         before_step()
         batch = plan.batch(step)
         entry = trainer.advance(batch, lower_of(batch))
         if trainer.step % options.valid_every == 0 or trainer.step == last:
-            entry |= validation.measure_losses_and_tokens_per_call()
-            packed = of_packed.measure_losses_and_tokens_per_call()
+            entry |= validation.measure()
+            packed = of_packed.measure()
             if rate := packed.get("tokens_per_call"):
                 entry["packed_tokens_per_call"] = rate
             _log_validation(entry, job.num_steps)
@@ -362,7 +362,7 @@ def run_to_end(
             trainer.save(state, identities.run)
     if not keep_best:
         written = write_trained(validation)
-    draw_curves_if_matplotlib(record.entries, out / PICTURE_FILE, out.name)
+    draw_curves(record.entries, out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", written, trainer.step, job.num_steps)
 
 

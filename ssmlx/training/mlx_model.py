@@ -188,7 +188,7 @@ class TrainedModel:
         self.draft_head = self._fused.draft_head
         self._start = trainable_weights(adapter)
         self.weights = trainable_weights(adapter, part)
-        self.bind_and_reset_others_to_start(self.weights)
+        self.bind(self.weights)
 
     @property
     def adapter(self) -> StreamAdapter:
@@ -203,7 +203,7 @@ class TrainedModel:
         assert self._fused.streams is not None
         return self._fused.streams
 
-    def bind_and_reset_others_to_start(
+    def bind(
         self,
         weights: Weights,  # may be traced arrays of a gradient
     ) -> None:
@@ -306,7 +306,7 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     return adapter.with_trained(lora, streams=streams_from_tensors(every))
 
 
-def bind_weights_that_adapter_has(
+def bind_adapter(
     model: TrainedModel,
     adapter: StreamAdapter,
     source: Path,  # the adapter's folder, for messages
@@ -324,7 +324,7 @@ def bind_weights_that_adapter_has(
     require_run_has_start_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
-    model.bind_and_reset_others_to_start(weights)
+    model.bind(weights)
 
 
 def measure_and_write_adapter(
@@ -346,8 +346,8 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     """New weights change no guess before they are trained; recorded tokens per call are dropped."""
     streams = adapter.streams
     size = adapter.config.hidden_size
-    condition = streams.condition or draw_condition_or_none(train, size)
-    root_init = streams.root_init or draw_root_init_or_none(train, size)
+    condition = streams.condition or draw_condition(train, size)
+    root_init = streams.root_init or draw_root_init(train, size)
     config = replace(
         adapter.config,
         condition_rank=train.condition_rank,
@@ -358,20 +358,18 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     return replace(adapter, config=config, streams=streams)
 
 
-def draw_root_init_or_none(train: TrainConfig, hidden_size: int) -> LowRank | None:
+def draw_root_init(train: TrainConfig, hidden_size: int) -> LowRank | None:
     """f's term of the root token and the last hidden state (eq. 3), [2 D] to [D]; zero at first."""
     rng = np.random.default_rng([train.seed, 2])
-    return draw_low_rank_or_none(rng, train.root_init_rank, 2 * hidden_size, hidden_size)
+    return draw_low_rank(rng, train.root_init_rank, 2 * hidden_size, hidden_size)
 
 
-def draw_low_rank_or_none(
-    rng: np.random.Generator, rank: int, inputs: int, size: int
-) -> LowRank | None:
+def draw_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
     """The second factor is zero."""
     return LowRank(_uniform(rng, rank, inputs, inputs), mx.zeros((size, rank))) if rank else None
 
 
-def draw_condition_or_none(train: TrainConfig, hidden_size: int) -> Condition | None:
+def draw_condition(train: TrainConfig, hidden_size: int) -> Condition | None:
     """The last factor is zero, so it changes no guess until it is trained."""
     rank = train.condition_rank
     rng = np.random.default_rng([train.seed, 1])
@@ -404,11 +402,11 @@ def new_adapter(
         embeddings = mx.array(drawn.astype(np.float32))
     streams = StreamWeights(
         embeddings,
-        draw_low_rank_or_none(rng, config.stream_init_rank, size, size),
-        draw_root_init_or_none(train, size),
-        draw_low_rank_or_none(rng, config.prune_rank, size, size),
+        draw_low_rank(rng, config.stream_init_rank, size, size),
+        draw_root_init(train, size),
+        draw_low_rank(rng, config.prune_rank, size, size),
         None if draft_vocab is None else mx.array(draft_vocab),
-        draw_condition_or_none(train, size),
+        draw_condition(train, size),
     )
     layers = range(config.insertion_layer, config.num_layers)
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())

@@ -56,7 +56,7 @@ def linear_cross_entropy(
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
-    def sum_rows_and_gradient_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def sum_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """The sum, each row's loss [R] and the sum's gradient [R, D]."""
         losses: list[mx.array] = []
         gradients: list[mx.array] = []
@@ -77,7 +77,7 @@ def linear_cross_entropy(
     ) -> mx.array:
         return (found[2] * upstream[0]).astype(hidden.dtype)
 
-    summed: Any = mx.custom_function(sum_rows_and_gradient_by_chunks)
+    summed: Any = mx.custom_function(sum_by_chunks)
     summed.vjp(gradient_of_hidden)
     total, losses, _ = summed(hidden)
     return total, mx.stop_gradient(losses)
@@ -101,7 +101,7 @@ def cross_entropies_and_probs(
     return (mx.log(mass) + top - chosen)[:, 0], powers / mass
 
 
-def load_base_in_trainable_dtype(
+def load_trainable_base(
     path: Path,
     dtype: str,  # as `load` takes it
     name: str = Origin.name,  # of the model in messages, as the user gave it
@@ -165,7 +165,7 @@ class MlxObjective(Objective):
 
         Of one rank's part of a batch, both are partial sums that add up over the ranks.
         """
-        self.model.bind_and_reset_others_to_start(weights)
+        self.model.bind(weights)
         states = self._hidden_states_by_kind(batch, lower)
         total = mx.array(0.0)
         means = {}
@@ -301,7 +301,7 @@ class Adam:
             optimizer.state |= {"step": arrays["step"], **own}
 
 
-def read_saved_step_or_0(path: Path) -> int:
+def read_saved_step(path: Path) -> int:
     try:
         loaded: Any = mx.load(str(path), format="safetensors")
         return to_int(loaded["step"])
@@ -337,9 +337,7 @@ class MlxTrainer(Trainer):
         """Gradients of eq. 5, and the terms' means in nats, of the whole batch on every rank."""
         gradient_of = mx.value_and_grad(self.objective.loss_and_term_means)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
-        self.objective.model.bind_and_reset_others_to_start(
-            self.weights
-        )  # in the place of what MLX traced with
+        self.objective.model.bind(self.weights)  # in the place of what MLX traced with
         return self._sum_over_ranks(gradients, means)
 
     def _sum_over_ranks(
@@ -360,7 +358,7 @@ class MlxTrainer(Trainer):
         check_gradient_is_finite(float(norm), self.step + 1)
         self.weights = self.optimizer.update(gradients, self.weights, rate)
         mx.eval(self.weights, self.optimizer.state)
-        self.objective.model.bind_and_reset_others_to_start(self.weights)
+        self.objective.model.bind(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
         parts = self.objective.read_losses_by_name(batch, self.step, means)
@@ -382,9 +380,9 @@ class MlxTrainer(Trainer):
         mx.eval(arrays)
         return metadata.get("identity", ""), arrays
 
-    def resume_if_saved(self, path: Path, identity: str, differing_options: str = "") -> None:
+    def resume(self, path: Path, identity: str, differing_options: str = "") -> None:
         """Ranks other than 0 take rank 0's state, whatever they have read."""
-        super().resume_if_saved(path, identity, differing_options)
+        super().resume(path, identity, differing_options)
         if self._group is None:
             return
         own = mx.array(list(bytes.fromhex(identity)))
@@ -404,4 +402,4 @@ class MlxTrainer(Trainer):
         self.weights = {name: state[f"weight {name}"] for name in self.weights}
         self.optimizer.state = state
         self.step = to_int(state["step"])
-        self.objective.model.bind_and_reset_others_to_start(self.weights)
+        self.objective.model.bind(self.weights)

@@ -187,7 +187,7 @@ class Validation:
         # The frozen layers' results stay in memory.
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
-    def measure_losses_and_tokens_per_call(self) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         """Of "tokens_per_call" the prompts' calls are counted; losses are in nats per token."""
         sums: dict[str, float] = {}
         replays: list[Replay] = []
@@ -196,14 +196,14 @@ class Validation:
             for name, value in self._objective.mean_losses(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
             if self._objective.train.num_streams:
-                replays.append(self._replay_and_keep_guesses(batch, lower))
+                replays.append(self._replay(batch, lower))
         entry = {name: round(value / len(self._batches), 4) for name, value in sums.items()}
         if replays:
             whole = Replay(sum(r.num_tokens for r in replays), sum(r.num_calls for r in replays))
             entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
         return entry
 
-    def _replay_and_keep_guesses(self, batch: Batch, lower: Any) -> Replay:
+    def _replay(self, batch: Batch, lower: Any) -> Replay:
         if not self._largest:
             return self._objective.replay(batch, lower, self._tree_size)
         count = self._objective.num_candidates_for_tree(self._largest)
@@ -249,7 +249,7 @@ class LowerStore:
         shape = int(ends[-1]), objective.state_size
         self._mark = path.with_name(path.name + ".json")
         size = int(ends[-1]) * objective.state_size * objective.state_bytes
-        is_own = self._read_progress_or_empty().get("identity") == identity
+        is_own = self._read_progress().get("identity") == identity
         if not path.exists() or path.stat().st_size != size or not is_own:
             self._mark.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -268,7 +268,7 @@ class LowerStore:
     def fill_missing(self, label: str = "") -> None:
         """Progress is recorded every 16 batches, so that a stopped run goes on from there."""
         batches = batches_by_length(self._examples, _BATCH_SIZE)
-        done = self._read_progress_or_empty().get("batches", 0)
+        done = self._read_progress().get("batches", 0)
         if done == len(batches):
             return
         try:  # a write through the mapping, where the disk is full, would end the process
@@ -300,7 +300,7 @@ class LowerStore:
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
-    def _read_progress_or_empty(self) -> dict[str, Any]:
+    def _read_progress(self) -> dict[str, Any]:
         try:
             return dict(json.loads(self._mark.read_text()))
         except (OSError, ValueError, TypeError):  # none, or cut off

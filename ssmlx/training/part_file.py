@@ -33,7 +33,7 @@ class PartFile:
             lock_without_waiting(self._file, path)
             if fresh:
                 self._file.truncate(0)
-            whole = self._read_lists_and_count_bytes(settings)
+            whole = self._read_lists(settings)
             self._file.truncate(whole)  # a line that a kill cut short
             self._file.seek(whole)
             if not whole:
@@ -57,7 +57,7 @@ class PartFile:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def _read_lists_and_count_bytes(self, settings: dict[str, Any]) -> int:
+    def _read_lists(self, settings: dict[str, Any]) -> int:
         """Fills `done`; returns the bytes of whole lines."""
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
@@ -82,7 +82,7 @@ class PartFile:
         return sum(len(line) + 1 for line in lines)
 
 
-def count_lists_in_part_file(path: Path) -> int:
+def count_lists(path: Path) -> int:
     """Without locking the file."""
     if not path.exists():
         return 0

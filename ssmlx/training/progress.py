@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .mlx_trainer import read_saved_step_or_0
-from .part_file import count_lists_in_part_file
+from .mlx_trainer import read_saved_step
+from .part_file import count_lists
 
 ENDED_FILE = "ended"  # of a round's folder
 ANSWERS_FILE = "answers.part"  # likewise
@@ -50,7 +50,7 @@ class StepPace:
         self._num_steps = num_steps
         self._first: tuple[float, int] | None = None
 
-    def start_if_not_started(self, step: int) -> None:
+    def start(self, step: int) -> None:
         if self._first is None:
             self._first = self._clock.spent, step
 
@@ -76,10 +76,10 @@ def describe_round_progress(
     """What a stopped round has kept: all, answers and training steps, answers, or questions."""
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
-    step = read_saved_step_or_0(folder / state_file)
-    answers = count_lists_in_part_file(folder / ANSWERS_FILE)
+    step = read_saved_step(folder / state_file)
+    answers = count_lists(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"
     if answers:
         return f"{answers:,} of {num_answers:,} answers"
-    return f"{count_lists_in_part_file(folder / QUESTIONS_FILE):,} questions"
+    return f"{count_lists(folder / QUESTIONS_FILE):,} questions"

@@ -67,7 +67,7 @@ def split_question_lists() -> dict[Split, Lists]:
     return splits
 
 
-def draw_plain_and_filled_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
+def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     """Different prompts in random order: at most half plain, then every template in turn."""
     found = {
         normalise_prompt(text): sometimes_make_casual(text, rng)
@@ -123,9 +123,7 @@ def draw_shipped_prompts(seed: int) -> dict[Split, list[str]]:
     """Splits share no template and no list item."""
     lists = split_question_lists()
     return {
-        split: draw_plain_and_filled_prompts(
-            lists[split], WRITTEN[split], random.Random(f"{seed} {split}")
-        )
+        split: draw_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
         for split in SPLITS
     }
 

@@ -46,7 +46,7 @@ def read_log_entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def draw_curves_if_matplotlib(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
+def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
     if find_spec("matplotlib") is None:
         return
     figure = new_figure(11, 4)

@@ -61,13 +61,13 @@ class Replay:
 def replay(guesses: Sequence[Guesses], size: int) -> Replay:
     """With best trees of `size` nodes, the root included; a prompt's call gives one token."""
     levels = guesses[0].tokens.shape[1] if guesses else 0
-    after = count_tokens_and_calls_after_prompts(
-        [depths_within(smallest_tree_sizes_or_never(one, levels, size), size) for one in guesses]
+    after = count_calls(
+        [depths_within(smallest_tree_sizes(one, levels, size), size) for one in guesses]
     )
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
 
 
-def count_tokens_and_calls_after_prompts(
+def count_calls(
     # of each answer [A]: how many tokens of a draft after each token agree with it
     depths: Sequence[Ints],
 ) -> Replay:
@@ -84,7 +84,7 @@ def count_tokens_and_calls_after_prompts(
 
 
 def depths_within(
-    needed: Ints,  # [A, levels] as `smallest_tree_sizes_or_never` gives it
+    needed: Ints,  # [A, levels] as `smallest_tree_sizes` gives it
     limit: int,  # nodes, the root included
 ) -> Ints:
     """[A] how many of the answer's tokens after each token the best tree of `limit` nodes has."""
@@ -92,7 +92,7 @@ def depths_within(
     return depths
 
 
-def answer_slots_or_never(guesses: Guesses) -> Ints:
+def answer_slots(guesses: Guesses) -> Ints:
     """[A, G] which candidate of each stream, counted from 0, is the answer's token."""
     length, streams, _ = guesses.tokens.shape
     places = np.arange(length)[:, None] + 1 + np.arange(streams)
@@ -105,14 +105,14 @@ def answer_slots_or_never(guesses: Guesses) -> Ints:
 class AnswerPath(NamedTuple):
     """Where an answer's own tokens stand among the candidates."""
 
-    # [A, G] as `answer_slots_or_never`; `NEVER` also where the stream before has `NEVER` and
+    # [A, G] as `answer_slots`; `NEVER` also where the stream before has `NEVER` and
     # candidates depend on it
     slots: Ints
     candidate_logprobs: Floats  # [A, G, C] of all of each stream's candidates, on that path
 
 
 def find_answer_path(guesses: Guesses) -> AnswerPath:
-    slots = answer_slots_or_never(guesses)
+    slots = answer_slots(guesses)
     edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
     if edges.shape[2] == 1:  # not given the one before
@@ -123,7 +123,7 @@ def find_answer_path(guesses: Guesses) -> AnswerPath:
     return AnswerPath(path_slots, among)
 
 
-def smallest_tree_sizes_or_never(guesses: Guesses, levels: int, largest: int) -> Ints:
+def smallest_tree_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
     """[A, levels] nodes of the smallest best tree that has the answer's tokens down to each level.
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.

@@ -86,7 +86,7 @@ def candidate_layers(num_layers: int) -> dict[int, float]:
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
-def time_candidate_layers_and_keep_costs(
+def time_candidate_streams(
     backbone: Backbone,
     base: dict[str, Any],  # as `read_base_settings` gives it
     options: RunOptions,
@@ -206,7 +206,7 @@ def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int
     return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most_bytes else "stored"
 
 
-def measure_rates_and_choose_batch_sizes(
+def measure_rates(
     backbone: Backbone,
     config: StreamConfig,
     train: TrainConfig,
@@ -222,7 +222,7 @@ def measure_rates_and_choose_batch_sizes(
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _time_answers_at_largest_batch(responder, prompt, answer_tokens, most_bytes)
+    timed = _time_answers(responder, prompt, answer_tokens, most_bytes)
     twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -231,17 +231,17 @@ def measure_rates_and_choose_batch_sizes(
     peaks = {}
     for count in _PROBED:
         batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
-        with _measure_seconds_and_peak() as frozen:
+        with _measure() as frozen:
             states = objective.lower(batch)
-        with _measure_seconds_and_peak() as step:
+        with _measure() as step:
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
     batch_size, for_steps = _largest_fitting_batch(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validation = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
-    with _measure_seconds_and_peak() as validated:
-        validation.measure_losses_and_tokens_per_call()
+    with _measure() as validated:
+        validation.measure()
         validation.tokens_per_call_by_tree_size(TIMED_SIZES)
     return Rates(
         answer_tokens_per_second=timed.tokens_per_second,
@@ -267,7 +267,7 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _time_answers_at_largest_batch(
+def _time_answers(
     responder: BatchResponder,
     prompt: list[int],  # of the longest length
     answer_tokens: int,  # of the longest answer
@@ -275,23 +275,21 @@ def _time_answers_at_largest_batch(
 ) -> _AnswerTimes:
     """Speed is measured over 16 sampled tokens each, after the prompt's last 8 tokens."""
     # The first calls take longer.
-    list(responder.yield_answers_as_they_end([NumberedPrompt(0, prompt[-8:])], 2))
+    list(responder.stream_answers([NumberedPrompt(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
     # Memory and a prompt's time: 1 and 3 answers of a tenth of the longest one.
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
         texts = [NumberedPrompt(number, prompt) for number in range(count)]
-        with _measure_seconds_and_peak() as prompts:
-            list(replace(responder, batch_size=count).yield_answers_as_they_end(texts, length))
+        with _measure() as prompts:
+            list(replace(responder, batch_size=count).stream_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
     at_once, memory = _largest_fitting_batch(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [NumberedPrompt(number, prompt[-8:], 1.0) for number in range(at_once)]
-    with _measure_seconds_and_peak() as spent:
-        found = list(
-            replace(responder, batch_size=at_once).yield_answers_as_they_end(texts, _PROBED_TOKENS)
-        )
+    with _measure() as spent:
+        found = list(replace(responder, batch_size=at_once).stream_answers(texts, _PROBED_TOKENS))
     few, many = _PROBED
     # What texts share is their calls, which take about the same; so the rest is their prompts.
     of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
@@ -306,14 +304,14 @@ def _time_answers_at_largest_batch(
 
 @dataclass
 class _Usage:
-    """Seconds and memory of a block, see `_measure_seconds_and_peak`."""
+    """Seconds and memory of a block, see `_measure`."""
 
     seconds: float = 0.0
     peak: int = 0  # bytes that were in use at the most
 
 
 @contextmanager
-def _measure_seconds_and_peak() -> Iterator[_Usage]:
+def _measure() -> Iterator[_Usage]:
     """Both are set at the block's end. MLX's freed memory is given back first."""
     spent = _Usage()
     start = time.perf_counter()
