@@ -155,7 +155,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.lora_files import num_parameters
     from ssmlx.loading.names import resolve_model
 
-    from .formats.adapter import cast_adapter, merge_lora_and_write_model, read_checkpoint
+    from .formats.adapter import cast_adapter, read_checkpoint, write_fused_model
     from .reference.format import STREAMS_WEIGHTS, TASK_LORA
 
     task = args.task_lora
@@ -180,7 +180,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
             )
         tokenizer = load_tokenizer(path, model_config)
         if args.fuse:
-            merge_lora_and_write_model(folder, adapter, backbone, tokenizer, model_config)
+            write_fused_model(folder, adapter, backbone, tokenizer, model_config)
         else:
             write_adapter_in_place(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config

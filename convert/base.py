@@ -52,7 +52,7 @@ def load_base(
     settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with (
-        _silence_log_and_stop_bars(),
+        _silence_transformers(),
         refuse_unsafe_and_explain_errors(
             folder,
             f"{folder} cannot be loaded as a model",
@@ -61,9 +61,9 @@ def load_base(
         ),
     ):
         if settings.get("quantization") is None:
-            model, faults = _load_unpacked_and_list_faults(folder, options)
+            model, faults = _load_float(folder, options)
         else:
-            model, faults = _load_packed_and_list_faults(folder, settings["quantization"], options)
+            model, faults = _load_quantized(folder, settings["quantization"], options)
         # A tied LM head is the embedding.
         if model.config.tie_word_embeddings:
             faults = [fault for fault in faults if fault != "lacks lm_head.weight"]
@@ -77,7 +77,7 @@ def load_base(
 
 
 @contextmanager
-def _silence_log_and_stop_bars() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """The level of transformers' log is restored afterwards; its progress bars stay off."""
     from transformers.utils import logging  # takes seconds
 
@@ -90,7 +90,7 @@ def _silence_log_and_stop_bars() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _load_unpacked_and_list_faults(
+def _load_float(
     folder: Path,
     options: Mapping[str, Any],  # "dtype" and "attn_implementation"
 ) -> tuple[Any, list[str]]:
@@ -114,7 +114,7 @@ def _load_unpacked_and_list_faults(
     return model, [*faults, *(f"holds {name} in another shape" for name in misshapen)]
 
 
-def _load_packed_and_list_faults(
+def _load_quantized(
     folder: Path,
     quantization: Mapping[str, Any],  # of that name in config.json
     options: Mapping[str, Any],

@@ -245,7 +245,7 @@ def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 @frozen_at_new_year_2026()
-def encode_prompts_refusing_long(
+def encode_prompts(
     prompts: Sequence[dict[str, Any]],
     tokenizer: Any,
     most_tokens: int,  # of a prompt
@@ -360,7 +360,7 @@ def write_continuations(args: argparse.Namespace) -> None:
         expected=f"less than the model's context, {context}",
         do="lower --max-tokens",
     )
-    encoded = encode_prompts_refusing_long(prompts, tokenizer, context - args.max_tokens, template)
+    encoded = encode_prompts(prompts, tokenizer, context - args.max_tokens, template)
     stop = find_end_tokens(model, tokenizer)
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),

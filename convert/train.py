@@ -94,21 +94,21 @@ def train_streams(args: argparse.Namespace) -> None:
 
     from .base import load_base
     from .reference.checkpoint import (
+        build_frozen,
+        copy_checkpoint_weights,
         copy_task_lora,
-        copy_weights_that_checkpoint_has,
-        let_part_alone_take_gradients,
-        load_checkpoint_of_scope_all,
+        load_fine_tuned,
         merge_lora,
-        merge_task_lora_and_build_frozen,
         replace_trained_weights,
         save_reference,
+        set_trained_part,
     )
     from .training.run import (
         TorchObjective,
         TorchTrainer,
         cast_frozen_parameters,
         choose_device,
-        seed_torch_and_build_new_streams,
+        new_streams,
         use_stream_attention,
     )
 
@@ -126,19 +126,17 @@ def train_streams(args: argparse.Namespace) -> None:
     base: Any = load_base(job.base_folder, attn_implementation="sdpa")
     frozen_folders: list[Path] = []
     if args.task_lora is not None:
-        tuned = load_checkpoint_of_scope_all(base, args.task_lora)
+        tuned = load_fine_tuned(base, args.task_lora)
         frozen_folders = [args.task_lora]
         base = merge_lora(tuned)
     if start is None:
-        model = seed_torch_and_build_new_streams(base, job.config, train, job.draft_vocab).to(
-            device
-        )
+        model = new_streams(base, job.config, train, job.draft_vocab).to(device)
     else:
-        model = merge_task_lora_and_build_frozen(base, start).to(device)
+        model = build_frozen(base, start).to(device)
         frozen_folders = [args.init]
-        let_part_alone_take_gradients(model, train.train_only)
+        set_trained_part(model, train.train_only)
     if args.init is not None and start is None:
-        copy_weights_that_checkpoint_has(model, args.init, has_task_lora=args.task_lora is not None)
+        copy_checkpoint_weights(model, args.init, has_task_lora=args.task_lora is not None)
     cast_frozen_parameters(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)

@@ -225,7 +225,7 @@ class _HeadsJob(NamedTuple):
     init: HeadReference | None  # the heads of --init, to go on from
 
 
-def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
+def _read_heads_job(args: argparse.Namespace) -> _HeadsJob:
     """Batch size, learning rate and longest example have other defaults in stage 2."""
     from ssmlx.json_files import read_json_rows
     from ssmlx.training.job import read_base_settings, read_job
@@ -279,22 +279,22 @@ def train_heads(args: argparse.Namespace) -> None:
     from .formats.heads import check_base_sizes, save_published_heads
     from .training.heads import (
         HeadObjective,
-        load_base_with_lora_merged,
-        seed_torch_and_build_new_heads,
+        load_frozen_model,
+        new_heads,
     )
     from .training.run import TorchTrainer, choose_device
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    job, settings, init = _read_job_and_init_heads(args)
+    job, settings, init = _read_heads_job(args)
     out = job.options.out
     train = job.train
-    frozen = load_base_with_lora_merged(job.base_folder, args.lora)
+    frozen = load_frozen_model(job.base_folder, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
         vocab_size, width = lm_head.shape
         config = build_head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
-        model = seed_torch_and_build_new_heads(config, job.draft_vocab, train.seed, lm_head)
+        model = new_heads(config, job.draft_vocab, train.seed, lm_head)
     else:
         model = init
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)

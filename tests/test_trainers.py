@@ -26,12 +26,12 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.reference.checkpoint import (
-    let_part_alone_take_gradients,
-    load_checkpoint_of_scope_all,
+    build_frozen,
+    load_fine_tuned,
     load_reference,
     merge_lora,
-    merge_task_lora_and_build_frozen,
     replace_trained_weights,
+    set_trained_part,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -40,7 +40,7 @@ from convert.training.run import (
     TorchObjective,
     TorchTrainer,
     cast_frozen_parameters,
-    seed_torch_and_build_new_streams,
+    new_streams,
     stream_attention,
     use_stream_attention,
 )
@@ -163,7 +163,7 @@ def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
     """An objective whose LoRA does something."""
     train, config = settings(real.LAYERS, real.WIDTH, draft_vocab, **changes)
     loaded = load_torch_base(base, attn_implementation="sdpa")
-    model = seed_torch_and_build_new_streams(loaded, config, train, draft_vocab)
+    model = new_streams(loaded, config, train, draft_vocab)
     with torch.no_grad():
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -185,7 +185,7 @@ def pair(folder, architecture, draft_vocab, changes):
     theirs_base.save_pretrained(folder / "base")
     sizes = theirs_base.config.num_hidden_layers, theirs_base.config.hidden_size
     train, config = settings(*sizes, draft_vocab, **changes)
-    model = seed_torch_and_build_new_streams(theirs_base, config, train, draft_vocab)
+    model = new_streams(theirs_base, config, train, draft_vocab)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -274,8 +274,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
-    model = merge_task_lora_and_build_frozen(make_torch_base("Llama", attention="sdpa"), adapter)
-    let_part_alone_take_gradients(model, "condition")
+    model = build_frozen(make_torch_base("Llama", attention="sdpa"), adapter)
+    set_trained_part(model, "condition")
     cpu = torch.device("cpu")
     backbone = load_base(tmp_path / "base", "float32")[0]
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
@@ -1025,7 +1025,7 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     model, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     assert model.is_fine_tuned
     ours = model.backbone.append(mx.array(tokens), model.make_cache()).logits[-1]
-    tuned = merge_lora(load_checkpoint_of_scope_all(load_torch_base(base), lora))
+    tuned = merge_lora(load_fine_tuned(load_torch_base(base), lora))
     exported = build_reference(base, load_adapter(adapter), model.num_streams)
     found = [
         one(torch.tensor([tokens])).main_logits[0, -1]

@@ -142,7 +142,7 @@ class AneProfile(Profile):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project_and_rotate(layer.self_attn, normed, cos, sin)
-            keys, values = self._write_nodes_and_view_keys(index, keys, values, rows, node_slots)
+            keys, values = self._visible_keys(index, keys, values, rows, node_slots)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
             normed = rms_norm(layer.post_attention_layernorm, hidden, 1)
@@ -168,7 +168,7 @@ class AneProfile(Profile):
         keys = rotate(keys, cos, sin).reshape(1, -1, 1, rows)
         return rotate(query, cos, sin), keys, convolve(attention.v_proj, x)
 
-    def _write_nodes_and_view_keys(
+    def _visible_keys(
         self,
         layer: int,
         keys: torch.Tensor,  # [1, Hkv * Dh, 1, R]

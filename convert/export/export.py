@@ -32,7 +32,7 @@ from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import resolve_adapter, resolve_model
 
 from ..base import copy_settings_and_tokenizer, load_base
-from ..reference.checkpoint import merge_task_lora_and_build_frozen
+from ..reference.checkpoint import build_frozen
 from ..reference.model import StreamFusedReference
 from . import compression, packages
 from .ane import AneProfile
@@ -98,7 +98,7 @@ def export(
             graphs = build_graphs(folder, own, config)
         with atomic_folder(out) as work:
             package = work / PACKAGES[config.target]
-            _convert_compress_and_write_package(graphs, config, package, report)
+            _write_package(graphs, config, package, report)
             copy_settings_and_tokenizer(folder, work)
             words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
             ends = {*words.eos_token_ids, *own.config.end_token_ids}
@@ -172,12 +172,12 @@ def make_partial_manifest(
     )
 
 
-def _convert_compress_and_write_package(
+def _write_package(
     graphs: Sequence[Graph], config: ExportConfig, package: Path, report: Report
 ) -> None:
     if config.target == "coreai":
         with report.stage("convert"):
-            packages.cast_weights_and_write_coreai(graphs, config, package)
+            packages.write_coreai_package(graphs, config, package)
         return
     models = {}
     expected = {}
@@ -207,7 +207,7 @@ def _package_versions() -> dict[str, str]:
 
 def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> StreamFusedReference:
     """With the first `num_streams` streams, without gradients. A task's LoRA is merged."""
-    model = merge_task_lora_and_build_frozen(load_base(folder), adapter)
+    model = build_frozen(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
         first = model.stream_embeddings[:num_streams].detach()

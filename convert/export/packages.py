@@ -99,7 +99,7 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
             **_tensor_types(ct, graph, stateful),
             minimum_deployment_target=ct.target.iOS18,
             compute_precision=_compute_precision(ct, config),
-            pass_pipeline=_register_pass_and_make_pipeline(ct),
+            pass_pipeline=_make_pipeline(ct),
             skip_model_load=True,
         )
 
@@ -136,7 +136,7 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
     return ct.transform.FP16ComputePrecision(op_selector=runs_in_float16)
 
 
-def _register_pass_and_make_pipeline(ct: Any) -> Any:
+def _make_pipeline(ct: Any) -> Any:
     """The converter's passes, with one of ours that saves a copy of the cache per layer."""
     with silence_output():
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
@@ -186,9 +186,7 @@ def merge_functions(
         ct.utils.save_multifunction(descriptor, str(package))
 
 
-def cast_weights_and_write_coreai(
-    graphs: Sequence[Graph], config: ExportConfig, package: Path
-) -> None:
+def write_coreai_package(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
     """The cache is state in either precision; the graphs' weights are cast in place."""
     coreai_torch = import_coreai()
     converter = coreai_torch.TorchConverter

@@ -114,7 +114,7 @@ def cast_adapter(adapter: StreamAdapter, dtype: str) -> StreamAdapter:
     )
 
 
-def merge_lora_and_write_model(
+def write_fused_model(
     folder: Path,
     adapter: StreamAdapter,
     backbone: Backbone,

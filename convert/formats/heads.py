@@ -69,7 +69,7 @@ def read_published_heads(
     """
     path = folder / "config.json"
     config: HeadConfig
-    found, source = _read_medusa_tensors_if_any(folder)
+    found, source = _read_medusa(folder)
     if found:
         tensors = {n.removeprefix(MEDUSA_PREFIX): a.reshape(a.shape or 1) for n, a in found.items()}
         most_rows = max(array.shape[0] for array in tensors.values())
@@ -84,7 +84,7 @@ def read_published_heads(
             do="check the path",
         )
         config = build_settings_ignoring_unknown(MlpSpeculatorConfig, values, path)
-        tensors = _read_speculator_and_merge_ties(folder, config)
+        tensors = _read_speculator(folder, config)
     require_head_tensors_fit(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
@@ -243,7 +243,7 @@ class _SourceTensors(NamedTuple):
     source: Path
 
 
-def _read_medusa_tensors_if_any(folder: Path) -> _SourceTensors:
+def _read_medusa(folder: Path) -> _SourceTensors:
     """From the first of their files that exists, else from a model's weights."""
     source, pickled = (folder / name for name in MEDUSA_FILES)
     if source.is_file():
@@ -256,9 +256,7 @@ def _read_medusa_tensors_if_any(folder: Path) -> _SourceTensors:
     return _SourceTensors(tensors, folder)
 
 
-def _read_speculator_and_merge_ties(
-    folder: Path, config: MlpSpeculatorConfig
-) -> dict[str, mx.array]:
+def _read_speculator(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
     """Names are without "speculator."; of tied tensors there is one for all stages."""
     pickled = folder / "pytorch_model.bin"
     paths = sorted(folder.glob("model*.safetensors"))

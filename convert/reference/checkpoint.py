@@ -32,7 +32,7 @@ from ssmlx.training.mlx_model import replace_weights
 from ..typed_torch import without_gradients
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
-from .model import StreamFusedReference, check_base_can_carry_streams
+from .model import StreamFusedReference, check_base
 
 _DRAFT_VOCAB = "draft_vocab"
 _STREAMS = "stream weights"
@@ -52,7 +52,7 @@ def load_reference(
         if has_lora
         else LoraSettings()
     )
-    check_base_can_carry_streams(base, config)
+    check_base(base, config)
     vocab_size: Any = base.config.vocab_size
     streams = read_stream_weights(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
@@ -65,13 +65,13 @@ def load_reference(
     return loaded
 
 
-def merge_task_lora_and_build_frozen(
+def build_frozen(
     base: nn.Module,  # becomes part of the model, and is changed
     adapter: StreamAdapter,
 ) -> StreamFusedReference:
     """The PyTorch model of a base and an MLX adapter; no parameter takes gradients."""
     adapter.base.require_same(
-        identity_by_sizes_and_norm(base),
+        base_identity(base),
         "the adapter belongs",
         expected=adapter.config.base_model or "the model it was converted for",
         do="choose that model with --model, or another --adapter",
@@ -91,7 +91,7 @@ def merge_task_lora_and_build_frozen(
     return frozen
 
 
-def let_part_alone_take_gradients(model: StreamFusedReference, part: Part | None) -> None:
+def set_trained_part(model: StreamFusedReference, part: Part | None) -> None:
     """LoRA of scope "all" and the base stay as they are."""
     parameters = dict(_stream_parameters(model))
     parameters.pop(_DRAFT_VOCAB, None)
@@ -103,7 +103,7 @@ def let_part_alone_take_gradients(model: StreamFusedReference, part: Part | None
 
 def replace_trained_weights(
     adapter: StreamAdapter,
-    # as `merge_task_lora_and_build_frozen` built it from this adapter, trained since
+    # as `build_frozen` built it from this adapter, trained since
     model: StreamFusedReference,
 ) -> StreamAdapter:
     """The adapter with the model's parameters that take gradients."""
@@ -121,7 +121,7 @@ def replace_trained_weights(
     return replace_weights(adapter, {**trained, **lora})
 
 
-def load_checkpoint_of_scope_all(
+def load_fine_tuned(
     base: nn.Module,  # becomes part of the model, and is changed
     lora: str | Path,
 ) -> StreamFusedReference:
@@ -162,7 +162,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @without_gradients
-def copy_weights_that_checkpoint_has(
+def copy_checkpoint_weights(
     model: StreamFusedReference, folder: Path, *, has_task_lora: bool
 ) -> None:
     """What the checkpoint lacks stays, and so does the draft vocabulary."""
@@ -191,7 +191,7 @@ def merge_fine_tuning(
 ) -> Any:
     """Add LoRA on every row into the weights of a PyTorch base model, in place."""
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
-        return merge_lora(load_checkpoint_of_scope_all(base, folder))
+        return merge_lora(load_fine_tuned(base, folder))
     merge_mlx_lora(base, load_adapter(folder).lora, folder)
     return base
 
@@ -251,7 +251,7 @@ def to_tensor(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(whole))
 
 
-def identity_by_sizes_and_norm(base: Any) -> BaseIdentity:
+def base_identity(base: Any) -> BaseIdentity:
     """Equals the identity of the same weights in MLX."""
     inner = getattr(base, "model", None)
     inner = getattr(inner, "decoder", inner)

@@ -253,7 +253,7 @@ class StreamFusedReference(Module):
     ) -> None:
         """New weights are drawn from PyTorch's global generator."""
         super().__init__()
-        check_base_can_carry_streams(base, config)
+        check_base(base, config)
         require(
             (draft_vocab is not None) == (config.draft_vocab_size > 0),
             f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
@@ -480,7 +480,7 @@ class StreamFusedReference(Module):
         positions = positions.to(device)
         visible = visible.to(device)
         anchors = anchors.to(device)
-        nodes = self._make_masks_and_rotary(positions, visible, positions)
+        nodes = self._make_rows(positions, visible, positions)
         if not anchors.shape[-1]:
             return _CallRows(nodes, None, anchors)
         ahead = torch.arange(1, num_streams + 1, device=device)
@@ -488,10 +488,10 @@ class StreamFusedReference(Module):
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
         seen = stream_visibility(of_streams, anchors, num_streams)
-        streams = self._make_masks_and_rotary(stream_positions, seen, key_positions)
+        streams = self._make_rows(stream_positions, seen, key_positions)
         return _CallRows(nodes, streams, anchors)
 
-    def _make_masks_and_rotary(
+    def _make_rows(
         self,
         positions: torch.Tensor,  # [B, R]
         visible: torch.Tensor,  # [B, R, keys] bool; a layer's sliding window narrows it
@@ -653,7 +653,7 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def check_base_can_carry_streams(base: nn.Module, config: StreamConfig) -> None:
+def check_base(base: nn.Module, config: StreamConfig) -> None:
     """The vocabulary is not compared."""
     lacking = _decoder_kind(base).first_missing_part(base)
     require(

@@ -33,7 +33,7 @@ from ..typed_torch import without_gradients
 from .run import TermRows, TorchObjective, autocast_for, cast_frozen_parameters
 
 
-def seed_torch_and_build_new_heads(
+def new_heads(
     config: HeadConfig,
     draft_vocab: np.ndarray | None,  # [Vd] int32 tokens that heads guess among; None for all
     seed: int,
@@ -47,7 +47,7 @@ def seed_torch_and_build_new_heads(
     return model
 
 
-def load_base_with_lora_merged(
+def load_frozen_model(
     path: Path,
     lora: Path | None,  # see `merge_fine_tuning`
 ) -> StreamFusedReference:

@@ -29,7 +29,7 @@ STREAM_ATTENTION = "ssmlx_streams"
 IGNORED = -1  # the target of a row that has none
 
 
-def seed_torch_and_build_new_streams(
+def new_streams(
     base: nn.Module,  # of transformers; becomes part of the model, and is changed
     config: StreamConfig,
     train: TrainConfig,

@@ -63,7 +63,7 @@ def make_two_turn_chats(
     batch_size: int,
 ) -> list[dict[str, Any]]:
     """A prompt, the model's greedy answer cut to whole sentences, and a follow-up question."""
-    encoded = continuations.encode_prompts_refusing_long(
+    encoded = continuations.encode_prompts(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
     sampling = Sampling(max_tokens=FIRST_ANSWER_TOKENS)
