@@ -25,7 +25,7 @@ from .run.experiment import run_result, systems_parting_beyond_ties, task_result
 from .run.options import (
     add_experiment_options,
     build_task_experiment,
-    exit_if_count_below_one,
+    check_counts,
     split_name_and_value,
 )
 from .run.results import RESULTS, explain_broken_result
@@ -75,7 +75,7 @@ NOTES = (
 
 
 def format_markdown_report(result: show.Result) -> str:
-    lead = f"{show.model_and_machine_heading(result)}. {_intervals_and_repeats_text(result)}."
+    lead = f"{show.setup_heading(result)}. {_intervals_and_repeats_text(result)}."
     tables = [table for task in result["tasks"] for table in _all_tables_of_task(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
     return "\n\n".join([lead, *tables, "\n".join([*notes, *NOTES])])
@@ -92,7 +92,7 @@ def _all_tables_of_task(task: Row) -> list[str]:
     return tables
 
 
-def _price_and_watch_cell(ratio_name: str) -> show.Cell:
+def _price_cell(ratio_name: str) -> show.Cell:
     """A ratio by price, and by watched time in brackets."""
     watched = f"latency_{ratio_name}"
 
@@ -106,8 +106,8 @@ def _price_and_watch_cell(ratio_name: str) -> show.Cell:
 
 
 _PRICES: Columns = {
-    "price over plain (watched)": _price_and_watch_cell("over_plain"),
-    "over the best fixed tree (watched)": _price_and_watch_cell("over_best_tree"),
+    "price over plain (watched)": _price_cell("over_plain"),
+    "over the best fixed tree (watched)": _price_cell("over_best_tree"),
     "over the better of both": lambda row: show.interval_text(row["price"]["over_best"], 3),
 }
 
@@ -237,7 +237,7 @@ def measure_task(args: argparse.Namespace) -> dict[str, Any]:
     return run_result(own, args.model, [task_result(own.measure())])
 
 
-def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
+def compare_answers(args: argparse.Namespace) -> int:
     """Scores the files of --answers, and compares each with the first, prompt by prompt."""
     task = TASKS[args.task]
     examples = read_examples(find_data_file(task, args.data, args.data_dir), task, args.count)
@@ -313,7 +313,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--out", "FOLDER", f"folder of the results (default: {RESULTS})", Path),
     )
     args = parser.parse_args(argv)
-    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
+    check_counts(parser, args, "repeats", "max_tokens")
     judged = {"task", "answers", "data", "data_dir", "count"} if args.answers else vars(args)
     used = {"out", *({"saved"} if args.saved else judged)}
     for name, value in vars(args).items():
@@ -365,10 +365,10 @@ def _how_measured(result: dict[str, Any]) -> dict[str, Any]:
     return {**shared, **result["machine"]}
 
 
-def _measure_show_or_score(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> int:
     """Exit code 1 if a system's tokens differ from plain decoding's by more than near ties."""
     if args.task and args.answers:
-        return compare_and_save_answer_scores(args)
+        return compare_answers(args)
     result = measure_task(args) if args.task else read_results_as_one(args.saved)
     text = format_markdown_report(result)
     if args.out is None:
@@ -382,7 +382,7 @@ def _measure_show_or_score(args: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-main = make_main(PROG, parse_args, _measure_show_or_score)
+main = make_main(PROG, parse_args, _compare)
 
 
 if __name__ == "__main__":

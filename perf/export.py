@@ -85,7 +85,7 @@ def plan_devices_of_decode(
     )
 
 
-def config_of_same_tree_and_pruning(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
+def config_of_package(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     """Settings with which MLX drafts and prunes the same tree as an exported package."""
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
@@ -143,7 +143,7 @@ def compare_package(
             asked = read_prompts(args.prompts)[: args.count]
             prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
             alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens, temp=0)
-            drafting = config_of_same_tree_and_pruning(manifest, args.max_tokens)
+            drafting = config_of_package(manifest, args.max_tokens)
             plain = [answer_with_ssmlx(*mlx, prompt, alone) for prompt in prompts]
             speculative = [answer_with_ssmlx(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
@@ -259,7 +259,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _compare_print_and_save(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> int:
     """Exit code 1 if a float32 package's tokens differ from plain decoding's."""
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     told = [(folder, read_size_and_weight_error(folder)) for folder in args.folders]
@@ -276,7 +276,7 @@ def _compare_print_and_save(args: argparse.Namespace) -> int:
     return 0 if exact else 1
 
 
-main = make_main(PROG, parse_args, _compare_print_and_save)
+main = make_main(PROG, parse_args, _compare)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -30,15 +30,15 @@ from .run.options import (
     add_experiment_options,
     add_out_option,
     build_task_experiment,
-    exit_if_count_below_one,
+    check_counts,
 )
 from .run.show import (
     Result,
     Row,
     figure_cell,
     markdown_table,
-    model_and_machine_heading,
     number_cell,
+    setup_heading,
 )
 from .run.statistics import Estimate, ratio
 from .run.target import MLX_LM, PLAIN, System
@@ -91,7 +91,7 @@ def precision_result(measured: Measured) -> dict[str, Any]:
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
         "one_pass": asdict(count_one_pass_differences(measured)),
-        "systems": [_divergence_and_answer_figures(measured, one) for one in plan.systems],
+        "systems": [_system_figures(measured, one) for one in plan.systems],
     }
 
 
@@ -112,7 +112,7 @@ def count_one_pass_differences(measured: Measured) -> Estimate:
     return ratio(others, lengths)
 
 
-def _divergence_and_answer_figures(measured: Measured, system: System) -> dict[str, Any]:
+def _system_figures(measured: Measured, system: System) -> dict[str, Any]:
     """Tokens of an answer are compared up to its first difference from plain decoding's.
 
     "tokens", "target_calls" and the metric are of whole answers.
@@ -152,7 +152,7 @@ def _shown_metric(values: Row) -> Any:
     return next((values[name] for name in METRICS if name in values), None)
 
 
-def drafting_rows_with_values_of_part(result: Result) -> list[dict[str, Any]]:
+def drafting_rows(result: Result) -> list[dict[str, Any]]:
     """Each part's systems, except plain decoding, with the part's values and plain's metric."""
     return [
         {**part, **row, "plain": part["systems"][0]["metric"]}
@@ -162,7 +162,7 @@ def drafting_rows_with_values_of_part(result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def _median_and_largest_gap_text(row: Row) -> str:
+def _gap_text(row: Row) -> str:
     """Of logits where answers differ, and the largest share of the logit."""
     found = [one for one in row["differences"] if one["gap"] is not None]
     if not found:
@@ -179,7 +179,7 @@ COLUMNS: Columns = {
     "compared tokens": number_cell("compared"),
     "divergences per 1,000": figure_cell("per_thousand", 1),
     "by one pass": figure_cell("one_pass", 1),
-    "gap of logits, median and largest": _median_and_largest_gap_text,
+    "gap of logits, median and largest": _gap_text,
     "metric, %": figure_cell("metric", 1),
     "plain's": figure_cell("plain", 1),
     "difference": figure_cell("metric_less_plain", 1),
@@ -189,21 +189,21 @@ COLUMNS: Columns = {
 def format_markdown_report(result: Result) -> str:
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
-        for row in drafting_rows_with_values_of_part(result)
+        for row in drafting_rows(result)
         for one in row["differences"]
     ]
     return "\n".join(
         [
-            model_and_machine_heading(result),
+            setup_heading(result),
             "",
-            markdown_table(COLUMNS, drafting_rows_with_values_of_part(result)),
+            markdown_table(COLUMNS, drafting_rows(result)),
             "",
             *notes,
         ]
     )
 
 
-def _measure_print_and_save(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace) -> int:
     """Exit code 1 if a difference is more than rounding explains."""
     plans = build_experiments(args)
     parts = [precision_result(plan.measure()) for plan in plans]
@@ -219,11 +219,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
     add_out_option(parser)
     args = parser.parse_args(argv)
-    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
+    check_counts(parser, args, "repeats", "max_tokens")
     return args
 
 
-main = make_main(PROG, parse_args, _measure_print_and_save)
+main = make_main(PROG, parse_args, _measure)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from ssmlx.report import Columns, table
 from ssmlx.server.__main__ import adapter_of_each_served_name
 from ssmlx.settings import PREFILL_STEP_SIZE
 
-from .run.options import add_model_option, add_out_option, exit_if_count_below_one
+from .run.options import add_model_option, add_out_option, check_counts
 from .run.results import ROOT, machine_load_text
 from .run.target import FLOATS, load_weights_as
 
@@ -159,7 +159,7 @@ def _is_up(address: str) -> bool:
     return False
 
 
-def write_unpacked_model_folder(
+def write_float_model(
     model: str,
     dtype: str,  # one of `FLOATS`
     folder: Path,
@@ -204,7 +204,7 @@ def concurrency_row(system: str, num_requests: int, rounds: Sequence[Round]) -> 
     return {**row, "first_p50": float(p50), "first_p95": float(p95), "each": each}
 
 
-def measure_delay_by_long_prompt(
+def measure_delay(
     system: str,
     ask: Ask,
     prompt: str,  # of the answer that is delayed
@@ -276,7 +276,7 @@ def format_text_report(result: Result) -> str:
     )
 
 
-def _measure_print_and_save(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace) -> int:
     make_folder(args.out)
     examples = [json.loads(line) for line in DATA.read_text().splitlines()]
     prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
@@ -286,7 +286,7 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         # A folder with the dequantized model is in --out meanwhile.
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
-        write_unpacked_model_folder(args.model, args.dtype, folder)
+        write_float_model(args.model, args.dtype, folder)
         systems = {n: stack.enter_context(running_server(n, folder, args.adapter)) for n in MODULES}
         engine = stack.enter_context(ssmlx.Engine(folder, [args.adapter]))
         alone: dict[str, Ask] = {**systems, "ssmlx.generate": partial(ask_engine, engine)}
@@ -305,7 +305,7 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
         delays = [
             row
             for name, ask in systems.items()
-            for row in measure_delay_by_long_prompt(name, ask, prompt, args.long)
+            for row in measure_delay(name, ask, prompt, args.long)
         ]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
     result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
@@ -327,11 +327,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add_out_option(parser)
     args = parser.parse_args(argv)
-    exit_if_count_below_one(parser, args, "open", "count", "max_tokens", "long")
+    check_counts(parser, args, "open", "count", "max_tokens", "long")
     return args
 
 
-main = make_main(PROG, parse_args, _measure_print_and_save)
+main = make_main(PROG, parse_args, _measure)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from ..run.options import (
     DEFAULT,
     add_model_option,
     add_out_option,
-    exit_if_count_below_one,
+    check_counts,
     read_adapter_with_streams,
 )
 from ..run.results import Kept, machine_load_text
@@ -45,8 +45,8 @@ from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, find_data_file, read_examples
 from ..run.timing import TimedAnswer
 from .machine import (
-    attention_kernel_trials_so_far,
-    time_forwards_launches_and_steps,
+    kernel_trials,
+    measure_machine,
     weight_bits,
 )
 from .report import format_text_report
@@ -101,7 +101,7 @@ class Rounds(NamedTuple):
     longest_seconds: float  # of a round
 
 
-def warm_up_then_answer_a_prompt_a_round(
+def answer_rounds(
     target: Target,
     systems: Sequence[System],
     prompts: Sequence[list[int]],
@@ -170,18 +170,16 @@ def measure_what_time_allows(
         if not result["answers"]:
             result["weights"] = precision_text(target)
             given = streams, prompts[0], ends["rows"]
-            result |= run_on_mlx_thread(partial(time_forwards_launches_and_steps, *given))
+            result |= run_on_mlx_thread(partial(measure_machine, *given))
         end = ends[part.adapter]
         label = experiment.name
-        rounds = warm_up_then_answer_a_prompt_a_round(
-            target, experiment.systems, prompts, end, label=label
-        )
+        rounds = answer_rounds(target, experiment.systems, prompts, end, label=label)
         needed = max(needed, loaded + rounds.longest_seconds)
         result["answers"].append(figures_of_rounds(experiment, target, prompts, rounds))
         result["learned"] = cost_table_rows(learned_of(streams)[0].costs)
         for length in args.contexts if part is parts[-1] else ():
             end = ends[str(length)]
-            contexts[length] = measure_behind_long_context(
+            contexts[length] = measure_after_context(
                 experiment, target, prompts, rounds, end, length
             )
         del target, streams
@@ -191,13 +189,13 @@ def measure_what_time_allows(
     return {
         **result,
         "contexts": [one for one in contexts.values() if one],
-        "trials": attention_kernel_trials_so_far(),
+        "trials": kernel_trials(),
         "left_out": left_out,
         "seconds": time.perf_counter() - started,
     }
 
 
-def mlx_lm_plain_and_default(max_tokens: int) -> list[System]:
+def bench_systems(max_tokens: int) -> list[System]:
     """All greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens, temp=0)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens, temp=0))
@@ -210,7 +208,7 @@ def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
     return Experiment(
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),
-        systems=mlx_lm_plain_and_default(part.max_tokens),
+        systems=bench_systems(part.max_tokens),
         examples=read_examples(find_data_file(task, part.data), task),
         task=task,
     )
@@ -242,7 +240,7 @@ def precision_text(target: Target) -> str:
     return f"{weight_bits(target.plain)}-bit weights, {dtype}"
 
 
-def make_context_ending_in_prompt(
+def make_context(
     length: int,
     last_prompt: int,  # counted from 0; prompts repeat if there are too few
     prompts: Sequence[list[int]],
@@ -258,7 +256,7 @@ def make_context_ending_in_prompt(
     return text[-length:]
 
 
-def encode_first_reference_with_end(example: Example, target: Target) -> list[int]:
+def encode_reference(example: Example, target: Target) -> list[int]:
     """Empty if no reference is known."""
     if not example.references:
         return []
@@ -267,7 +265,7 @@ def encode_first_reference_with_end(example: Example, target: Target) -> list[in
     return [*text, tokenizer.eos_token_id]
 
 
-def measure_behind_long_context(
+def measure_after_context(
     experiment: Experiment,
     target: Target,
     prompts: Sequence[list[int]],
@@ -287,21 +285,16 @@ def measure_behind_long_context(
     expected = SAFETY * seconds / len(rounds_without.answers)
     if needed > limit or time.perf_counter() + expected > deadline:
         return None
-    answers = [encode_first_reference_with_end(one, target) for one in experiment.examples]
-    own = [
-        make_context_ending_in_prompt(context_tokens, number, prompts, answers)
-        for number in range(MOST_ROUNDS)
-    ]
-    experiment = replace(experiment, systems=mlx_lm_plain_and_default(CONTEXT_TOKENS))
+    answers = [encode_reference(one, target) for one in experiment.examples]
+    own = [make_context(context_tokens, number, prompts, answers) for number in range(MOST_ROUNDS)]
+    experiment = replace(experiment, systems=bench_systems(CONTEXT_TOKENS))
     with target.without_end_tokens():
         label = f"{context_tokens} tokens of context"
-        rounds = warm_up_then_answer_a_prompt_a_round(
-            target, experiment.systems, own, deadline, label=label
-        )
+        rounds = answer_rounds(target, experiment.systems, own, deadline, label=label)
     return figures_of_rounds(experiment, target, own, rounds, tokens=context_tokens)
 
 
-def _measure_print_and_save(args: argparse.Namespace) -> int:
+def _measure(args: argparse.Namespace) -> int:
     """Exit code 1 if answers with float32 weights differ from plain decoding's."""
     make_folder(args.out)
     result = measure_what_time_allows(args, PARTS)
@@ -331,13 +324,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_out_option(parser)
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))
-    exit_if_count_below_one(parser, args, "contexts")
+    check_counts(parser, args, "contexts")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
     return args
 
 
-main = make_main(PROG, parse_args, _measure_print_and_save)
+main = make_main(PROG, parse_args, _measure)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ PAUSE = 0.02
 Clock = Callable[[], float]
 
 
-def time_forwards_launches_and_steps(
+def measure_machine(
     model: StreamFusedModel,
     prompt: list[int],  # token ids of any text, repeated to `CONTEXT` tokens
     deadline: float,  # on `time.perf_counter`'s clock, in seconds, when the forwards should end
@@ -49,7 +49,7 @@ def time_forwards_launches_and_steps(
         hidden = model.insert(model.lower(tree, cache), 0)
         return mx.argmax(model.backbone.logits(model.upper(hidden, tree, cache, 0)), axis=-1)
 
-    calls = {row: partial(forward, make_tree_of_halving_guesses(model, row)) for row in ROWS}
+    calls = {row: partial(forward, make_typical_tree(model, row)) for row in ROWS}
     once = sum(time_calls_in_turns(calls, 1).seconds.values())
     turns = min(max(int((deadline - time.perf_counter()) / once), TURNS[0]), TURNS[1])
     times = time_calls_in_turns(calls, turns)
@@ -64,7 +64,7 @@ def time_forwards_launches_and_steps(
         "ratios": [one / seconds[0] for one in seconds],
         "launch": seconds_per_chained_kernel(),
     }
-    return {"rows": rows, "launches": time_steps_with_and_without_pauses(model, prompt)}
+    return {"rows": rows, "launches": time_steps(model, prompt)}
 
 
 def weight_bits(model: StreamFusedModel) -> int:
@@ -89,7 +89,7 @@ def make_filled_cache(
     return cache
 
 
-def make_tree_of_halving_guesses(model: StreamFusedModel, num_nodes: int) -> Tree:
+def make_typical_tree(model: StreamFusedModel, num_nodes: int) -> Tree:
     """Each guess is half as likely as the one before, about as in trees that streams draft."""
     streams = model.num_streams
     config = TreeConfig(kind="best", size=num_nodes)
@@ -154,7 +154,7 @@ def seconds_per_chained_kernel() -> float:
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
-def attention_kernel_trials_so_far() -> list[dict[str, Any]]:
+def kernel_trials() -> list[dict[str, Any]]:
     """Shapes at which the fused kernel was compared with MLX's in this process."""
     return [
         {
@@ -168,7 +168,7 @@ def attention_kernel_trials_so_far() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
+def count_reads() -> Iterator[Counter[str]]:
     """Reads of arrays by the host inside the block, on any thread."""
     calls: Counter[str] = Counter()
 
@@ -192,9 +192,7 @@ def sleep_and_take_all(seconds: float, tokens: Sequence[int]) -> AnswerPart:
     return take_all(tokens)
 
 
-def time_steps_with_and_without_pauses(
-    model: StreamFusedModel, prompt: list[int]
-) -> dict[str, float]:
+def time_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
     """Whether MLX copies a layer's cache, because the GPU still holds it when the next step is
     launched.
 
@@ -217,7 +215,7 @@ def time_steps_with_and_without_pauses(
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         started = time.perf_counter()
-        with count_item_and_tolist_calls() as reads:
+        with count_reads() as reads:
             for _ in range(LAUNCH_STEPS):
                 next(calls)
         seconds = (time.perf_counter() - started) / LAUNCH_STEPS - pause

@@ -33,16 +33,16 @@ def format_text_report(result: Result) -> str:
     notes.append(f"{took}; load: {result['load']}")
     blocks = [
         heading,
-        [*_row_launch_and_cache_lines(result)],
-        *(_adapter_heading_and_table(task) for task in result["answers"]),
-        [*map(_context_speedup_and_prefill_line, result["contexts"])],
+        [*_machine_lines(result)],
+        *(_adapter_table(task) for task in result["answers"]),
+        [*map(_context_line, result["contexts"])],
         _learned_cost_lines(result),
         notes,
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _row_launch_and_cache_lines(result: Result) -> Iterator[str]:
+def _machine_lines(result: Result) -> Iterator[str]:
     rows = result["rows"]
     launches = result["launches"]
     yield (
@@ -90,7 +90,7 @@ def _kernel_trial_text(one: Row) -> str:
     )
 
 
-def _adapter_heading_and_table(task: Row) -> list[str]:
+def _adapter_table(task: Row) -> list[str]:
     """Figures have intervals if there is more than one prompt."""
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
@@ -114,7 +114,7 @@ def _adapter_heading_and_table(task: Row) -> list[str]:
     ]
 
 
-def _context_speedup_and_prefill_line(task: Row) -> str:
+def _context_line(task: Row) -> str:
     speedup = figure_cell("speedup", with_interval=task["prompts"] > 1)
     shown = [
         f"{row['name']} {speedup(row)}, prefill {prompt_tokens_per_second(task, row):.0f}"

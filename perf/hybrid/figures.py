@@ -63,13 +63,13 @@ def relative_logit_gap_to_transformers(folder: Path, tokens: Sequence[int]) -> f
     """The largest absolute difference over the largest absolute logit."""
     model, _ = ssmlx.load(folder, dtype="float32")
     found = np.array(model.backbone.model(mx.array([tokens])), np.float32)
-    reference, _ = load_torch_model_and_head(folder)
+    reference, _ = load_torch_model(folder)
     with torch.no_grad():
         expected = reference(torch.tensor([tokens]), use_cache=False).logits.float().numpy()
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def load_torch_model_and_head(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
+def load_torch_model(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
     """In float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     head = Head(model.config)
@@ -140,7 +140,7 @@ def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, di
     }
 
 
-def load_and_answer_by_all_systems(
+def answer_by_all_systems(
     folder: Path, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[StreamFusedModel, list[SystemAnswers]]:
     """Only its length ends an answer."""
@@ -169,16 +169,14 @@ def load_and_answer_by_all_systems(
 
 def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any]:
     """Shares of chains accepted up to each level; tokens per call without the prompts'."""
-    model, head = load_torch_model_and_head(folder)
+    model, head = load_torch_model(folder)
     accepted = []  # drafted tokens accepted behind each token of each answer
     for prompt, answer in texts:
         text = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
             hidden = model.model(text, use_cache=False).last_hidden_state
             drafted = draft_chains(model, head, text, hidden, DRAFTED)
-        accepted.append(
-            count_accepted_behind_roots_of_whole_chains(text[0].tolist(), drafted, len(prompt))
-        )
+        accepted.append(count_accepted(text[0].tolist(), drafted, len(prompt)))
     chains = [count for one in accepted for count in one]
     levels = range(1, DRAFTED + 1)
     return {
@@ -187,7 +185,7 @@ def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any
     }
 
 
-def count_accepted_behind_roots_of_whole_chains(
+def count_accepted(
     text: Sequence[int],  # prompt and answer
     drafted: torch.Tensor,  # [R, K] chains; chain i follows token i + 1
     start: int,  # tokens of the prompt: the first root is the answer's first token
@@ -202,7 +200,7 @@ def count_accepted_behind_roots_of_whole_chains(
 
 
 def replayed_tokens_per_call(
-    # by answer, of `count_accepted_behind_roots_of_whole_chains`
+    # by answer, of `count_accepted`
     accepted: Sequence[Sequence[int]],
     drafted: int,  # tokens of a call's chain
 ) -> float:
@@ -218,9 +216,7 @@ def replayed_tokens_per_call(
     return tokens / calls
 
 
-def time_plain_calls_behind_chains(
-    model: StreamFusedModel, texts: Sequence[Text]
-) -> dict[str, Any]:
+def time_calls_after_chains(model: StreamFusedModel, texts: Sequence[Text]) -> dict[str, Any]:
     """Time a plain call after a chain, by how many of its drafted tokens were accepted.
 
     That call takes back what was rejected: recurrences run again over the accepted rows. In half of
@@ -333,7 +329,7 @@ def count_weight_bytes_of_a_call(
     return int(numbers * bits_per_weight / 8)
 
 
-def byte_rows_of_this_model_and_9b(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
+def byte_rows(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
@@ -393,7 +389,7 @@ def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
     yield markdown_table(BYTE_COLUMNS, result["bytes"])
 
 
-def measure_print_and_save(
+def measure(
     folder: Path,
     data: Path,
     documents: Path,
@@ -409,15 +405,15 @@ def measure_print_and_save(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     sources = read_sources(data, documents)
     prompts = cut_held_out_prompts(tokenizer, sources, count, prompt_tokens)
-    model, answers = load_and_answer_by_all_systems(folder, prompts, max_tokens)
+    model, answers = answer_by_all_systems(folder, prompts, max_tokens)
     plain = next(one for one in answers if one.system == PLAIN)
     texts = [Text(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
     result = {
         "difference": relative_logit_gap_to_transformers(folder, prompts[0]),
         "systems": [one.row() for one in answers],
         "replay": replay_drafts_in_torch(folder, texts),
-        "times": time_plain_calls_behind_chains(model, texts),
-        "bytes": byte_rows_of_this_model_and_9b(load_torch_model_and_head(folder)[0].config),
+        "times": time_calls_after_chains(model, texts),
+        "bytes": byte_rows(load_torch_model(folder)[0].config),
     }
     print_and_save_json_and_txt(result, out / "hybrid", format_markdown_report(result))
     return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1

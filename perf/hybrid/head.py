@@ -73,7 +73,7 @@ def mask_of_stacked_steps(rows_of_step: int, num_steps: int) -> torch.Tensor:
     return torch.cat(lines)
 
 
-def run_all_steps_in_one_pass(
+def run_steps(
     model: Qwen3_5ForCausalLM,
     head: Head,
     joined_inputs: list[torch.Tensor],  # [B, R, D] of `Head.join_and_project`, for each step
@@ -98,14 +98,14 @@ def losses_of_two_steps(
     first = head.join_and_project(F.embedding(tokens[:, 1 : rows + 1], table), hidden[:, :rows])
     # The first step's output goes into the second without a gradient.
     with torch.no_grad():
-        (drafted,) = run_all_steps_in_one_pass(model, head, [first])
+        (drafted,) = run_steps(model, head, [first])
     second = head.join_and_project(F.embedding(tokens[:, 2 : rows + 2], table), drafted)
     return [
         F.cross_entropy(
             F.linear(output, table).float().flatten(0, 1),
             tokens[:, step + 2 : step + 2 + rows].flatten(),
         )
-        for step, output in enumerate(run_all_steps_in_one_pass(model, head, [first, second]))
+        for step, output in enumerate(run_steps(model, head, [first, second]))
     ]
 
 
@@ -121,7 +121,7 @@ def draft_chains(
     inputs = [head.join_and_project(F.embedding(tokens[:, 1:], table), hidden[:, :-1])]
     chains: list[torch.Tensor] = []
     while True:
-        output = run_all_steps_in_one_pass(model, head, inputs)[-1]
+        output = run_steps(model, head, inputs)[-1]
         chains.append(F.linear(output, table).argmax(dim=-1))
         if len(chains) == length:
             return torch.stack(chains, dim=-1)[0]

@@ -244,7 +244,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def make_or_read_tokenizer_and_tokens(
+def load_tokens(
     out: Path, data: Path, documents: Path, vocab_size: int
 ) -> tuple[Tokenizer, dict[str, np.ndarray]]:
     """Each source's training text as one row of tokens, read from tokens.npz if that exists."""
@@ -290,7 +290,7 @@ def count_parameters(module: nn.Module) -> int:
     return sum(one.numel() for one in module.parameters())
 
 
-def train_or_go_on(
+def train(
     data: Path,  # with a folder for each task
     documents: Path,  # its Markdown is read
     out: Path,
@@ -300,7 +300,7 @@ def train_or_go_on(
     torch.set_num_threads(1)
     make_folder(out)
     sizes = Sizes()
-    _, streams = make_or_read_tokenizer_and_tokens(out, data, documents, sizes.vocab_size)
+    _, streams = load_tokens(out, data, documents, sizes.vocab_size)
     print("tokens:", ", ".join(f"{name} {len(row):,}" for name, row in streams.items()))
     run = Run(sizes, schedule, Sampler(streams, WEIGHTS, schedule.length))
     numbers = [count_parameters(part) for part in (run.model, run.head)]

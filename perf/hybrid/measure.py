@@ -50,9 +50,9 @@ def _measure(args: argparse.Namespace) -> int:
         do="raise them",
     )
     check_torch()
-    from .figures import measure_print_and_save
+    from .figures import measure
 
-    return measure_print_and_save(
+    return measure(
         args.model,
         args.data,
         args.documents,

@@ -53,10 +53,10 @@ def _train(args: argparse.Namespace) -> None:
         do="raise them",
     )
     check_torch()
-    from .learn import train_or_go_on
+    from .learn import train
 
     schedule = Schedule(minutes=args.minutes, batch=args.batch)
-    train_or_go_on(args.data, args.documents, args.out, schedule)
+    train(args.data, args.documents, args.out, schedule)
 
 
 main = make_main(PROG, parse_args, _train)

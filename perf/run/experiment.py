@@ -25,7 +25,7 @@ from ssmlx.generation.segments import check_prompt_length
 from ssmlx.loading.identity import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
 
-from .price import Prices, cheapest_system, price_answers, price_ratios_and_slow_answers
+from .price import Prices, cheapest_system, price_answers, price_figures
 from .results import (
     AnswerStore,
     Kept,
@@ -133,7 +133,7 @@ class Experiment:
         for key, name in rotate_turns(progress, list(stores)):
             if key not in stores[name]:
                 answer = target.answer(systems[name], key[1:], key[0])
-                stores[name].add_and_write(key, Kept(answer, target.decode_text(answer.tokens)))
+                stores[name].add(key, Kept(answer, target.decode_text(answer.tokens)))
         answers = {
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
             for name, store in stores.items()
@@ -229,7 +229,7 @@ def task_result(
             {
                 **_system_row(system, measured, plain_metrics),
                 **speedup_figures(system, measured.answers, tree),
-                "price": price_ratios_and_slow_answers(system.name, prices, tree),
+                "price": price_figures(system.name, prices, tree),
                 "num_costs": measured.num_costs.get(system.name),
             }
             for system in systems
@@ -269,7 +269,7 @@ def _category_results(
                 "kind": system.kind,
                 "tokens_per_call": asdict(_tokens_per_call(answers[system.name])),
                 **speedup_figures(system, answers, tree),
-                "price": price_ratios_and_slow_answers(system.name, own_prices, tree),
+                "price": price_figures(system.name, own_prices, tree),
             }
             for system in systems
         ]

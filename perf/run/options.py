@@ -55,7 +55,7 @@ def split_name_and_value(item: str) -> tuple[str | None, str]:
     return (None, item) if is_whole else (name, value)
 
 
-def exit_if_count_below_one(
+def check_counts(
     parser: argparse.ArgumentParser,
     args: argparse.Namespace,
     *names: str,  # with underscores; a value is a number, a list of numbers or None
@@ -200,7 +200,7 @@ def build_task_experiment(
         expected=f"{DEFAULT} or {TEXT} among --systems",
         do="drop --costs",
     )
-    weights = _find_weights_and_read_adapter(args)
+    weights = _find_weights(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
         kind: f"no --{kind} {_checkpoint_metavar(kind)}"
@@ -310,7 +310,7 @@ def _parse_system(
     return System(name, kind, generate_config(args).with_default_shape())
 
 
-def _find_weights_and_read_adapter(args: argparse.Namespace) -> Weights:
+def _find_weights(args: argparse.Namespace) -> Weights:
     """The adapter alone is read; what is named may be downloaded."""
     folder = bundled_adapters().get(TASKS[args.task].adapter or args.task)
     if args.adapter is not None:

@@ -210,9 +210,7 @@ def cheapest_system(prices: Prices, names: Sequence[str]) -> str | None:
     )
 
 
-def price_ratios_and_slow_answers(
-    name: str, prices: Prices, best_tree_system: str | None
-) -> dict[str, Any]:
+def price_figures(name: str, prices: Prices, best_tree_system: str | None) -> dict[str, Any]:
     """Ratios above 1 mean that the system is cheaper, as JSON values.
 
     "over_best" is over plain decoding or the best fixed tree, whichever is cheaper in all.

@@ -80,7 +80,7 @@ class AnswerStore:
     def __getitem__(self, key: Sequence[int]) -> Kept:
         return self._kept[short_digest(key)]
 
-    def add_and_write(self, key: Sequence[int], kept: Kept) -> None:
+    def add(self, key: Sequence[int], kept: Kept) -> None:
         """It is on disk when this returns."""
         self._kept[short_digest(key)] = kept
         self.file.append([short_digest(key), kept.text, asdict(kept.answer)])

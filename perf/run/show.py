@@ -89,16 +89,16 @@ def measurement_notes(
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
 
 
-def model_and_machine_heading(result: Result) -> str:
+def setup_heading(result: Result) -> str:
     machine = result["machine"]
     return (
-        f"{_model_sampling_and_machine_text(result)}, "
+        f"{_setup_text(result)}, "
         f"{machine['memory']}, {machine['os']}, power: {machine['power']}; mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx-lm']}, ssmlx {machine['ssmlx']} ({machine['commit']})"
     )
 
 
-def _model_sampling_and_machine_text(result: Result) -> str:
+def _setup_text(result: Result) -> str:
     decoding = "greedy"
     if result["temp"]:
         top_k = f", top-k {result['top_k']}" if result["top_k"] else ""
@@ -146,7 +146,7 @@ def write_bar_chart(
             axes.invert_yaxis()
         name = ", ".join(dict.fromkeys([task["task"], task["adapter"] or task["task"]]))
         row[0].set_title(f"{name}: {task['prompts']} prompts", loc="left", fontsize=10)
-    lead = _model_sampling_and_machine_text(result)
+    lead = _setup_text(result)
     picture.suptitle(f"{lead}\n95 % intervals over prompts", fontsize=9)
     picture.savefig(path, dpi=150)
 

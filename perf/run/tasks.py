@@ -96,7 +96,7 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
         do="give a larger number",
     )
     if task is SPEC_BENCH:
-        return _read_first_spec_bench_questions(path)[:count]
+        return _read_spec_bench(path)[:count]
     examples = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         references = row.get("references") or [row.get("completion")]
@@ -111,7 +111,7 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
     return examples[:count]
 
 
-def _read_first_spec_bench_questions(path: Path) -> list[Example]:
+def _read_spec_bench(path: Path) -> list[Example]:
     """First turns, in the file's order. MT-Bench's categories are one, with all their questions."""
     found: dict[str, list[Example]] = {}
     examples = []
