@@ -159,9 +159,7 @@ def test_sampled_prompts_are_kept_for_their_model(tmp_path, monkeypatch):
     texts = iter(("text 1", "text 2"))
     monkeypatch.setattr(chat_prompts, "sample_user_turns", lambda *_, **__: [next(texts)])
     asked = [chat_prompts.parse_args(["--out", str(tmp_path), "--model", name]) for name in "aba"]
-    found = [
-        chat_prompts._read_earlier_or_sample_prompts(args, None, None)[0][-1] for args in asked
-    ]
+    found = [chat_prompts._sampled_prompts(args, None, None)[0][-1] for args in asked]
     assert found == ["1", "2", "1"]
 
 

@@ -25,7 +25,7 @@ class Screen:
         self._live = sys.stderr.isatty()
         self._drawn = 0
 
-    def append_and_redraw(self, number: int, text: str) -> None:
+    def append(self, number: int, text: str) -> None:
         self.texts[number] += text
         if self._live:
             width = shutil.get_terminal_size().columns - 5
@@ -47,7 +47,7 @@ async def stream_answer_to_screen(
     question = screen.questions[number]
     async with engine.stream(question, max_tokens=max_tokens) as segments:
         async for segment in segments:
-            screen.append_and_redraw(number, segment.text)
+            screen.append(number, segment.text)
 
 
 async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:

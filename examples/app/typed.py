@@ -22,7 +22,7 @@ class Assistant:
         self.engine = ssmlx.Engine(model, memory_gb=memory_gb)
         self.saved_calls = 0
 
-    def ask_and_count_saved_calls(self, question: str, adapter: str | None = None) -> str:
+    def ask(self, question: str, adapter: str | None = None) -> str:
         """An empty text if there is no memory for it."""
         config = ssmlx.GenerateConfig(max_tokens=40, temp=0.0, stop=("\n\n",))
         text = ""
@@ -55,7 +55,7 @@ class MeasuredAnswer(NamedTuple):
     tokens_per_call: float
 
 
-def load_and_answer_once(model: str, question: str) -> MeasuredAnswer:
+def answer_once(model: str, question: str) -> MeasuredAnswer:
     """With the adapter that ssmlx chooses, and without an engine."""
     loaded, tokenizer = ssmlx.load(model, adapter="auto")
     prompt: list[int] = ssmlx.prompt_tokens(question, loaded, tokenizer)

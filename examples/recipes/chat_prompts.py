@@ -144,7 +144,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _make_and_write_prompts(args: argparse.Namespace) -> None:
+def _write_prompts(args: argparse.Namespace) -> None:
     from ssmlx.loading.names import resolve_model
 
     check_torch()
@@ -154,9 +154,7 @@ def _make_and_write_prompts(args: argparse.Namespace) -> None:
     model, tokenizer = continuations.load_answering_model(
         resolve_model(args.model), args.dtype, args.device
     )
-    sampled = split_without_near_copies(
-        _read_earlier_or_sample_prompts(args, model, tokenizer), written
-    )
+    sampled = split_without_near_copies(_sampled_prompts(args, model, tokenizer), written)
     for split, lists in split_question_lists().items():
         rng = random.Random(f"{args.seed} {split} chats")
         texts = [*written[split], *sampled[split]]
@@ -170,9 +168,7 @@ def _make_and_write_prompts(args: argparse.Namespace) -> None:
         print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
 
 
-def _read_earlier_or_sample_prompts(
-    args: argparse.Namespace, model: Any, tokenizer: Any
-) -> list[str]:
+def _sampled_prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     """Those of an earlier run with the same settings, which are kept in --out."""
     of = hashlib.sha256(args.model.encode()).hexdigest()[:8]
     kept = args.out / f"sampled_{of}_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
@@ -183,7 +179,7 @@ def _read_earlier_or_sample_prompts(
     return found
 
 
-main = make_main(PROG, parse_args, _make_and_write_prompts)
+main = make_main(PROG, parse_args, _write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -49,7 +49,7 @@ class Step:
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
 
-    def command_with_folders_and_max_steps(self, args: argparse.Namespace) -> list[str]:
+    def command_words(self, args: argparse.Namespace) -> list[str]:
         words = [path_with_real_folder(word, args) for word in shlex.split(self.command)]
         for name, most in (("max_steps", args.max_steps), ("count", 16 * args.max_steps)):
             if most and name in self.options():
@@ -76,7 +76,7 @@ def check_equal_training(steps: Sequence[Step]) -> None:
             require(has == expected, found, expected=f"{expected}, as {name}", do="make them equal")
 
 
-def check_or_fill_digest_of_file(
+def check_digest(
     name: str,
     digests: dict[str, str | None],  # SHA-256 by file name
     args: argparse.Namespace,
@@ -134,9 +134,9 @@ def _run_unfinished_steps(args: argparse.Namespace) -> int:
     for number, step in enumerate(chosen, 1):
         for name in files:
             if name in step.input_files() or not name.startswith(("OUT/", "DATA/")):
-                check_or_fill_digest_of_file(name, files, args)
+                check_digest(name, files, args)
         if not step.finished:
-            words = step.command_with_folders_and_max_steps(args)
+            words = step.command_words(args)
             step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)

@@ -105,7 +105,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _write_training_prompts_and_recombined_ones(args: argparse.Namespace) -> None:
+def _write_prompts(args: argparse.Namespace) -> None:
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     own, *others = (
         [prompt.get("prompt", "") for prompt in read_prompts(args.data / f"{name}.jsonl", "--data")]
@@ -121,7 +121,7 @@ def _write_training_prompts_and_recombined_ones(args: argparse.Namespace) -> Non
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-main = make_main(PROG, parse_args, _write_training_prompts_and_recombined_ones)
+main = make_main(PROG, parse_args, _write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -69,7 +69,7 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.ask_button.enabled = False
             self._append_text(f"> {question}\n")
             try:
-                await self._append_answer_as_it_comes(question)
+                await self._append_answer(question)
             except ssmlx.InputError as error:
                 self.status.text = str(error)
             self._append_text("\n\n")
@@ -77,7 +77,7 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.stop_button.enabled = False
             self.ask_button.enabled = True
 
-    async def _append_answer_as_it_comes(self, question: str) -> None:
+    async def _append_answer(self, question: str) -> None:
         self._answer = await asyncio.to_thread(
             self._reply_or_answer_alone, question, self.adapter.value
         )
