@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.parser import add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt, print_save_and_draw_png
 from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
@@ -28,7 +27,7 @@ from .run.options import (
     check_counts,
     split_name_and_value,
 )
-from .run.results import RESULTS, explain_broken_result
+from .run.results import RESULTS, explain_broken_result, print_and_save
 from .run.show import Row, write_bar_chart
 from .run.statistics import estimate_from_json
 from .run.target import MLX_LM, PLAIN
@@ -285,7 +284,7 @@ def compare_answers(args: argparse.Namespace) -> int:
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
-    print_and_save_json_and_txt(result, args.out / f"score-{task.name}", "\n".join(lines))
+    print_and_save(result, args.out / f"score-{task.name}", "\n".join(lines))
     return 0
 
 
@@ -375,7 +374,7 @@ def _compare(args: argparse.Namespace) -> int:
         print(text)
     else:
         make_folder(args.out)
-        print_save_and_draw_png(result, args.out / "compare", text, write_bar_chart)
+        print_and_save(result, args.out / "compare", text, write_bar_chart)
     differing = systems_parting_beyond_ties(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)

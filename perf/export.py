@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ssmlx import exported
-from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.parser import add_int_options, add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.decoding.loop import prefill
 from ssmlx.errors import require
@@ -34,7 +32,8 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
-from .run.results import RESULTS, explain_broken_result
+from .run.environment import describe_machine
+from .run.results import RESULTS, explain_broken_result, print_and_save
 from .run.tasks import SQL
 from .run.timing import TimedAnswer, answer_with_ssmlx, timed_answer_from_responses
 
@@ -267,9 +266,7 @@ def _compare(args: argparse.Namespace) -> int:
     rows = [{**row, **own} for folder, own in told for row in compare_package(args, folder, mlx)]
     make_folder(RESULTS)
     result = {"machine": describe_machine(), "rows": rows}
-    print_and_save_json_and_txt(
-        result, RESULTS / "export", "\n".join(map(format_row_as_lines, rows))
-    )
+    print_and_save(result, RESULTS / "export", "\n".join(map(format_row_as_lines, rows)))
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )

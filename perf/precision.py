@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.commands.parser import make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
@@ -32,6 +31,7 @@ from .run.options import (
     build_task_experiment,
     check_counts,
 )
+from .run.results import print_and_save
 from .run.show import (
     Result,
     Row,
@@ -209,7 +209,7 @@ def _measure(args: argparse.Namespace) -> int:
     parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
-    print_and_save_json_and_txt(result, args.out / "precision", format_markdown_report(result))
+    print_and_save(result, args.out / "precision", format_markdown_report(result))
     return 1 if systems_parting_beyond_ties(result) else 0
 
 

@@ -31,9 +31,7 @@ import numpy as np
 from mlx_lm.utils import save_config, save_model
 
 import ssmlx
-from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.parser import add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
@@ -42,8 +40,9 @@ from ssmlx.report import Columns, table
 from ssmlx.server.__main__ import adapter_of_each_served_name
 from ssmlx.settings import PREFILL_STEP_SIZE
 
+from .run.environment import ROOT, describe_machine, machine_load_text
 from .run.options import add_model_option, add_out_option, check_counts
-from .run.results import ROOT, machine_load_text
+from .run.results import print_and_save
 from .run.target import FLOATS, load_weights_as
 
 PROG = "perf.serving"
@@ -309,7 +308,7 @@ def _measure(args: argparse.Namespace) -> int:
         ]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
     result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
-    print_and_save_json_and_txt(result, args.out / "serving", format_text_report(result))
+    print_and_save(result, args.out / "serving", format_text_report(result))
     return 0
 
 

@@ -19,7 +19,8 @@ from tiny import slow
 
 import ssmlx
 from ssmlx.commands import adapt as adapt_command
-from ssmlx.commands import machine, upload
+from ssmlx.commands import power as power_command
+from ssmlx.commands import upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.commands.running import file_error
 from ssmlx.generation.learned import learned_of
@@ -589,7 +590,7 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     free = iter([(load,) * 3, *[(0.0,) * 3] * 9])
     sources = iter([power, *["AC"] * 9])
     monkeypatch.setattr(adapt_command, "time", now)
-    monkeypatch.setattr(machine, "power_source_or_unknown", lambda: next(sources))
+    monkeypatch.setattr(power_command, "power_source_or_unknown", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
     adapt_command.make_wait_while_busy_or_on_battery(True)()
     assert len(slept) == waits

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from perf.run.results import ROOT, explain_broken_result
-from ssmlx.commands.machine import describe_machine
+from perf.run.environment import ROOT, describe_machine
+from perf.run.results import explain_broken_result
 from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.errors import require

@@ -21,9 +21,7 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.commands.drafting_lines import cost_table_rows
-from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.parser import add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.files import make_folder
@@ -32,6 +30,7 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.settings import DTYPES, GenerateConfig
 
+from ..run.environment import describe_machine, machine_load_text
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import (
     DEFAULT,
@@ -40,7 +39,7 @@ from ..run.options import (
     check_counts,
     read_adapter_with_streams,
 )
-from ..run.results import Kept, machine_load_text
+from ..run.results import Kept, print_and_save
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, find_data_file, read_examples
 from ..run.timing import TimedAnswer
@@ -298,7 +297,7 @@ def _measure(args: argparse.Namespace) -> int:
     """Exit code 1 if answers with float32 weights differ from plain decoding's."""
     make_folder(args.out)
     result = measure_what_time_allows(args, PARTS)
-    print_and_save_json_and_txt(result, args.out / "bench", format_text_report(result))
+    print_and_save(result, args.out / "bench", format_text_report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]

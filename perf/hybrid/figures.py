@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import ssmlx
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.decoding.call import plain_call, verify
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
@@ -28,6 +27,7 @@ from ssmlx.model.tree import chain_tree
 from ssmlx.report import Columns
 from ssmlx.settings import GenerateConfig
 
+from ..run.results import print_and_save
 from ..run.show import markdown_table
 from ..run.target import MLX_LM, PLAIN, answer_with_mlx_lm
 from ..run.timing import TimedAnswer, answer_with_ssmlx
@@ -415,5 +415,5 @@ def measure(
         "times": time_calls_after_chains(model, texts),
         "bytes": byte_rows(load_torch_model(folder)[0].config),
     }
-    print_and_save_json_and_txt(result, out / "hybrid", format_markdown_report(result))
+    print_and_save(result, out / "hybrid", format_markdown_report(result))
     return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1

@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
@@ -25,14 +24,13 @@ from ssmlx.generation.segments import check_prompt_length
 from ssmlx.loading.identity import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
 
+from .environment import describe_machine, machine_load_text, timing_environment
 from .price import Prices, cheapest_system, price_answers, price_figures
 from .results import (
     AnswerStore,
     Kept,
     file_stats_digest,
-    machine_load_text,
     sources_digest,
-    timing_environment,
 )
 from .statistics import Estimate, mean, median, medians_over_repeats, ratio, ratio_of_median_rates
 from .target import (

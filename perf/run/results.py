@@ -2,29 +2,43 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.machine import describe_machine, power_source_or_unknown
 from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
+from ssmlx.loading.files import write_whole
 from ssmlx.training.part_file import PartFile
 
+from .environment import ROOT
 from .timing import TimedAnswer, TimedCall
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"
-_TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 
-def machine_load_text() -> str:
-    """Of the last minute: `1.4 of 2 cores busy when it began`."""
-    return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores busy when it began"
+def print_and_save(
+    result: Mapping[str, Any],
+    target: Path,  # without a suffix; its folder exists
+    text: str,
+    draw: Callable[[Any, Path], None] | None = None,  # ImportError: matplotlib is missing
+) -> None:
+    """Print `text`; write `target`.json and .txt, and .png with `draw`."""
+    print(text)
+    saved = json.dumps(result, indent=1, ensure_ascii=False)
+    write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
+    write_whole(target.with_suffix(".txt"), f"{text}\n".encode())
+    print("saved", target.with_suffix(".json"), file=sys.stderr)
+    if draw is None:
+        return
+    try:
+        draw(result, target.with_suffix(".png"))
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
 
 
 @contextmanager
@@ -89,13 +103,6 @@ class AnswerStore:
 def _timed_answer_from_json(values: Mapping[str, Any]) -> TimedAnswer:
     calls = [TimedCall(*call) for call in values["calls"]]
     return TimedAnswer(**{**values, "calls": calls})
-
-
-@lru_cache(maxsize=1)
-def timing_environment() -> dict[str, str]:
-    """What times depend on beside the code."""
-    found = describe_machine()
-    return {**{name: found[name] for name in _TIMED_ON}, "power": power_source_or_unknown()}
 
 
 def file_stats_digest(folder: Path | None) -> str | None:

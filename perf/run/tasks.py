@@ -15,7 +15,7 @@ from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json_rows
 from ssmlx.prompts import Prompt, read_prompts
 
-from .results import ROOT
+from .environment import ROOT
 from .statistics import mean, paired_difference
 
 EXAMPLES = ROOT / "examples" / "data"

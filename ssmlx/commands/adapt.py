@@ -195,7 +195,7 @@ def make_wait_while_busy_or_on_battery(give_way: bool) -> Callable[[], None]:
     Args:
         give_way: whether to wait at all; if not, the function returns at once.
     """
-    from .machine import power_source_or_unknown
+    from .power import power_source_or_unknown
 
     looked = time.monotonic()
     own = time.process_time()
