@@ -214,8 +214,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
+    parser = make_parser(PROG, f"{__doc__}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
     add_out_option(parser)
     args = parser.parse_args(argv)

@@ -311,8 +311,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """`contexts` is sorted and without repetitions."""
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
+    parser = make_parser(PROG, f"{__doc__}\n{EPILOG}")
     add_model_option(parser)
     add_options(
         parser,
