@@ -215,6 +215,7 @@ VARIANTS = [
     {"lora_modules": ("q_proj", "mlp.down_proj"), "prune_rank": 0},
     {"condition_rank": 4},
     {"root_init_rank": 3},
+    {"root_init_rank": 3, "root_dropout": 0.4},
     {"pack": 24, "condition_rank": 4, "root_init_rank": 3},
     {"weight_decay": 0.1, "clip_norm": 0.05, "stream_weights": (0.5, 0.2, 0.1)},
 ]

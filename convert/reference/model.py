@@ -452,6 +452,7 @@ class StreamFusedReference(Module):
         input_ids: torch.Tensor | None = None,
         *,
         stream_rows: torch.Tensor | None = None,
+        rootless: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
         """Run node states from layer N - Ns to the final norm, with streams on the anchors.
@@ -460,6 +461,8 @@ class StreamFusedReference(Module):
             nodes: [B, T, D] as `lower_states` gives them.
             input_ids: [B, T], needed only where streams start from the token after their node too.
             stream_rows: as in `forward`.
+            rootless: [B, K] bool, which of them have streams that start without the root's term;
+                none unless given.
             where: as in `forward`.
 
         Returns:
@@ -493,6 +496,8 @@ class StreamFusedReference(Module):
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
                 root_inputs = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
+                if rootless is not None:
+                    root_inputs = root_inputs.masked_fill(rootless[..., None], 0)
             streams = self.insert_streams(start, root_inputs)
             with self.treating_rows_as_streams():
                 for index, keys in kept:

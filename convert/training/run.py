@@ -159,19 +159,24 @@ class TorchObjective(Objective):
         rows[anchor_indices(torch.from_numpy(batch.anchors))] = streams.flatten(2).cpu()
         return rows
 
-    def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
+    def upper(
+        self, batch: Batch, lower: torch.Tensor, rootless: np.ndarray | None = None
+    ) -> HiddenStates:
         """Run from the hidden states before the insertion layer to the final norm, with streams on
         every anchor.
 
         Args:
             batch: B texts.
             lower: [B, T, D] on the device.
+            rootless: [B, K] bool, which anchors' streams start without the root's term; none unless
+                given.
         """
         anchors = self.index_tensor(batch.anchors)
+        without = None if rootless is None else torch.from_numpy(rootless).to(self.device)
         with autocast_for(self.device, self.dtype):
             tokens = self.index_tensor(batch.tokens)
             return self.model.upper_states(
-                lower, tokens, stream_rows=anchors, **self.row_arguments(batch)
+                lower, tokens, stream_rows=anchors, rootless=without, **self.row_arguments(batch)
             )
 
     def logits(self, hidden: torch.Tensor, kind: TermKind) -> torch.Tensor:
@@ -197,7 +202,7 @@ class TorchObjective(Objective):
         Returns:
             The sum; and the means by "NAME_loss", in nats a token.
         """
-        states = self._hidden_states_by_kind(batch, lower)
+        states = self._hidden_states_by_kind(batch, lower, self.rootless_anchors(batch, step))
         found = []
         for term in self.loss_terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
@@ -217,7 +222,7 @@ class TorchObjective(Objective):
         return self.weighted_loss(found)
 
     def _hidden_states_by_kind(
-        self, batch: Batch, lower: torch.Tensor
+        self, batch: Batch, lower: torch.Tensor, rootless: np.ndarray | None = None
     ) -> dict[TermKind, torch.Tensor]:
         """Return hidden states [..., D] by the kinds of rows that terms name.
 
@@ -228,7 +233,7 @@ class TorchObjective(Objective):
         if self.train.keeps_streams:
             streams = nodes[anchor_indices(self.index_tensor(batch.anchors))]
             return {STREAM: streams, GIVEN: streams}
-        hidden = self.upper(batch, nodes)
+        hidden = self.upper(batch, nodes, rootless)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
     def weighted_loss(self, terms: Iterable[TermRows]) -> tuple[torch.Tensor, dict[str, float]]:

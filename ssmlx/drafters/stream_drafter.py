@@ -146,8 +146,8 @@ class StreamDrafter:
     ) -> None:
         """Cut the tree's width to the draft vocabulary's size, and start on an empty text.
 
-        InputError where the streams cannot run by `schedule`: those that start from the root only
-        by "second-pass".
+        InputError where the streams cannot run by `schedule`: those that need the root only by
+        "second-pass".
         """
         require(
             schedule in model.schedules,

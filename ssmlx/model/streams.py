@@ -225,15 +225,18 @@ class StreamFusedModel:
 
     @property
     def starts_from_root(self) -> bool:
-        """Whether streams start from the root too, so that drafting is a pass of its own."""
+        """Whether streams start from the root too, where it is known."""
         return self.streams is not None and self.streams.root_init is not None
 
     @property
+    def needs_root(self) -> bool:
+        """Whether streams were never trained to start without the root."""
+        return self.starts_from_root and not (self.config and self.config.starts_without_root)
+
+    @property
     def schedules(self) -> tuple[StreamSchedule, ...]:
-        """The schedules that its streams may run by: ("second-pass",) alone where they start from
-        the root.
-        """
-        return STREAM_SCHEDULES if not self.starts_from_root else ("second-pass",)
+        # In the fused pass the root is not decided yet.
+        return ("second-pass",) if self.needs_root else STREAM_SCHEDULES
 
     @property
     def draft_vocab_size(self) -> int:
@@ -382,14 +385,13 @@ class StreamFusedModel:
         Args:
             hidden: [1, M, D] the nodes' rows, as they enter the insertion layer.
             num_streams: G, at most as many as were trained; with 0, `hidden` is returned.
-            root_states: [1, M, 2 D] as the method of this name gives it, where streams start from
-                the root too; else not used.
+            root_states: as `start_streams` takes it.
 
         Returns:
             [1, M * (1 + G), D] the nodes' rows, then what `start_streams` returns.
 
         Raises:
-            ValueError: the streams start from the root too, and `root_states` is None.
+            ValueError: the streams need the root, and `root_states` is None.
         """
         if num_streams == 0:
             return hidden
@@ -405,19 +407,19 @@ class StreamFusedModel:
         Stream j of a node starts as f(h) + P_j, h the node's row. f is the identity where none was
         trained; else a low-rank map, to which h is added if `stream_init` is "residual". Without
         stream embeddings P, as where values are rotated, all streams of a node start alike.
-        `root_init` of `root_states` is added where streams start from the root too.
+        `root_init` of `root_states` is added where streams start from the root too, and it is known.
 
         Args:
             hidden: [B, M, D] the nodes' rows, as they enter the insertion layer.
             num_streams: G, at most as many as were trained.
             root_states: [B, M, 2 D] as the method of this name gives it, where streams start from
-                the root too; else not used.
+                the root too; None leaves it out, as do the zeros of a node. Else not used.
 
         Returns:
             [B, M * G, D] in the dtype of `hidden`, node by node.
 
         Raises:
-            ValueError: the streams start from the root too, and `root_states` is None.
+            ValueError: the streams need the root, and `root_states` is None.
         """
         assert self.streams is not None and self.config is not None
         batch, num_nodes, size = hidden.shape
@@ -426,9 +428,9 @@ class StreamFusedModel:
             start = self.streams.init(hidden)
             if self.config.stream_init == "residual":
                 start = hidden + start
-        if self.streams.root_init is not None:
-            if root_states is None:
-                raise ValueError("these streams start from the root too, which is not known here")
+        if self.needs_root and root_states is None:
+            raise ValueError("these streams start from the root too, which is not known here")
+        if self.streams.root_init is not None and root_states is not None:
             start = start + self.streams.root_init(root_states)
         if self.streams.embeddings is None:
             rows = mx.repeat(start, num_streams, axis=1)
@@ -537,7 +539,7 @@ class StreamFusedModel:
             [1, G, D] last hidden states of its streams, before the final norm.
 
         Raises:
-            ValueError: the streams start from the root too, and `root_states` is None.
+            ValueError: the streams need the root, and `root_states` is None.
             InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
         rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, root_states)

@@ -79,10 +79,16 @@ class TrainConfig:
     stream_init_rank: int | None = setting(None, "eta: rank of f", least=0, most=_MAX_RANK)
     root_init_rank: int = setting(
         0,
-        "rank of a term of the root token and the last hidden state that is added to f; 0 adds "
-        "none. With it, streams always run in a second pass",
+        "rank of a term of the root token and the last hidden state that is added to f; 0 adds none",
         least=0,
         most=_MAX_RANK,
+    )
+    root_dropout: float = setting(
+        0.0,
+        "share of the places where streams learn without that term, as they start by the schedule "
+        "fused; 0 makes them need a second pass",
+        least=0,
+        below=1,
     )
     prune_rank: int = setting(
         8, "theta: rank of the pruning adapter; 0 trains none", least=0, most=_MAX_RANK
@@ -196,6 +202,11 @@ class TrainConfig:
                 "root_init_rank",
                 self.num_streams > 0 or not self.root_init_rank,
                 "0 where there are no streams",
+            ),
+            (
+                "root_dropout",
+                self.root_init_rank > 0 or not self.root_dropout,
+                "0 where --root-init-rank is 0",
             ),
             (
                 "condition_rank",

@@ -279,12 +279,16 @@ class TrainedModel:
             nodes = self._run(index, nodes, layout.nodes, _LayerCache(layout.nodes))
         return nodes
 
-    def upper_before_norm(self, nodes: mx.array, layout: Layout) -> LastStates:
+    def upper_before_norm(
+        self, nodes: mx.array, layout: Layout, rootless: np.ndarray | None = None
+    ) -> LastStates:
         """Run node rows, and then their streams, through the layers from the insertion layer on.
 
         Args:
             nodes: [B, T, D] node states before the insertion layer.
             layout: of the batch.
+            rootless: [B, K] bool, which anchors' streams start without the root's term; none unless
+                given.
 
         Returns:
             The last hidden states, to which the final norm is not applied.
@@ -295,11 +299,15 @@ class TrainedModel:
             views.append((index, _LayerCache(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
         streams = [nodes[:, :0]]
-        for (texts, anchors), rows in layout.groups:
+        for number, ((texts, anchors), rows) in enumerate(layout.groups):
             known = None
             if self._fused.starts_from_root:
                 roots = layout.tokens[texts, anchors + 1]
                 known = self._fused.root_states(roots, nodes[texts, anchors])
+                if rootless is not None:
+                    first = number * _ANCHORS_AT_ONCE
+                    without = mx.array(rootless[:, first : first + _ANCHORS_AT_ONCE, None])
+                    known = mx.where(without, 0, known)
             states = started[texts, anchors]
             count = self.config.num_streams
             states = self._fused.start_streams(states, count, known)
@@ -467,6 +475,7 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
         adapter.config,
         condition_rank=train.condition_rank,
         root_init_rank=train.root_init_rank,
+        starts_without_root=adapter.config.starts_without_root or train.root_dropout > 0,
         tokens_per_call=None,
     )
     streams = replace(streams, condition=condition, root_init=root_init)

@@ -202,7 +202,7 @@ class MlxObjective(Objective):
             targets. Of one rank's part of a batch, both are shares that add up over the ranks.
         """
         self.model.bind_and_reset_others_to_start(weights)
-        states = self._hidden_states_by_kind(batch, lower)
+        states = self._hidden_states_by_kind(batch, lower, self.rootless_anchors(batch, step))
         total = mx.array(0.0)
         means = {}
         terms = self.loss_terms(batch, step)
@@ -220,13 +220,16 @@ class MlxObjective(Objective):
                 means[term.name] = rows.sum() / whole[term.name]
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
-    def _hidden_states_by_kind(self, batch: Batch, lower: mx.array) -> dict[TermKind, mx.array]:
+    def _hidden_states_by_kind(
+        self, batch: Batch, lower: mx.array, rootless: np.ndarray | None = None
+    ) -> dict[TermKind, mx.array]:
         """Return hidden states before the final norm, by the kinds of rows that terms name.
 
         Args:
             batch: the examples.
             lower: what `lower` returned of the batch: states before the insertion layer, or where
                 the condition alone is trained the streams' last states, and no layer is run.
+            rootless: as `TrainedModel.upper_before_norm` takes it.
 
         Returns:
             [B, T, D] of `MAIN` and `PRUNE`, the latter `lower` itself; and of `STREAM` and `GIVEN`
@@ -236,7 +239,7 @@ class MlxObjective(Objective):
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
-        nodes, streams = self.model.upper_before_norm(lower, self._layout(batch))
+        nodes, streams = self.model.upper_before_norm(lower, self._layout(batch), rootless)
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
 
     def mean_losses(self, batch: Batch, lower: mx.array) -> dict[str, float]:
