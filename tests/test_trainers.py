@@ -985,13 +985,16 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
 
 @pytest.mark.parametrize("command", [MLX, TORCH])
 def test_an_adapter_gets_a_start_from_the_root(base, data, tmp_path, command, capsys):
-    first = MLX.train(base, data, tmp_path / "first", *OWN, "--max-steps", "2")
+    none = ("--root-init-rank", "0", "--max-steps", "2")
+    first = MLX.train(base, data, tmp_path / "first", *OWN, *none)
     root = ("--root-init-rank", "3", "--max-steps", "2")
+    assert load_adapter(first).config.root_init_rank == 0
     for part in ("streams", "condition"):
         more = ("--train-only", part, *root)
         if add_condition(command, base, data, first, tmp_path / part, *more) == 0:
             found = load_adapter(tmp_path / part / MLX.result)
             assert found.config.root_init_rank == 3 and found.streams.root_init.b.any()
+            assert found.config.starts_without_root
     assert part == "condition" and not (tmp_path / part).exists()
     assert "--root-init-rank would do nothing here" in capsys.readouterr().err
 

@@ -407,7 +407,7 @@ class StreamFusedModel:
         Stream j of a node starts as f(h) + P_j, h the node's row. f is the identity where none was
         trained; else a low-rank map, to which h is added if `stream_init` is "residual". Without
         stream embeddings P, as where values are rotated, all streams of a node start alike.
-        `root_init` of `root_states` is added where streams start from the root too, and it is known.
+        `root_init` of `root_states` is added where streams start from the root too.
 
         Args:
             hidden: [B, M, D] the nodes' rows, as they enter the insertion layer.

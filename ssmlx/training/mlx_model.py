@@ -474,8 +474,8 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     config = replace(
         adapter.config,
         condition_rank=train.condition_rank,
-        root_init_rank=train.root_init_rank,
-        starts_without_root=adapter.config.starts_without_root or train.root_dropout > 0,
+        root_init_rank=train.root_init_rank or 0,
+        starts_without_root=adapter.config.starts_without_root or train.teaches_rootless_starts,
         tokens_per_call=None,
     )
     streams = replace(streams, condition=condition, root_init=root_init)
@@ -489,7 +489,7 @@ def draw_root_init_or_none(train: TrainConfig, hidden_size: int) -> LowRank | No
     It is zero until it is trained. None where `train.root_init_rank` is 0.
     """
     rng = np.random.default_rng([train.seed, 2])
-    return draw_low_rank_or_none(rng, train.root_init_rank, 2 * hidden_size, hidden_size)
+    return draw_low_rank_or_none(rng, train.root_init_rank or 0, 2 * hidden_size, hidden_size)
 
 
 def draw_low_rank_or_none(

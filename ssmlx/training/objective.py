@@ -149,7 +149,7 @@ class Objective(ABC):
         """[B, K] bool, which anchors' streams learn at a step without the root's term; None for
         none.
         """
-        if not self.train.root_dropout:
+        if not self.train.teaches_rootless_starts:
             return None
         # Multiples of the golden ratio spread evenly, and keep no time with `STRIDE`.
         places = np.arange(batch.anchors.shape[1]) + _PLACES_A_STEP * step
