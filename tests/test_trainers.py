@@ -273,7 +273,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr("guessed.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
-    whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
+    settings = {"condition_rank": 5, "adapter_scope": "streams", "root_dropout": 0.0}
+    whole, _ = pair(tmp_path, "Llama", vocab, settings)
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
