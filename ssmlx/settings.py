@@ -209,9 +209,12 @@ class StreamConfig:
     # f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h, "residual" f(h) = h + B A h.
     stream_init: StreamInit = setting("identity", choices=STREAM_INITS)
     stream_init_rank: int = setting(0, least=0, most=MAX_SIZE)  # eta, the rank of f; 0 for identity
-    # rank of what the root token and the last hidden state before it add to f, which makes drafting
-    # a pass of its own; 0 where streams start from f alone
+    # rank of what the root token and the last hidden state before it add to f; 0 where streams
+    # start from f alone
     root_init_rank: int = setting(0, least=0, most=MAX_SIZE)
+    # whether they were also trained without that, as they start by `schedule=fused`, whose pass
+    # decides the root
+    starts_without_root: bool = setting(False, choices=(False, True))
     # theta, the rank of the early-exit adapter; 0 where there is none
     prune_rank: int = setting(0, least=0, most=MAX_SIZE)
     # r, the rank of `ssmlx.model.condition`, which scores a stream's candidates given the token
@@ -993,7 +996,8 @@ class GenerateConfig(SamplingConfig):
 WIRE_NAMES = {
     wire: one.name for one in fields(GenerateConfig) for wire in one.metadata.get("wire", ())
 }
-"""Settings by the names that a request has for them: OpenAI's, or mlx-lm's."""
+"""Settings by the names that a request has for them, OpenAI's or mlx-lm's; of two names for one
+setting, the later one counts."""
 
 
 def field_of_drafter_settings(kind: type[DrafterConfig]) -> str:

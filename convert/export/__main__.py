@@ -32,11 +32,6 @@ manifest.json, report.json and the tokenizer. convert/export/README.md explains 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.export`; --out is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(
         PROG, "Export a model that drafts for itself to Core ML or Core AI.", EPILOG
     )
@@ -68,12 +63,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def export_model(args: argparse.Namespace) -> None:
-    """Export a model to --out as the options say, and print the report on standard error.
-
-    Raises:
-        InputError: a setting is refused, a package of the target is missing, or the model cannot be
-            exported.
-    """
     tree = TreeConfig(**given_settings(args, TreeConfig))
     config = ExportConfig(tree=tree, **given_settings(args, ExportConfig))
     check_installed(_NEEDED[args.target], args.target, f'pip install "ssmlx[{args.target}]"')
