@@ -27,7 +27,7 @@ from real import (
 import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
-from ssmlx.commands import adapt, adapters, chat, check, drafting_lines, generate
+from ssmlx.commands import adapt, adapters, chat, check, drafting, generate
 from ssmlx.errors import naming_file
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import identity, names
@@ -263,14 +263,14 @@ def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
 
 def lines_of(model, adapter, **settings):
     plan = make_plan(model, ssmlx.GenerateConfig(**settings))
-    return drafting_lines.drafting_lines(model, plan, adapter)
+    return drafting.describe(model, plan, adapter).lines()
 
 
 def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
-    assert first == f"no adapter: {drafting_lines.decision_line(make_plan(plain))}"
+    assert first == f"no adapter: {drafting.decision(make_plan(plain))}"
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
@@ -358,10 +358,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "time_unknown_costs_before_answers", lambda *_: None)
+    monkeypatch.setattr(check, "time_unknown_costs", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "time_unknown_costs_before_answers", lambda *_: None)
-    monkeypatch.setattr(check, "time_tree_sizes_and_estimate_speedup", lambda *_: [])
+        monkeypatch.setattr(command, "time_unknown_costs", lambda *_: None)
+    monkeypatch.setattr(check, "time_tree_sizes", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
     for option in ((), ("--adapter", "none")):
@@ -377,14 +377,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
     ):
         same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
         assert len(same) == 1 and next(iter(same))[0].startswith(begins)
-    assert server.adapter_of_each_served_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
-    assert (
-        server.adapter_of_each_served_name("m", ["auto"])
-        == server.adapter_of_each_served_name("m", [])
-        == {"m": None}
-    )
+    assert server.served_adapters("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.served_adapters("m", ["auto"]) == server.served_adapters("m", []) == {"m": None}
     assert "--adapter none and --adapter auto" in refusal(
-        server.adapter_of_each_served_name, "m", ["none", "auto"]
+        server.served_adapters, "m", ["none", "auto"]
     )
 
 

@@ -141,9 +141,8 @@ def test_load_swap_and_engine_take_it(hub, base, adapter):
     plain, _ = ssmlx.load(base, offline=True)
     assert ssmlx.swap_adapter(plain, f"org/name@{FIRST}").num_streams == model.num_streams
     talk = chat.Chat(ssmlx.ChatSession(plain, tokenizer), chat.Screen(), None)
-    assert chat.list_or_swap_adapter("org/name", talk).startswith(
-        "adapter org/name: 2 streams draft"
-    )
+    said = chat.list_or_swap_adapter("org/name", talk)
+    assert said.startswith("adapter org/name, as asked for: streams ")
     hub.commits[SECOND] = hub.commits[FIRST]
     assert "(offline)" in refusal(ssmlx.swap_adapter, plain, f"org/name@{SECOND}")
     with ssmlx.Engine(base, ["org/name"]) as engine:
