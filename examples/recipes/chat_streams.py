@@ -207,7 +207,7 @@ def make_answers(args: argparse.Namespace) -> None:
     most = model.config.max_position_embeddings - args.max_tokens
 
     def answer(rows: Sequence[dict[str, Any]], number: int) -> list[OwnAnswer]:
-        encoded = continuations.encode_prompts_refusing_long(rows, tokenizer, most)
+        encoded = continuations.encode_prompts(rows, tokenizer, most)
         temp = SAMPLED_TEMP if number % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0
         sampling = Sampling(max_tokens=args.max_tokens, temp=temp)
         found = continuations.generate_batch(model, encoded, sampling, stop, number)
