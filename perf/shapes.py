@@ -17,7 +17,7 @@ from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.loading.folders import CONFIG_FILE
 from ssmlx.loading.names import resolve_adapter, resolve_model
-from ssmlx.policy.costs import interpolate_flat_beyond_ends
+from ssmlx.policy.costs import interpolate
 from ssmlx.settings import StreamConfig
 from ssmlx.training.job import read_base_settings
 from ssmlx.training.sizing import StepCosts, fastest_tree
@@ -59,7 +59,7 @@ def call_costs(config: StreamConfig, rows: StepCosts, share: float) -> dict[int,
     """
 
     def cost(count: int) -> float:
-        return interpolate_flat_beyond_ends(sorted(rows), [rows[n] for n in sorted(rows)], count)
+        return interpolate(sorted(rows), [rows[n] for n in sorted(rows)], count)
 
     assert config.tokens_per_call is not None
     drafting = share * cost(config.num_streams)
