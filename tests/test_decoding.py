@@ -179,7 +179,7 @@ def test_padding_has_no_probability():
     tree = tree_from_parents([1, 2, PAD_TOKEN], [0, 0, 0])
     logits = mx.arange(VOCAB, dtype=mx.float32)[
         None
-    ]  # the last is best, which an index of -1 reads
+    ]  # the last is best, which -1 reads
     found = transition_logprobs(tree, logits)
     assert found[2].item() == -math.inf
     assert nodes_within_budget(tree, found, 2).tolist() == [0, 1]
