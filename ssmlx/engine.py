@@ -33,7 +33,7 @@ from .loading.folders import Fetch
 from .loading.load import load
 from .loading.loaded_adapters import LoadedAdapters
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER
-from .mlx_thread import run_on_mlx_thread, unless_forked, wired_weights
+from .mlx_thread import on_mlx_thread, run_on_mlx_thread, unless_forked, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
@@ -138,15 +138,12 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
+    @on_mlx_thread
     def _count_in_pool(self, prompt_cache: PromptCache) -> None:
         """Count what a prompt cache has, until `close`; it may drop some to fit."""
-
-        def count_on_mlx_thread() -> None:
-            if not self.is_closed:
-                self._counted.add(prompt_cache)
-                prompt_cache.count_in(self.memory_pool)
-
-        run_on_mlx_thread(count_on_mlx_thread)
+        if not self.is_closed:
+            self._counted.add(prompt_cache)
+            prompt_cache.count_in(self.memory_pool)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -442,7 +439,8 @@ class Engine:
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,
-            swap=self._model_for_swap,
+            # None is the base alone, as for `ssmlx.swap_adapter`.
+            swap=lambda adapter: self.model(NO_ADAPTER if adapter is None else adapter),
             memory_pool=self.memory_pool,
         )
         run_on_mlx_thread(lambda: self._track_open(chat))
@@ -453,10 +451,6 @@ class Engine:
         self._open.add(opened)
         if self.is_closed:
             opened.close()
-
-    def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
-        """`model`, but None is the base alone, as for `ssmlx.swap_adapter`."""
-        return self.model(NO_ADAPTER if adapter is None else adapter)
 
     @unless_forked
     def close(self) -> None:
