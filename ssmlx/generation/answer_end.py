@@ -55,10 +55,10 @@ class AnswerText:
         """Characters at the end of the text that may begin a stop string."""
         longest = max(map(len, self._stop), default=0) - 1
         sizes = range(min(longest, len(self._text)), 0, -1)
-        return next((size for size in sizes if self._is_begun_by(self._text[-size:])), 0)
-
-    def _is_begun_by(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
+        for size in sizes:
+            if any(stop.startswith(self._text[-size:]) for stop in self._stop):
+                return size
+        return 0
 
 
 @dataclass
