@@ -145,12 +145,14 @@ def plain_decode(
 
 def speculative_decode(
     model: StreamFusedModel,
-    prompt: list[int],
+    prompt: list[int],  # one token or more, which follow those in `cache`
+    # drops uncounted paths; at each step it holds every token so far, or all but the last
     cache: TextCache,
     *,
-    drafters: Sequence[Drafter],
+    drafters: Sequence[Drafter],  # each under the name in its `largest` shape
+    # always the first drafter's largest tree, unless given
     controller: DraftController | None = None,
-    context: Sequence[int] = (),
+    context: Sequence[int] = (),  # the tokens that `cache` holds, or the last of them
     prune: PruneConfig = NO_PRUNING,
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
