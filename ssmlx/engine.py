@@ -14,7 +14,7 @@ from .answers import Answer, Prefilled
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
-from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
+from .drafters.registry import DrafterArgument, Loaded, split_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
@@ -235,7 +235,7 @@ class Engine:
         """
         model = self.model(adapter)
         config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
-        config, loaded = split_drafter_arguments(config, drafter)
+        config, loaded = split_drafter(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
         def open_answer() -> Answer[GenerationResponse]:

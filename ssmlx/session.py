@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled
 from .api import stream_generate
 from .bars import Progress
-from .drafters.registry import DrafterArgument, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .formats.families import find_format
@@ -134,7 +134,7 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self.begins: Begins = "text"
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
-        self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), drafter)
+        self.config, self._loaded = split_drafter(config or GenerateConfig(), drafter)
         self.totals = ChatTotals()
         self.reset(system)
 

@@ -21,7 +21,7 @@ class AnswerText:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, behind)
         self._stop = stop
-        self._text = ""  # what was not given out yet
+        self._text = ""  # that no segment has had yet
         self._end: int | None = None  # where a stop string begins in it
         # The stop string that was found.
         self.ended_by: str | None = None
