@@ -203,14 +203,14 @@ class ChatSession:
         run_on_mlx_thread(self._require_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
-        def take_over_on_mlx_thread() -> None:
+        def take_over() -> None:
             self._require_idle()
             # The chat's settings have to fit.
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
             self._clear()
 
-        run_on_mlx_thread(take_over_on_mlx_thread)
+        run_on_mlx_thread(take_over)
 
     @property
     def memory(self) -> Memory:
