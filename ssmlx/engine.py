@@ -252,7 +252,15 @@ class Engine:
             found = partial(self._length_before_answer_opens, model, question, chat_options, prompt)
             length = found if keep_at is None else keep_at
             segments = self._begin_answer(
-                model, prompt, length, config, loaded, kept, mask, shares_prompt, joins_prompt
+                model,
+                prompt,
+                config,
+                keep_at=length,
+                loaded=loaded,
+                prompt_cache=kept,
+                mask=mask,
+                shares_prompt=shares_prompt,
+                joins_prompt=joins_prompt,
             )
             answer = Answer(segments, progress)
             self._track_open(answer)
@@ -264,8 +272,9 @@ class Engine:
         self,
         model: StreamFusedModel,
         prompt: list[int],  # tokens
-        keep_at: int | Callable[[], int],
         config: GenerateConfig,  # with a seed if it samples
+        *,
+        keep_at: int | Callable[[], int],
         loaded: Sequence[Loaded],  # to draft with
         prompt_cache: PromptCache,
         mask: Mask | None,
@@ -279,10 +288,9 @@ class Engine:
         """
         cache = model.make_cache()
         known = 0
-        # Calls are to be the same on every run then.
-        if not config.deterministic:
+        if not config.deterministic:  # whose calls are the same on every run, whatever is known
             cache, known = prompt_cache.take(model, prompt)
-        # Ranks of a split model would not batch alike.
+        # Calls that have to be the same on every run, or on every rank, are not shared.
         is_alone = config.deterministic or model.backbone.group is not None
         decode: Decode = decode_plan
         if mask is not None or not is_alone:
