@@ -148,7 +148,7 @@ def make_plan(
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
     """Whether a controller decides what is drafted: the settings leave it open."""
-    # A model that is split over machines would decide by seconds of each.
+    # The machines of a split model would each decide by seconds of their own.
     return config.is_controlled and model.backbone.group is None
 
 
