@@ -61,7 +61,7 @@ from ssmlx.drafters.mtp import MtpConfig
 from ssmlx.drafters.registry import (
     RegisteredDrafter,
     registered_drafter,
-    split_drafter_arguments,
+    split_drafter,
 )
 from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
@@ -776,8 +776,8 @@ WITH_SETTINGS = {
 def test_a_name_with_settings_is_read_as_by_the_option(text):
     name = text.replace("'", "").split()[0]
     wanted = GenerateConfig(drafter=name, **WITH_SETTINGS[text])
-    assert split_drafter_arguments(GenerateConfig(), text) == (wanted, [])
-    assert split_drafter_arguments(wanted, [text]) == (wanted, [])  # said twice, alike
+    assert split_drafter(GenerateConfig(), text) == (wanted, [])
+    assert split_drafter(wanted, [text]) == (wanted, [])  # said twice, alike
     parser = argparse.ArgumentParser()
     add_decoding_and_drafting_options(parser, max_tokens=256)
     assert generate_config(parser.parse_args(["--drafter", text])) == wanted
