@@ -418,7 +418,7 @@ MUTANTS = [
         "tests/test_model.py tests/test_drafters.py",
     ),
     Mutant(
-        "model/tree.py:topology_of_possible_nodes",
+        "model/tree.py:candidate_topology",
         "if total + outscored * (rank + 1) <= size",
         "if total + outscored * (rank + 1) < size",
         "the best tree may lack a node that belongs to it",
@@ -454,7 +454,7 @@ MUTANTS = [
         "tests/test_mtp.py",
     ),
     Mutant(
-        "drafters/draft_model.py:DraftModelDrafter._rank_candidates_by_level",
+        "drafters/draft_model.py:DraftModelDrafter._rank_levels",
         "recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)",
         "pass",
         "penalties of a chain do not see what it drafted before",

@@ -118,10 +118,10 @@ class DraftCache:
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
             yield
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
-            self.append_and_get_last_logits(mx.array(self.text[first:last]))
+            self.append(mx.array(self.text[first:last]))
             mx.eval(self._cache.state)
 
-    def append_and_get_last_logits(
+    def append(
         self,
         tokens: mx.array,  # [R]
     ) -> mx.array:  # [1, V], uncomputed
@@ -140,7 +140,7 @@ class DraftCache:
         """So that what is drafted from here can be taken back."""
         self._cache.mark()
 
-    def extend_text_and_trim_cache(
+    def extend(
         self,
         new_tokens: Sequence[int],  # they follow the text
         # how many of them, from the first on, the cache holds already, as drafted ones
@@ -156,12 +156,12 @@ class DraftCache:
         """Or to as many tokens as can be gone back to."""
         self._cache.keep_first(self._cache.longest_keepable(num_tokens))
 
-    def process_all_but_last_piece(self) -> mx.array:  # [R], 1 to `PREFILL_STEP_SIZE`
+    def prefill(self) -> mx.array:  # [R], 1 to `PREFILL_STEP_SIZE`
         """Returns the last piece of what the cache lacks of the text; mostly that is all of it, and
         nothing is processed."""
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
-            self.append_and_get_last_logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
+            self.append(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
             mx.eval(self._cache.state)
         return mx.array(self.text[self.offset :], mx.int32)
 
@@ -209,21 +209,19 @@ class DraftModelDrafter:
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
-        self._cache.extend_text_and_trim_cache(
-            tokens, common_prefix_length(chain[:-1], tokens[:-1])
-        )
+        self._cache.extend(tokens, common_prefix_length(chain[:-1], tokens[:-1]))
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Always the largest shape: the chain of the model's likeliest tokens, with its runners-up
         beside it."""
-        rows = self._rank_candidates_by_level(self._cache.process_all_but_last_piece())
+        rows = self._rank_levels(self._cache.prefill())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
-    def _rank_candidates_by_level(
+    def _rank_levels(
         self,
         newest_tokens: mx.array,  # [R], which the cache lacks
     ) -> list[mx.array]:
@@ -236,7 +234,7 @@ class DraftModelDrafter:
         rows: list[mx.array] = []
         tokens = newest_tokens
         for level in range(self.largest.levels):
-            logits = self._cache.append_and_get_last_logits(tokens)
+            logits = self._cache.append(tokens)
             self._cache.mark()
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])

@@ -45,7 +45,7 @@ from .gemma_assistant_model import (
     KeysAndValues,
     load_assistant_model,
 )
-from .mtp_head import quantise_in_place_like
+from .mtp_head import quantise_like
 from .unaccepted import UnacceptedDrafts
 
 _PAIR = "choose the assistant that was made for this model"
@@ -176,7 +176,7 @@ def load_assistant(
     model = load_assistant_model(folder, config, dtype)
     model.set_dtype(backbone.dtype)
     if not is_quantised(model):
-        quantise_in_place_like(backbone.model, model)
+        quantise_like(backbone.model, model)
     mx.eval(module_arrays(model))
     return Assistant(config, model, layers, folder)
 

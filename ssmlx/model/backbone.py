@@ -27,20 +27,20 @@ from .capabilities import Capabilities, Reason
 from .capability_checks import (
     CHECK_TOKENS,
     check_stages,
-    hook_and_try_tree_masks,
     try_batches,
     try_chains,
     try_last_hidden,
+    try_tree_masks,
 )
 from .family import find_available_parts, model_type, no_stages_error
 from .final_norm import hook_final_norm, noting_norm_inputs
-from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_weights, select_rows
+from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
 from .rope import context_length, keep_positions_in_table
 from .shapes import to_float
-from .stages import CallOutput, Stages, make_ropes_take_positions
+from .stages import CallOutput, Stages, wrap_ropes
 from .state_cache import StateCache
 from .text_cache import TextCache
 
@@ -112,7 +112,7 @@ class Backbone(Stages):
         wrapped_ropes: list[tuple[Any, nn.Module]] = []
         try:
             super().__init__(model)
-            wrapped_ropes = make_ropes_take_positions(self)
+            wrapped_ropes = wrap_ropes(self)
             mx.eval(module_arrays(model))
             check_stages(self)
         except Exception as error:  # of many kinds, since classes differ in how they are built
@@ -220,7 +220,7 @@ class Backbone(Stages):
         self._require_row_per_token(layer, "a draft vocabulary")
         rows = select_rows(layer, tokens)
         if self.draft_bits is not None:
-            rows = quantise_if_possible(rows, self.draft_bits)
+            rows = quantise(rows, self.draft_bits)
         mx.eval(rows.parameters())
         return self._head_with_layer(rows)
 
@@ -272,7 +272,7 @@ class Backbone(Stages):
     def takes_tree_masks(self) -> bool:
         """Whether every layer's attention takes a `metal.TreeMask`. Its first reading replaces the
         attention function of the layers' modules."""
-        return hook_and_try_tree_masks(self)
+        return try_tree_masks(self)
 
     @cached_property
     def _no_batches(self) -> Reason:
