@@ -84,7 +84,7 @@ def time_unknown_costs_before_answers(
     Raises:
         InputError: the settings do not fit the model or what is loaded.
     """
-    from ..generation.head_start import time_calls_before_first_answer
+    from ..generation.head_start import time_head_start
     from ..generation.plan import make_plan
     from ..mlx_thread import run_on_mlx_thread
 
@@ -94,9 +94,7 @@ def time_unknown_costs_before_answers(
     note.start()
     try:
         run_on_mlx_thread(
-            lambda: time_calls_before_first_answer(
-                model, tokenizer, make_plan(model, config, drafter=loaded)
-            )
+            lambda: time_head_start(model, tokenizer, make_plan(model, config, drafter=loaded))
         )
     finally:
         note.cancel()
@@ -136,7 +134,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     this machine is loaded, if it was not yet.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import can_have_head, known_heads_by_sizes
+    from ..loading.model_heads import can_have_head, find_known_heads
 
     head = default_head(model)
     if head.loaded is not None:
@@ -145,7 +143,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
         return f"{head.found.name} is here, but {head.reason}"
     if not can_have_head(model.backbone):
         return "no heads are known for models of this class"
-    rows = known_heads_by_sizes(model.backbone)
+    rows = find_known_heads(model.backbone)
     names = [row.repositories[0] for row in rows] or ["MODEL"]
     options = " or ".join(f'--drafter "mtp model={name}"' for name in names)
     return f"it needs a head, which is not on this machine: {options}"
@@ -173,7 +171,7 @@ def adapter_parts_and_effect_line(adapter: str | None, model: StreamFusedModel) 
     folder = resolve_adapter(adapter, fetch) if adapter else None
     if adapter is None and model.num_streams:
         folder = origin.folder
-    return None if folder is None else load_adapter(folder).describe_parts_and_effect()
+    return None if folder is None else load_adapter(folder).describe()
 
 
 def time_and_describe_model(
@@ -285,12 +283,12 @@ def time_tree_sizes_and_estimate_speedup(
         accepted.
     """
     from ..decoding.draft_shape import DraftShape
-    from ..generation.head_start import STREAMS, time_and_store_costs
+    from ..generation.head_start import STREAMS, time_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
     from ..policy.offers import CurveOffer
 
-    time_and_store_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
+    time_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
     learned, prior = learned_of(model)
     costs = learned.costs.frozen(len(text)).known
     share = prior.ratio(STREAMS, len(text))
@@ -328,7 +326,7 @@ def time_streams_that_adapt_could_train(
     """
     from ..training.config import RunOptions
     from ..training.job import read_base_settings
-    from ..training.sizing import candidate_layers, time_candidate_layers_and_keep_costs
+    from ..training.sizing import candidate_layers, time_candidate_streams
 
     backbone = model.backbone.without_adapter()
     can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
@@ -338,7 +336,7 @@ def time_streams_that_adapt_could_train(
     base = read_base_settings(folder)
     each = seconds / len(candidate_layers(base["num_hidden_layers"]))
     options = RunOptions(data=folder, out=folder, model=name, template=None)
-    time_candidate_layers_and_keep_costs(backbone, base, options, text, seconds=each)
+    time_candidate_streams(backbone, base, options, text, seconds=each)
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:
