@@ -33,9 +33,8 @@ from .capability_checks import (
     try_tree_masks,
 )
 from .family import find_available_parts, model_type, no_stages_error
-from .final_norm import hook_final_norm, noting_norm_inputs
 from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise, row_weights, select_rows
-from .modules import clone_sharing_arrays, module_arrays
+from .modules import Notes, clone_sharing_arrays, module_arrays, note_inputs
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
 from .rope import context_length, keep_positions_in_table
@@ -45,6 +44,9 @@ from .state_cache import StateCache
 from .text_cache import TextCache
 
 _log = logging.getLogger("ssmlx")
+# [1, R, D] what enters the final norm of models that are called as a whole: their last hidden
+# states, which stages give as the output of the last layer.
+_norm_inputs = Notes()
 
 # Reads modules from the base model's files: their paths, to the modules by path.
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
@@ -205,7 +207,7 @@ class Backbone(Stages):
                 self.capabilities.require("last_hidden", "hidden states before the final norm")
             else:
                 self.capabilities.require("taps", "hidden states between layers")
-            with noting_norm_inputs() as norm_inputs:
+            with _norm_inputs.taken() as norm_inputs:
                 logits = append_or_verify(self.parts.outer, tokens)
             found = {last: norm_inputs[0]}
         return CallOutput(logits.squeeze(0), taps=found)
@@ -291,9 +293,9 @@ class Backbone(Stages):
         keep_positions_in_table(self.model)
         outer = self.parts.outer
         if self.final_norm is not None:
-            hook_final_norm(self.final_norm)
+            note_inputs(self.final_norm, _norm_inputs.add)
         try:
-            with noting_norm_inputs() as norm_inputs:
+            with _norm_inputs.taken() as norm_inputs:
                 logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
             size = getattr(self.args, "hidden_size", 0)
             if norm_inputs:
