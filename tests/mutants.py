@@ -447,17 +447,17 @@ MUTANTS = [
     ),
     # --- drafters ---
     Mutant(
-        "drafters/mtp.py:MtpDrafter.propose",
-        "recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)",
+        "drafters/chain.py:ChainRanking.rank",
+        "self._recent = mx.concatenate([self._recent[:, 1:], ranked[None, :1]], axis=1)",
         "pass",
-        "penalties of a chain do not see what it drafted before",
+        "penalties of an MTP head's chain do not see what it drafted before",
         "tests/test_mtp.py",
     ),
     Mutant(
-        "drafters/draft_model.py:DraftModelDrafter._rank_levels",
-        "recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)",
+        "drafters/chain.py:ChainRanking.rank",
+        "self._recent = mx.concatenate([self._recent[:, 1:], ranked[None, :1]], axis=1)",
         "pass",
-        "penalties of a chain do not see what it drafted before",
+        "penalties of a draft model's chain do not see what it drafted before",
         "tests/test_drafters.py",
     ),
     Mutant(

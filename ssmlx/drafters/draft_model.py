@@ -14,7 +14,7 @@ from mlx_lm.utils import get_total_parameters
 from ..bars import Progress
 from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import RowPositions, Sampling, last_tokens
+from ..decoding.sampling import Sampling
 from ..errors import require
 from ..loading.folders import Fetch
 from ..loading.load import load_tokenizer, load_weights
@@ -26,6 +26,7 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
+from .chain import ChainRanking
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
 
@@ -227,23 +228,15 @@ class DraftModelDrafter:
     ) -> list[mx.array]:
         """The candidates of each level, [W] each, best first, as the target's sampling ranks them;
         uncomputed. A forward pass a level, each after the best candidate of the level before."""
-        sampling = self._sampling
-        size = sampling.context_size
-        text = self._cache.text
-        recent = last_tokens(text, size)[None]
+        ranking = ChainRanking(self._sampling, self._cache.text)
         rows: list[mx.array] = []
         tokens = newest_tokens
-        for level in range(self.largest.levels):
+        for _ in range(self.largest.levels):
             logits = self._cache.append(tokens)
             self._cache.mark()
             self.draft_calls += 1
-            first = mx.array([len(text) - 1 + level])
-            places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
-            row = sampling.rank_tokens(logits, places, self._width).tokens[0].astype(mx.int32)
-            rows.append(row)
-            tokens = row[:1]
-            if size:
-                recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)
+            rows.append(ranking.rank(logits, self._width))
+            tokens = rows[-1][:1]
         return rows
 
 

@@ -13,7 +13,7 @@ from mlx_lm.utils import get_total_parameters
 from ..bars import Progress
 from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import RowPositions, Sampling, last_tokens
+from ..decoding.sampling import Sampling
 from ..errors import require
 from ..json_files import read_json
 from ..loading.folders import Fetch
@@ -22,12 +22,13 @@ from ..loading.names import resolve_model
 from ..model.backbone import Backbone
 from ..model.family import model_type
 from ..model.modules import module_arrays
-from ..model.shapes import evaluated, indices
+from ..model.shapes import evaluated
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, chain_tree, root_tree
 from ..policy.offers import LevelsOffer
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, check_settings, setting
+from .chain import ChainRanking, UnacceptedDrafts
 from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
 from .mtp_head import (
@@ -38,7 +39,6 @@ from .mtp_head import (
 )
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
-from .unaccepted import UnacceptedDrafts
 
 Hidden = Literal["after", "before"]
 _MOST_TOKENS = 16
@@ -221,7 +221,7 @@ class MtpDrafter:
         self._unaccepted = self._new_unaccepted_drafts()
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
+        self._unaccepted.note_accepted(len(tokens) - 1)
         self._cache.text.extend(tokens)
         if taps is None:
             return
@@ -231,7 +231,7 @@ class MtpDrafter:
             self._process_pending()
 
     def offer(self) -> LevelsOffer | None:
-        return None if self._unaccepted.is_told else LevelsOffer(self.largest)
+        return None if self._unaccepted.has_warned else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Pairs that wait are processed first; a bare root if the newest hidden state is not
@@ -243,19 +243,13 @@ class MtpDrafter:
         out = self._process(self._take_pending())
         num_rows = len(cache.places)
         chain = [verified.root]
-        size = self._sampling.context_size
-        recent = last_tokens(cache.text, size)[None]
+        ranking = ChainRanking(self._sampling, cache.text)
         for level in range(shape.levels):
             if level:
                 hidden = self._next_hidden(out)
                 out = self._run_head(chain[-1], hidden, newest + level)
             logits = self._backbone.lm_head(self._module.norm(out[:, -1:])).squeeze(0)
-            first = mx.array([len(cache.text) - 1 + level])
-            places = RowPositions(first, indices(1), 1, recent)
-            token = self._sampling.rank_tokens(logits, places, 1).tokens[0].astype(mx.int32)
-            chain.append(token)
-            if size:
-                recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
+            chain.append(ranking.rank(logits))
         cache.keep_first_rows(num_rows)
         self._unaccepted.note_chain(shape.levels)
         return chain_tree(mx.concatenate(chain))
