@@ -21,7 +21,7 @@ from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import resolve_model
 from ..model.modules import module_arrays
 from ..model.shapes import to_list
-from ..model.state_cache import ModelCall, StateCache, flatten_caches
+from ..model.state_cache import StateCache, flatten_caches
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
@@ -47,7 +47,7 @@ class DraftModel(TextCacheOwner["DraftCache"]):
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
         super().__init__(lambda: DraftCache(self))
-        self.model = model
+        self.model: Any = model
         self.name = name
         mx.eval(module_arrays(model))
         for cache in flatten_caches(_make_trimmable_caches(model)):
@@ -61,7 +61,7 @@ class DraftModel(TextCacheOwner["DraftCache"]):
         self.num_parameters: int = get_total_parameters(model)
         # Of its logits' shape alone: nothing is computed.
         self.vocab_size = int(
-            _call(model)(mx.array([[0]]), cache=_make_trimmable_caches(model)).shape[-1]
+            self.model(mx.array([[0]]), cache=_make_trimmable_caches(model)).shape[-1]
         )
         self.target_vocab_size = self.vocab_size  # V, set by `load_draft_model`
 
@@ -69,11 +69,6 @@ class DraftModel(TextCacheOwner["DraftCache"]):
     def nbytes(self) -> int:
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self.model)) + self.cache_bytes
-
-
-def _call(model: Any) -> ModelCall:
-    call: ModelCall = model
-    return call
 
 
 def _make_trimmable_caches(model: nn.Module) -> list[Any]:
@@ -132,7 +127,7 @@ class DraftCache:
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
         appended = mx.minimum(tokens, known - 1)
-        logits = self._cache.append(_call(self._draft.model), appended)[:, -1]
+        logits = self._cache.append(self._draft.model, appended)[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]

@@ -134,9 +134,10 @@ class AssistantDrafter:
         seen = self._assistant.visible_keys_and_values(verified.cache)
         position = verified.root_position
         ranking = ChainRanking(self._sampling, self._text)
+        scale: float = backbone.parts.decoder.embed_scale  # of what Gemma's layers are given
         chain = [verified.root]
         for _ in range(min(shape.levels, self.largest.levels)):
-            embedded = scaled_embedding(backbone, chain[-1])
+            embedded = backbone.token_embeddings(chain[-1][None]) * scale
             logits, hidden = self._assistant.model(embedded, hidden, position, seen)
             self.draft_calls += 1
             chain.append(ranking.rank(logits))
@@ -145,15 +146,6 @@ class AssistantDrafter:
         # Done before the next call writes to the caches that it reads, which would be copied.
         mx.async_eval(tree.tokens)
         return tree
-
-
-def scaled_embedding(
-    backbone: Backbone,
-    token: mx.array,  # [1]
-) -> mx.array:  # [1, 1, D]
-    """What Gemma's layers are given: the embedding times a constant."""
-    scale: float = backbone.parts.decoder.embed_scale
-    return backbone.token_embeddings(token[None]) * scale
 
 
 def load_assistant(

@@ -328,7 +328,9 @@ def _require_tensors_fit(
 ) -> None:
     """Reads the tensors whole."""
     shapes = {name: tuple(array.shape) for name, array in expected.items()}
-    whole = [name for name, array in expected.items() if not _is_float(array)]
+    whole = [
+        name for name, array in expected.items() if not mx.issubdtype(array.dtype, mx.floating)
+    ]
     try:
         check_tensors(tensors, shapes, folder, of_any_dtype=whole)
     except RuntimeError as error:
@@ -343,7 +345,3 @@ def _require_permutation(order: mx.array, vocab_size: int, folder: Path) -> None
         expected=f"the {vocab_size} tokens in some order",
         do=_DO,
     )
-
-
-def _is_float(array: mx.array) -> bool:
-    return mx.issubdtype(array.dtype, mx.floating)
