@@ -5,7 +5,7 @@ import json
 import math
 import random
 import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, product
 
@@ -28,7 +28,6 @@ from tiny import (
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
-from ssmlx import settings as listed
 from ssmlx.api import stream_generate
 from ssmlx.commands import generate
 from ssmlx.commands.decoding_options import add_decoding_and_drafting_options, generate_config
@@ -59,7 +58,6 @@ from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
 from ssmlx.drafters.mtp import MtpConfig
 from ssmlx.drafters.registry import (
-    RegisteredDrafter,
     registered_drafter,
     split_drafter_arguments,
 )
@@ -75,8 +73,6 @@ from ssmlx.model.shapes import to_list
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
 from ssmlx.settings import (
-    DRAFT_HEADS,
-    STREAM_SCHEDULES,
     DraftModelConfig,
     GenerateConfig,
     LookaheadConfig,
@@ -140,39 +136,13 @@ def drafter_settings():
 DRAFTERS = tuple(drafter_settings())
 
 
-def shown_keys(registered):
-    """What `--drafter` takes for a drafter, by what it registered: keys, and how they are shown."""
-    keys = {}
-    if registered.loader is not None:
-        key, _, shown = registered.loader.key.partition("=")
-        keys[key] = shown
-    for one in fields(registered.settings) if registered.settings else ():
-        if "allowed" in one.metadata:
-            key = one.metadata["allowed"].option.partition("=")[0]
-            numbers = "N,N,..." if "Sequence" in str(one.type) else "N"
-            keys[key] = numbers if one.default is None else str(one.default)
-            if choices := one.metadata["allowed"].choices:
-                assert choices[0] == one.default
-                keys[key] = "|".join(choices)
-    return keys
-
-
-@pytest.mark.parametrize("name", listed.DRAFTERS)
-def test_what_help_lists_of_a_drafter_is_what_it_registers(name):
-    known = dict(one.split("=") for one in listed.DRAFTERS[name].keys.split())
-    if name == "streams":
-        assert sorted(known.pop("schedule").split("|")) == sorted(STREAM_SCHEDULES)
-        assert known.pop("head").split("|") == list(DRAFT_HEADS)
-    assert known == shown_keys(registered_drafter(name))
-
-
 def test_settings_of_another_class_are_refused():
-    mine = RegisteredDrafter(name="mine", build=None, settings=LookaheadConfig)
-    assert mine.own_settings_or_default(GenerateConfig()) == LookaheadConfig()
-    given = GenerateConfig(drafter_settings=SMALL_LOOKAHEAD)
-    assert mine.own_settings_or_default(given) is SMALL_LOOKAHEAD
-    with pytest.raises(InputError, match="expected a LookaheadConfig for the drafter mine"):
-        mine.own_settings_or_default(GenerateConfig(drafter_settings={"window": 3}))
+    head = registered_drafter("mtp")
+    assert head.own_settings_or_default(GenerateConfig()) == MtpConfig()
+    mine = MtpConfig(num_draft_tokens=2)
+    assert head.own_settings_or_default(GenerateConfig(drafter_settings=mine)) is mine
+    with pytest.raises(InputError, match="expected a MtpConfig for the drafter mtp"):
+        head.own_settings_or_default(GenerateConfig(drafter_settings={"num_draft_tokens": 3}))
 
 
 def drafter_of(model, settings):

@@ -300,9 +300,7 @@ def _load(
 
 @register_drafter(
     "draft-model",
-    settings=DraftModelConfig,
-    config_field="draft",
-    loader=DrafterLoader("a draft model", "model=MODEL", _load),
+    loader=DrafterLoader("a draft model", _load),
     needs_whole_context=True,
     keeps_to_chains=True,
 )

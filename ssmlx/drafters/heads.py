@@ -121,7 +121,7 @@ def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object
     return load_heads(folder, model)
 
 
-_LOADER = DrafterLoader("heads", "heads=FOLDER", _load)
+_LOADER = DrafterLoader("heads", _load)
 
 
 @register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER, keeps_to_chains=True)
@@ -130,13 +130,7 @@ def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     return _build_head_drafter(inputs, inputs.config.tree)
 
 
-@register_drafter(
-    "mlp-speculator",
-    settings=SpeculatorTreeConfig,
-    config_field="speculator_tree",
-    loader=_LOADER,
-    keeps_to_chains=True,
-)
+@register_drafter("mlp-speculator", loader=_LOADER, keeps_to_chains=True)
 def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
     return _build_head_drafter(inputs, inputs.settings)
 

@@ -138,12 +138,6 @@ class LookaheadDrafter:
         return trie.to_padded_tree(num_levels)
 
 
-@register_drafter(
-    "lookahead",
-    settings=LookaheadConfig,
-    config_field="lookahead",
-    needs_whole_context=True,
-    shaped_by=(),
-)
+@register_drafter("lookahead", needs_whole_context=True, shaped_by=())
 def build(inputs: DrafterInputs) -> LookaheadDrafter:
     return LookaheadDrafter(inputs.settings)

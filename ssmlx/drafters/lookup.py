@@ -200,13 +200,7 @@ class PromptLookupDrafter:
         return found
 
 
-@register_drafter(
-    NAME,
-    settings=PromptLookupConfig,
-    config_field="prompt_lookup",
-    needs_whole_context=True,
-    keeps_to_chains=True,
-)
+@register_drafter(NAME, needs_whole_context=True, keeps_to_chains=True)
 def build(inputs: DrafterInputs) -> PromptLookupDrafter:
     return PromptLookupDrafter(
         inputs.settings, end_tokens=inputs.end_tokens, is_chain=inputs.is_chain

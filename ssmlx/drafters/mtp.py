@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -27,42 +27,19 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, chain_tree, root_tree
 from ..policy.offers import LevelsOffer
 from ..prompts import common_prefix_length
-from ..settings import PREFILL_STEP_SIZE, check_settings, setting
+from ..settings import PREFILL_STEP_SIZE, MtpConfig, MtpNorms
 from .chain import ChainRanking, UnacceptedDrafts
 from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
 from .mtp_head import (
     MtpModule,
-    StoredNorms,
     load_mtp_module,
     resolve_norms,
 )
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
 
-Hidden = Literal["after", "before"]
-_MOST_TOKENS = 16
 _MOST_PENDING = 32  # pairs that wait for the next draft, before they are processed without one
-
-
-@dataclass(frozen=True, kw_only=True)
-class MtpConfig:
-    """How an MTP head drafts.
-
-    Attributes:
-        num_draft_tokens: tokens of the chain, each a call of the head.
-        hidden: which hidden states the head reads: after the final norm ("after"), as Qwen's were
-            trained, or what enters it ("before"); of its own, after its norm or before it.
-        norms: how the weights of its norms are stored: less one ("raw"), or as they multiply
-            ("shifted"); "auto" decides by those of its layer.
-    """
-
-    num_draft_tokens: int = setting(3, least=1, most=_MOST_TOKENS, option="tokens={}")
-    hidden: Hidden = setting("after", choices=("after", "before"), option="hidden={}")
-    norms: StoredNorms = setting("auto", choices=get_args(StoredNorms), option="norms={}")
-
-    def __post_init__(self) -> None:
-        check_settings(self, found='--drafter "mtp {option}"')
 
 
 class MtpHead(TextCacheOwner["PairCache"]):
@@ -89,7 +66,7 @@ class MtpHead(TextCacheOwner["PairCache"]):
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
 
-    def module_for(self, stored_norms: StoredNorms) -> MtpModule:
+    def module_for(self, stored_norms: MtpNorms) -> MtpModule:
         """With norms that have the weights that they multiply with; made once for each way of
         storing."""
         if stored_norms not in self._by_norms:
@@ -366,8 +343,7 @@ def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> 
 
 @register_drafter(
     "mtp",
-    settings=MtpConfig,
-    loader=DrafterLoader("an MTP head", "model=MODEL", _load, default=""),
+    loader=DrafterLoader("an MTP head", _load, default=""),
     keeps_to_chains=True,
     joins_text_drafts=True,
 )

@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,12 +33,9 @@ from ..model.lm_head import PACKED_KINDS
 from ..model.modules import clone_sharing_arrays, module_arrays
 from ..model.shapes import to_float
 from ..model.streams import StreamFusedModel
+from ..settings import MtpNorms
 
 _log = logging.getLogger("ssmlx")
-
-# How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
-# multiplied with, "shifted" by one, as mlx-lm's converter writes them; "auto": to be found out.
-StoredNorms = Literal["auto", "raw", "shifted"]
 
 _LAYER_KINDS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
 _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -132,13 +129,13 @@ def load_mtp_module(
 def resolve_norms(
     module: MtpModule,  # its norms' weights as they are stored
     # "auto" decides by the norms of its layer: "raw" if their weights are below 0.5 on average
-    stored_norms: StoredNorms,
+    stored_norms: MtpNorms,
 ) -> MtpModule:
     """A head whose norms have the weights that they multiply with; it shares all other arrays."""
     modules = dict(module.named_modules())
     own = [modules[path] for path in module.norm_paths() if path.startswith("layers.")]
     mean = to_float(mx.mean(mx.concatenate([one.weight.astype(mx.float32) for one in own])))
-    found: StoredNorms = "raw" if mean < 0.5 else "shifted"
+    found: MtpNorms = "raw" if mean < 0.5 else "shifted"
     _log.debug("the norms of the MTP head's layer are %.2f on average: %s", mean, found)
     copied: Any = clone_sharing_arrays(module)
     if (found if stored_norms == "auto" else stored_norms) == "raw":

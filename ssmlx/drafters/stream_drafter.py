@@ -203,11 +203,7 @@ class StreamDrafter:
         )
 
 
-@register_drafter(
-    "streams",
-    config_keys={"schedule": "stream_schedule"},
-    shaped_by=("num_streams", "tree", "prune"),
-)
+@register_drafter("streams", shaped_by=("num_streams", "tree", "prune"))
 def build(inputs: DrafterInputs) -> StreamDrafter:
     model = inputs.model
     config = inputs.config
