@@ -418,7 +418,7 @@ MUTANTS = [
         "tests/test_model.py tests/test_drafters.py",
     ),
     Mutant(
-        "model/tree.py:topology_of_possible_nodes",
+        "model/tree.py:candidate_topology",
         "if total + outscored * (rank + 1) <= size",
         "if total + outscored * (rank + 1) < size",
         "the best tree may lack a node that belongs to it",
@@ -447,17 +447,17 @@ MUTANTS = [
     ),
     # --- drafters ---
     Mutant(
-        "drafters/mtp.py:MtpDrafter.propose",
-        "recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)",
+        "drafters/chain.py:ChainRanking.rank",
+        "self._recent = mx.concatenate([self._recent[:, 1:], ranked[None, :1]], axis=1)",
         "pass",
-        "penalties of a chain do not see what it drafted before",
+        "penalties of an MTP head's chain do not see what it drafted before",
         "tests/test_mtp.py",
     ),
     Mutant(
-        "drafters/draft_model.py:DraftModelDrafter._rank_candidates_by_level",
-        "recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)",
+        "drafters/chain.py:ChainRanking.rank",
+        "self._recent = mx.concatenate([self._recent[:, 1:], ranked[None, :1]], axis=1)",
         "pass",
-        "penalties of a chain do not see what it drafted before",
+        "penalties of a draft model's chain do not see what it drafted before",
         "tests/test_drafters.py",
     ),
     Mutant(

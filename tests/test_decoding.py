@@ -1076,7 +1076,7 @@ def surest_base():
 ], ids=str)  # fmt: skip
 def test_who_guesses_as_the_target_does_foresees_what_it_draws(adapter, settings, monkeypatch):
     """All of it, where nothing is filtered or pruned: by the noise, and not without it."""
-    monkeypatch.setattr(Copies, "learn_and_mix_into_guesses", lambda self, guesses, *_: guesses)
+    monkeypatch.setattr(Copies, "learn_and_mix", lambda self, guesses, *_: guesses)
     model = make_model("llama", "streams", base=surest_base(), adapter=adapter)
     config = GenerateConfig(temp=1.0, seed=3, tree=TreeConfig(kind="full", width=2), **settings)
 

@@ -314,7 +314,7 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft, noisy)
 
 
 def test_an_untrained_condition_changes_nothing(monkeypatch):
-    name = "ssmlx.drafters.copies.Copies.learn_and_mix_into_guesses"
+    name = "ssmlx.drafters.copies.Copies.learn_and_mix"
     monkeypatch.setattr(name, lambda self, guesses, *_: guesses)
     model = tiny.make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
     streams = model.streams

@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.heads import Heads, require_head_tensors_fit
+from ssmlx.drafters.heads import Heads, check_head_tensors
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
@@ -85,7 +85,7 @@ def read_published_heads(
         )
         config = build_settings(MlpSpeculatorConfig, values, path)
         tensors = _read_speculator(folder, config)
-    require_head_tensors_fit(config, tensors, source)
+    check_head_tensors(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
         return config, tensors

@@ -23,6 +23,7 @@ from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.generation.segments import check_prompt
 from ssmlx.loading.identity import folder_digest
 from ssmlx.prompts import encode_prompt
+from ssmlx.settings import field_of_drafter_settings
 
 from .environment import describe_machine, machine_load_text, timing_environment
 from .price import Prices, cheapest_system, price_answers, price_figures
@@ -349,7 +350,7 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
     if config.drafter is not None:
         registered = registered_drafter(config.drafter)
         if (own := registered.own_settings_or_default(config)) is not None:
-            shapes[registered.config_field] = asdict(own)
+            shapes[field_of_drafter_settings(type(own))] = asdict(own)
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 

@@ -123,7 +123,7 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
         elif name == "mtp":
             reasons[name] = _reason_that_no_head_drafts(model)
         elif loader is not None:
-            reasons[name] = f'it needs {loader.what}: --drafter "{name} {loader.key}"'
+            reasons[name] = f'it needs {loader.what}: --drafter "{name} {DRAFTERS[name].loads}"'
     return reasons
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..drafters.option import DrafterOption
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
-from ..settings import ATTENTIONS, DRAFT_HEADS, Attention
+from ..settings import DrafterLoading
 from .callback_bars import DownloadBar
 from .decoding_options import PRUNE_OPTIONS, TREE_OPTIONS, drafters_shaped_by
 from .parser import refuse_option, reject_given_options
@@ -49,8 +49,7 @@ def load_for_decoding(
     model, tokenizer = load_target_and_note_adapter(
         args,
         finds_adapter=drafter.name in (None, "streams"),
-        draft_head=drafter.draft_head,
-        attention=drafter.attention,
+        loading=drafter.loading,
         group=group,
     )
     if model.num_streams == 0:
@@ -69,7 +68,7 @@ def require_drafter_key(option: DrafterOption) -> None:
     from ..drafters.registry import registered_drafter
 
     if option.name is not None:
-        registered_drafter(option.name).require_key_of_loader(option.values.keys())
+        registered_drafter(option.name).require_key_of_loader(option.values)
 
 
 def load_what_drafter_needs(
@@ -91,20 +90,21 @@ def load_what_drafter_needs(
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
-    loader = registered_drafter(drafter.name).loader if drafter.name else None
-    name = loader.name_or_default_in(drafter.values) if loader else None
-    if loader is None or name is None:
+    if drafter.name is None:
+        return []
+    registered = registered_drafter(drafter.name)
+    name = registered.name_to_load(drafter.values)
+    if registered.loader is None or name is None:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
-    return [loader.load(name, model, tokenizer, **how)]
+    return [registered.loader.load(name, model, tokenizer, **how)]
 
 
 def load_target_and_note_adapter(
     args: argparse.Namespace,
     *,
     finds_adapter: bool = True,
-    draft_head: str = DRAFT_HEADS[0],
-    attention: Attention = ATTENTIONS[0],
+    loading: DrafterLoading | None = None,
     group: Any = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
     """Load the model and tokenizer that the options of `add_model_adapter_dtype_options` name.
@@ -115,8 +115,7 @@ def load_target_and_note_adapter(
         args: parsed options. `adapter` is set to the name of the adapter that was loaded: "none"
             for the base alone, None for streams that are part of the model.
         finds_adapter: whether to look for a fitting adapter where none is named.
-        draft_head: weights of the draft head, as `ssmlx.load` takes it.
-        attention: as `ssmlx.model.metal.choose_attention` takes it.
+        loading: what --drafter says of it; None for the defaults.
         group: MLX's distributed group, for a model that is split over processes; None for one
             process.
 
@@ -132,12 +131,13 @@ def load_target_and_note_adapter(
 
     if args.adapter == AUTO_ADAPTER:
         args.adapter = None
-    metal.choose_attention(attention)
+    how = loading or DrafterLoading()
+    metal.choose_attention(how.attention)
     model, tokenizer = load(
         args.model,
         adapter=args.adapter,
         dtype=args.dtype,
-        draft_head=draft_head,
+        draft_head=how.draft_head,
         progress=DownloadBar(),
         group=group,
     )
