@@ -1,7 +1,6 @@
 """From a model's name to the pieces that decode: weights, tokenizer, adapter."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import Progress
-from ..errors import InputError, check_choice, first_line, quoted, require
+from ..errors import check_choice, quoted, require
 from ..formats.families import message_end_ids
 from ..json_files import read_json
 from ..mlx_thread import claim_process_for_mlx
@@ -23,13 +22,14 @@ from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
 from ..model.rope import rope_settings
 from ..model.streams import StreamFusedModel
-from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
+from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES
 from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .generation_config import read_model_sampling
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .identity import require_unchanged, stamp_model_files
+from .model_config import explain_errors, open_config
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
 from .stored_types import refuse_other_types, require_known_packing
 from .tokenizer_files import require_no_code, tokenizer_arguments
@@ -41,11 +41,6 @@ OWN_FAMILIES = {"opt": opt}
 # From the content of config.json to the class of the model and that of its arguments.
 ModelClasses = Callable[[dict[str, Any]], tuple[Any, Any]]
 
-_MOST = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), MAX_LAYERS),
-    **dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads", "head_dim"), MAX_SIZE),
-    "max_position_embeddings": 2**31,
-}
 _WHOLE = "a whole model folder that mlx-lm can load"
 _AGAIN = "download or convert it again"
 
@@ -102,75 +97,6 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
         return refuse_other_types(model, folder), args
 
     return find_classes
-
-
-@contextmanager
-def open_config(
-    folder: Path,
-    failure: str,  # begins the message
-    *,
-    expected: str,
-    do: str,
-    config: Mapping[str, Any] | None = None,  # config.json, if it was read before
-) -> Iterator[Mapping[str, Any]]:
-    """Yield a folder's config.json; turn every error over the folder into one line.
-
-    Configs that ask to run code (`model_file`) or have sizes too large to build are refused first.
-    `auto_map` is allowed, as it is never followed.
-    """
-    path = folder / "config.json"
-    with explain_errors(failure, expected=expected, do=do):
-        if not config:
-            config = read_json(path, "settings") if path.exists() else {}
-        _require_safe(path, config)
-        yield config
-
-
-@contextmanager
-def explain_errors(
-    failure: str,  # begins the message
-    *,
-    expected: str,
-    do: str,
-) -> Iterator[None]:
-    """Turn every error in the block into an InputError of one line."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # libraries raise many kinds
-        # mlx-lm's OLMo ends Python if a package that it needs is missing.
-        cause = error.__context__ if isinstance(error, SystemExit) else error
-        found = f"{failure} ({first_line(cause or error)})"
-        raise InputError(found, expected=expected, do=do) from error
-
-
-def _require_safe(
-    path: Path,  # for messages
-    settings: Mapping[str, Any],
-) -> None:
-    require(
-        not settings.get("model_file"),
-        f"{path} asks to run code that came with the model (model_file)",
-        expected="a class that mlx-lm has",
-        do="choose another model; ssmlx never runs such code",
-    )
-    _require_sizes_in_bounds(path, settings)
-    inner = settings.get("text_config")
-    _require_sizes_in_bounds(path, inner if isinstance(inner, dict) else {})
-
-
-def _require_sizes_in_bounds(
-    path: Path,  # for messages
-    settings: Mapping[str, Any],
-) -> None:
-    """Before mlx-lm allocates by them; a missing or null size is mlx-lm's to judge."""
-    for name, most in _MOST.items():
-        value: Any = settings.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        what = f"{path} has {quoted(value)} for {name}"
-        is_fine = is_number and 1 <= value <= most
-        require(value is None or is_fine, what, expected=f"1 to {most}", do=_AGAIN)
 
 
 def load_base(
