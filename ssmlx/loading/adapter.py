@@ -61,6 +61,7 @@ class Adapter:
     # by module path, on every row, so it changes the answers; empty if it is fused into the base
     lora: Loras = field(default_factory=dict)
     base_model: str = ""  # the name of the model that it is for; empty if its files name none
+    name: str | None = None  # by which it was asked for
 
     def describe(self) -> str:
         """One line for the user."""
@@ -253,12 +254,12 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
         write_uniform_lora(folder, adapter.lora, adapter.config.num_layers)
 
 
-def load_adapter(folder: Path) -> Adapter:
+def load_adapter(folder: Path, name: str | None = None) -> Adapter:
     """Reads an adapter's folder; nothing is compared with a model yet."""
     if not is_lora_folder(folder):
-        return load_stream_adapter(folder)
+        return replace(load_stream_adapter(folder), name=name)
     found = read_lora_folder(folder)
-    return Adapter(lora=found.lora, base_model=found.base_model)
+    return Adapter(lora=found.lora, base_model=found.base_model, name=name)
 
 
 def load_stream_adapter(folder: Path) -> StreamAdapter:

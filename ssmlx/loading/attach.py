@@ -154,6 +154,7 @@ def attach_adapter(
         mx.eval(weights.trainable_arrays)
         fused = StreamFusedModel(copied, streams.config, weights, scope)
     fused.lora_digest = lora_digest(lora)
+    fused.adapter_name = adapter.name
     return fused
 
 
@@ -212,8 +213,8 @@ def swap_adapter(
     if isinstance(adapter, str | Path):
         own = model.backbone.origin
         fetch = Fetch(cache_dir=own.cache_dir, offline=own.offline)
-        _, folder = choose_adapter(adapter, model, fetch)
-        adapter = None if folder is None else load_adapter(folder)
+        name, folder = choose_adapter(adapter, model, fetch)
+        adapter = None if folder is None else load_adapter(folder, name)
     if adapter is None:
         return StreamFusedModel(model.backbone.without_adapter())
     return attach_adapter(model.backbone, adapter, merge_lora=merge_lora)

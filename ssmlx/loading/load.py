@@ -24,7 +24,7 @@ from ..model.rope import rope_settings
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES
 from .adapter import load_adapter
-from .attach import attach_adapter, swap_adapter
+from .attach import swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .generation_config import read_model_sampling
 from .head_tensors import may_have_drafting_heads, without_drafting_heads
@@ -249,18 +249,15 @@ def load(
             be downloaded, and cannot be.
     """
     fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-    is_named = adapter not in (None, AUTO_ADAPTER)
-    folder = resolve_adapter(adapter, fetch) if adapter is not None and is_named else None
+    name = None if adapter in (None, AUTO_ADAPTER) else adapter
+    # A named adapter is read first, as the base takes long to load.
+    folder = None if name is None else resolve_adapter(name, fetch)
     path = resolve_model(model, fetch)
-    if not is_named and (path / CONFIG_FILE).exists():
+    if name is None and (path / CONFIG_FILE).exists():  # a fused folder has streams of its own
         folder = path
-    loaded = load_adapter(folder) if folder is not None else None
+    found = None if folder is None else load_adapter(folder, None if name is None else str(name))
     origin = Origin(name=str(model), cache_dir=cache_dir, offline=offline)
     backbone, config = load_base(path, dtype, draft_head, group, origin)
     tokenizer = load_tokenizer(path, config)
-    if loaded is None:
-        base = StreamFusedModel(backbone)
-        is_found = adapter == AUTO_ADAPTER
-        found = swap_adapter(base, AUTO_ADAPTER, merge_lora=merge_lora) if is_found else base
-        return found, tokenizer
-    return attach_adapter(backbone, loaded, merge_lora=merge_lora), tokenizer
+    asked = AUTO_ADAPTER if found is None and adapter == AUTO_ADAPTER else found
+    return swap_adapter(StreamFusedModel(backbone), asked, merge_lora=merge_lora), tokenizer

@@ -175,6 +175,7 @@ class StreamFusedModel:
         """
         self.backbone = backbone
         self.config = config
+        self.adapter_name: str | None = "none"  # as it was asked for; None for streams of its own
         self.streams = streams
         self._scope = scope or RowScope()
         self.lora_digest: str | None = None  # of LoRA on every row, where there is some
