@@ -485,7 +485,7 @@ def test_a_controller_drafts_where_it_pays(cost, drafts):
         table = CostTable()
         for nodes in (2, 3, 4):
             for _ in range(8):
-                table.learn_cost_and_return_change(("mtp", nodes), 0, 1 + cost * (nodes - 1))
+                table.learn(("mtp", nodes), 0, 1 + cost * (nodes - 1))
         source = plan.drafters[0]
         controller = Controller(table, AcceptancePrior(), [source], reads_seconds=False)
         totals = DraftTotals()

@@ -216,7 +216,7 @@ def test_a_claim_that_was_refused_is_refused_again(unbounded, text_bytes):
     before = holding.count_bytes()
     for _ in range(2):
         with pytest.raises(NoRoomError):
-            holding.claim_memory(3 * STEP)
+            holding.claim(3 * STEP)
     assert holding.count_bytes() == before
 
 

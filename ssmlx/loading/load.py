@@ -15,7 +15,7 @@ from ..bars import Progress
 from ..errors import check_choice, quoted, require
 from ..formats.families import message_end_ids
 from ..json_files import read_json
-from ..mlx_thread import claim_process_for_mlx
+from ..mlx_thread import claim_process
 from ..model import opt
 from ..model.backbone import Backbone, FileStamp, Origin
 from ..model.lm_head import PACKED_KINDS
@@ -155,7 +155,7 @@ def load_weights(
 
     Returns the model and the content of config.json.
     """
-    claim_process_for_mlx()
+    claim_process()
     dtype = resolve_dtype(dtype)
     with open_config(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
         if not settings:  # there is no file, which this says, or an empty one

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import InputError, first_line, join_first, require, unwritable_error
-from ..mlx_thread import claim_process_for_mlx
+from ..mlx_thread import claim_process
 
 
 def write_tensors(
@@ -35,7 +35,7 @@ def read_tensors(
     """The tensors are evaluated."""
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
-    claim_process_for_mlx()
+    claim_process()
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)
