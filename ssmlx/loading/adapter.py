@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import InputError, quoted, require
-from ..json_files import read_json
+from ..json_files import build_settings, read_json
 from ..model.condition import Condition
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
@@ -75,6 +75,16 @@ class StreamAdapter(Adapter):
     base: BaseIdentity
     # by module path, on stream rows alone; empty if the scope is "all"
     stream_lora: Loras = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = (self.config.num_layers, self.config.hidden_size)
+        true = (self.base.num_layers, self.base.hidden_size)
+        require(
+            own == true,
+            f"the adapter's settings say {own[0]} layers of width {own[1]}",
+            expected=f"{true[0]} of width {true[1]}, as its base model has",
+            do=_AGAIN,
+        )
 
     @property
     def trained_lora(self) -> Loras:
@@ -272,7 +282,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
     )
     values = _read_stream_settings(folder)
     path = folder / CONFIG_FILE
-    config = StreamConfig.from_dict(values)
+    config = build_settings(StreamConfig, values, path)
     identity = BaseIdentity.from_settings(path, values)
     adapter = StreamAdapter(
         config=config,
