@@ -12,7 +12,7 @@ from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import Progress
-from ..errors import check_choice, quoted, require
+from ..errors import InputError, check_choice, quoted, require
 from ..formats.families import message_end_ids
 from ..json_files import read_json
 from ..mlx_thread import claim_process
@@ -27,10 +27,10 @@ from .adapter import load_adapter
 from .attach import swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .generation_config import read_model_sampling
-from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .identity import require_unchanged, stamp_model_files
 from .model_config import explain_errors, open_config
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
+from .stored_tensors import MEDUSA_PREFIX, is_head_name, is_mtp_name, tensor_names
 from .stored_types import refuse_other_types, require_known_packing
 from .tokenizer_files import require_no_code, tokenizer_arguments
 
@@ -82,6 +82,29 @@ def cast_model(
     return model
 
 
+def may_have_drafting_heads(folder: Path) -> bool:
+    """By the tensors' names; True too if they cannot be read."""
+    try:
+        return any(map(is_head_name, tensor_names(folder)))
+    except (InputError, OSError):  # mlx-lm's loader says what is wrong with them
+        return True
+
+
+def _without_drafting_heads(model_class: Any) -> Any:
+    """A subclass of a model class of mlx-lm that drops drafting heads when it loads weights."""
+
+    class WithoutHeads(model_class):  # type: ignore[misc]  # known at run time
+        __module__ = model_class.__module__  # messages name the model by it
+
+        def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
+            kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
+            kept = super().sanitize(kept) if hasattr(model_class, "sanitize") else kept
+            # After mlx-lm's own function, which may infer from these how norms are stored.
+            return {name: tensor for name, tensor in kept.items() if not is_mtp_name(name)}
+
+    return WithoutHeads
+
+
 def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasses:
     """The `get_model_classes` of mlx-lm's loader for a folder.
 
@@ -93,7 +116,7 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
 
     def find_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         model, args = (file.Model, file.ModelArgs) if file else utils._get_classes(config)
-        model = without_drafting_heads(model) if has_heads else model
+        model = _without_drafting_heads(model) if has_heads else model
         return refuse_other_types(model, folder), args
 
     return find_classes

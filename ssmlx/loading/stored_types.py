@@ -17,8 +17,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from ..errors import InputError, join_first, quoted, require
 from ..json_files import read_json
-from .head_tensors import MEDUSA_PREFIX, is_mtp_name
-from .stored_tensors import StoredTensor, read_header
+from .stored_tensors import StoredTensor, is_head_name, read_header
 
 # `quant_method` that mlx-lm's loader takes; it refuses some of their forms by itself.
 _METHODS = (
@@ -47,7 +46,7 @@ def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
     stored: dict[str, StoredTensor] = {}
     with suppress(InputError, OSError):  # mlx-lm's loader says which header cannot be read
         for path in sorted(folder.glob("model*.safetensors")):
-            stored |= {one.name: one for one in read_header(path) if not _is_of_head(one.name)}
+            stored |= {one.name: one for one in read_header(path) if not is_head_name(one.name)}
     odd = [one for one in stored.values() if one.dtype not in _FLOATS]
     unread = [one for one in odd if one.dtype not in _PACKED]
     _refuse_if_any(folder, unread, "which MLX does not read")
@@ -144,11 +143,6 @@ def _require_four_bits(
         expected=f"{_FOUR_BITS}, as mlx-lm takes all of them to be",
         do=_DO,
     )
-
-
-def _is_of_head(name: str) -> bool:
-    """The model leaves these out, see `head_tensors`."""
-    return name.startswith(MEDUSA_PREFIX) or is_mtp_name(name)
 
 
 def _is_weight(one: StoredTensor) -> bool:
