@@ -618,7 +618,7 @@ MUTANTS = [
         "tests/test_server_connections.py tests/test_server_load.py",
     ),
     Mutant(
-        "server/app.py:Routes._check_access_and_find_prompt_cache",
+        "server/app.py:Routes._admit",
         "return self.handler.prompt_caches[same.index(True)]",
         "return self.handler.prompt_caches[0]",
         "one key's prompts are found by another key's requests",

@@ -19,7 +19,8 @@ from tiny import slow
 
 import ssmlx
 from ssmlx.commands import adapt as adapt_command
-from ssmlx.commands import machine, upload
+from ssmlx.commands import power as power_command
+from ssmlx.commands import upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.commands.running import file_error
 from ssmlx.generation.learned import learned_of
@@ -78,7 +79,7 @@ def packed(base):
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """The same plan on every machine, of few answers."""
-    monkeypatch.setattr(adapt_plan, "measure_rates_and_choose_batch_sizes", lambda *_: RATES)
+    monkeypatch.setattr(adapt_plan, "measure_rates", lambda *_: RATES)
 
 
 def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
@@ -228,9 +229,7 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
     base = {**read_base_settings(packed), "num_hidden_layers": 4}
     before = digest_arrays(tree_flatten(backbone.model.parameters()))
-    found = sizing.time_candidate_layers_and_keep_costs(
-        backbone, base, run, range(3, 40), seconds=0
-    )
+    found = sizing.time_candidate_streams(backbone, base, run, range(3, 40), seconds=0)
     assert {*found} == {*sizing.candidate_layers(4)}
     assert all(costs[2] > 0 for costs in found.values())
     assert digest_arrays(tree_flatten(backbone.model.parameters())) == before
@@ -240,8 +239,8 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
 def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
     monkeypatch.setattr(
         adapt_plan,
-        "measure_rates_and_choose_batch_sizes",
-        sizing.measure_rates_and_choose_batch_sizes,
+        "measure_rates",
+        sizing.measure_rates,
     )
     _, said = adapted(packed, hours=0.002)
     plan = json.loads((adapters_home() / "mine" / "plan.json").read_text())
@@ -305,11 +304,8 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
     options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
-    assert adapt_run.find_folder_of_same_run_or_out(options) == adapters_home() / "mine"
-    assert (
-        adapt_run.find_folder_of_same_run_or_out(replace(options, seed=1))
-        == adapters_home() / "copy"
-    )
+    assert adapt_run.find_run_folder(options) == adapters_home() / "mine"
+    assert adapt_run.find_run_folder(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
     (run,) = read_adapt_runs()
@@ -405,7 +401,7 @@ def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path,
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
-        (adapt_workflow, "time_adapter_plain_and_lookup", 1),
+        (adapt_workflow, "measure_adapter", 1),
     ):
         stopped(monkeypatch, owner, name, turn, packed)
     folder, _ = adapted(packed)
@@ -536,9 +532,7 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     responder = BatchResponder(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
     config = make_stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
-    rates = sizing.measure_rates_and_choose_batch_sizes(
-        backbone, config, train, responder, 64, answer_tokens, 2**33
-    )
+    rates = sizing.measure_rates(backbone, config, train, responder, 64, answer_tokens, 2**33)
     assert rates.batch_size == 16 and rates.answers_at_once == 32
     assert min(rates.answer_tokens_per_second, rates.train_seconds_per_token) > 0
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
@@ -560,18 +554,14 @@ def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):
     responder = BatchResponder(model.backbone.model, tokenizer, 3, seed=5)
     prompts = [ssmlx.prompt_tokens(words(n), model, tokenizer) for n in (1, 9, 3, 5, 2)]
     texts = [NumberedPrompt(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
-    together = dict(responder.yield_answers_as_they_end(texts, LENGTH))
-    alone = dict(
-        one for text in texts for one in responder.yield_answers_as_they_end([text], LENGTH)
-    )
+    together = dict(responder.stream_answers(texts, LENGTH))
+    alone = dict(one for text in texts for one in responder.stream_answers([text], LENGTH))
     assert together == alone and sorted(together) == [0, 1, 2, 3, 4]
     for number in (0, 1, 3, 4):
         expected, _ = answer(model, tokenizer, prompts[number], max_tokens=LENGTH, decoding="plain")
         assert together[number] == expected
     other = dict(
-        BatchResponder(model.backbone.model, tokenizer, 3, seed=6).yield_answers_as_they_end(
-            texts, LENGTH
-        )
+        BatchResponder(model.backbone.model, tokenizer, 3, seed=6).stream_answers(texts, LENGTH)
     )
     assert other[2] != together[2]
 
@@ -600,7 +590,7 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     free = iter([(load,) * 3, *[(0.0,) * 3] * 9])
     sources = iter([power, *["AC"] * 9])
     monkeypatch.setattr(adapt_command, "time", now)
-    monkeypatch.setattr(machine, "power_source_or_unknown", lambda: next(sources))
+    monkeypatch.setattr(power_command, "power_source_or_unknown", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
     adapt_command.make_wait_while_busy_or_on_battery(True)()
     assert len(slept) == waits

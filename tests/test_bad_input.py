@@ -31,7 +31,7 @@ from ssmlx.loading.lora_files import LORA_FILE
 from ssmlx.loading.tensors import write_tensors
 from ssmlx.model.ranks import launched_group
 from ssmlx.prompts import read_prompts
-from ssmlx.server.requests import RequestError
+from ssmlx.server.refusals import RequestError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples

@@ -27,7 +27,7 @@ from ssmlx.training.adapt_run import (
     AdaptOptions,
     AdaptPlan,
     AdaptRun,
-    load_model_and_prompts,
+    load_source,
 )
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.mlx_trainer import MlxTrainer
@@ -61,14 +61,14 @@ def made(base, data, tmp_path_factory):
 def jobs(monkeypatch):
     """The jobs that were read, in turn."""
     found = []
-    read = job.read_and_check_job
+    read = job.read_job
 
     def read_and_keep(*args, **more):
         found.append(read(*args, **more))
         return found[-1]
 
     for module in (job, adapt_rounds):
-        monkeypatch.setattr(module, "read_and_check_job", read_and_keep)
+        monkeypatch.setattr(module, "read_job", read_and_keep)
     return found
 
 
@@ -229,9 +229,9 @@ def test_a_round_of_adapt_is_told_by_its_folders(
     if number:
         options.adapter_folder.parent.mkdir(exist_ok=True)
         options.adapter_folder.symlink_to(made["adapter"])
-    source = load_model_and_prompts(run)
+    source = load_source(run)
     with pytest.raises(Stopped):
-        adapt_rounds.train_round_and_write_best(run, plan, number, source)
+        adapt_rounds.train_round(run, plan, number, source)
     of_lora = [folder_digest(lora)] if tuned else []
     of_start = [folder_digest(folder / "start")] if number else []
     assert written_identities(folder) == expected_identities(

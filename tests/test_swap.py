@@ -374,12 +374,12 @@ def test_a_model_whose_folder_is_gone_keeps_its_adapter(base, shelf, tmp_path):
 
 
 def fuse(base: Path, target: Path) -> Path:
-    from convert.formats.adapter import merge_lora_and_write_model
+    from convert.formats.adapter import write_fused_model
 
     backbone, config = loading.load_base(base, "float32")
     words = loading.load_tokenizer(base, config)
     target.mkdir()
-    merge_lora_and_write_model(target, make_adapter(base), backbone, words, config)
+    write_fused_model(target, make_adapter(base), backbone, words, config)
     return target
 
 

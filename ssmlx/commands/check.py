@@ -326,7 +326,7 @@ def time_streams_that_adapt_could_train(
     """
     from ..training.config import RunOptions
     from ..training.job import read_base_settings
-    from ..training.sizing import candidate_layers, time_candidate_layers_and_keep_costs
+    from ..training.sizing import candidate_layers, time_candidate_streams
 
     backbone = model.backbone.without_adapter()
     can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
@@ -336,7 +336,7 @@ def time_streams_that_adapt_could_train(
     base = read_base_settings(folder)
     each = seconds / len(candidate_layers(base["num_hidden_layers"]))
     options = RunOptions(data=folder, out=folder, model=name, template=None)
-    time_candidate_layers_and_keep_costs(backbone, base, options, text, seconds=each)
+    time_candidate_streams(backbone, base, options, text, seconds=each)
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:
