@@ -46,7 +46,7 @@ def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     )
 
 
-def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
+def match_lora(adapter: Adapter, backbone: Backbone) -> Loras:
     """An adapter's LoRA on every row, checked, by the base model's own module paths."""
     # Files may name the modules with other wrappers (`language_model`) in front.
     modules: dict[str, Any] = dict(backbone.model.named_modules())
@@ -130,7 +130,7 @@ def attach_adapter(
         require_same_base(streams, backbone)
     # 2. LoRA is compared with the layers of the base alone: an earlier adapter's are other modules.
     base = backbone.without_adapter()
-    lora = match_lora_to_model(adapter, base)
+    lora = match_lora(adapter, base)
     stream_lora = {} if streams is None else streams.stream_lora
     check_lora(base.model, stream_lora, Path("the adapter"), LINEARS)
     # 3. Layers are exchanged in a copy.
@@ -262,4 +262,4 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         require_same_base(adapter, backbone)
-    return match_lora_to_model(adapter, backbone)
+    return match_lora(adapter, backbone)

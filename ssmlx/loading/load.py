@@ -31,7 +31,7 @@ from .identity import require_unchanged, stamp_model_files
 from .model_config import explain_errors, open_config
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
 from .stored_tensors import MEDUSA_PREFIX, is_head_name, is_mtp_name, tensor_names
-from .stored_types import refuse_other_types, require_known_packing
+from .stored_types import refuse_other_types, require_known_quantisation
 from .tokenizer_files import require_no_code, tokenizer_arguments
 
 # Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
@@ -59,8 +59,8 @@ def resolve_draft_bits(name: str) -> int | None:
     # On a GPU, a call of few rows takes as long as its weights take to read. MLX's CPU backend
     # multiplies quantised weights slowly.
     check_choice("draft_head", name, DRAFT_HEADS)
-    is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
-    return 8 if is_packed else None
+    is_8bit = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
+    return 8 if is_8bit else None
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -184,7 +184,7 @@ def load_weights(
         if not settings:  # there is no file, which this says, or an empty one
             read_json(path / "config.json", "a model's settings")
         require_no_code(path)  # before weights are read
-        require_known_packing(path, settings)
+        require_known_quantisation(path, settings)
         model, config = utils.load_model(
             path,
             lazy=True,

@@ -39,7 +39,7 @@ _EXPECTED = "weights of float16, bfloat16 or float32, or quantised by mlx-lm"
 _DO = "take the model in bfloat16, or one that mlx-lm converted"
 
 
-def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
+def require_known_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse weights that nobody would decode, by settings and headers; no weights are read."""
     is_mlx_own = config.get("quantization") is not None
     method = None if is_mlx_own else _require_known_method(folder, config)
@@ -78,7 +78,7 @@ def refuse_other_types(model_class: Any, folder: Path) -> Any:
             wrong = [
                 f"{name} of {str(given.dtype).removeprefix('mlx.core.')}"
                 for name, given in file_or_weights
-                if name in own and _is_packed(given) != _is_packed(own[name])
+                if name in own and _is_quantised(given) != _is_quantised(own[name])
             ]
             require(
                 not wrong,
@@ -92,7 +92,7 @@ def refuse_other_types(model_class: Any, folder: Path) -> Any:
     return OfItsOwnTypes
 
 
-def _is_packed(array: mx.array) -> bool:
+def _is_quantised(array: mx.array) -> bool:
     return not mx.issubdtype(array.dtype, mx.floating)
 
 
