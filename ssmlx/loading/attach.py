@@ -58,7 +58,7 @@ def match_lora(adapter: Adapter, backbone: Backbone) -> Loras:
     experts = {path: one.num_experts for path, one in modules.items() if isinstance(one, EXPERTS)}
     lora = stack_experts(lora, experts)
     try:
-        check_lora(backbone.model, lora, Path("the adapter"))
+        check_lora(backbone.model, lora, "the adapter")
     except InputError as error:
         trained_on = f", which was trained on {adapter.base_model}" if adapter.base_model else ""
         raise InputError(
@@ -90,7 +90,7 @@ def _strip_wrappers(module_path: str) -> str:
 def check_lora(
     model: nn.Module,  # mlx-lm's, without LoRA on it
     lora: Loras,  # by the model's module paths
-    source: Path,  # for messages
+    source: str | Path,  # for messages
     kinds: tuple[type, ...] = LORA_KINDS,
 ) -> None:
     """Refuse LoRA unless every module is one of `kinds` and its tensors are finite and fit it."""
@@ -132,7 +132,7 @@ def attach_adapter(
     base = backbone.without_adapter()
     lora = match_lora(adapter, base)
     stream_lora = {} if streams is None else streams.stream_lora
-    check_lora(base.model, stream_lora, Path("the adapter"), LINEARS)
+    check_lora(base.model, stream_lora, "the adapter", LINEARS)
     # 3. Layers are exchanged in a copy.
     copied = base.clone_sharing_weights()
     has_own_lora = streams is not None and streams.config.adapter_scope == "streams"
