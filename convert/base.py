@@ -23,7 +23,7 @@ from ssmlx.commands.running import run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import atomic_folder
-from ssmlx.loading.load import open_config
+from ssmlx.loading.model_config import open_config
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.loading.tokenizer_files import NAMED_JINJA_FILES
 

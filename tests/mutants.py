@@ -425,7 +425,7 @@ MUTANTS = [
         "tests/test_model.py tests/test_drafters.py",
     ),
     Mutant(
-        "loading/load.py:_require_safe",
+        "loading/model_config.py:_require_safe",
         "_require_sizes_in_bounds(path, inner if isinstance(inner, dict) else {})",
         "pass",
         "sizes inside text_config are built however large they are",

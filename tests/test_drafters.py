@@ -65,7 +65,7 @@ from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
-from ssmlx.loading.head_tensors import may_have_drafting_heads
+from ssmlx.loading.load import may_have_drafting_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora

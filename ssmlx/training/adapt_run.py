@@ -16,7 +16,7 @@ from ..errors import InputError, require
 from ..json_files import json_digest, read_json
 from ..loading.adapt_runs import read_adapt_runs
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
-from ..loading.attach import attach_adapter, match_lora_to_model
+from ..loading.attach import attach_adapter, match_lora
 from ..loading.files import write_whole
 from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
 from ..loading.identity import folder_digest, stored_weights_digest
@@ -255,7 +255,7 @@ def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
         expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
         do="check --adapter; to train these streams further, see ssmlx.train --train-only",
     )
-    return match_lora_to_model(adapter, backbone)
+    return match_lora(adapter, backbone)
 
 
 @frozen_at_new_year_2026()
