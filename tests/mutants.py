@@ -561,7 +561,7 @@ MUTANTS = [
         "tests/test_turns.py tests/test_formats.py",
     ),
     Mutant(
-        "turns.py:join_system_turns_in_a_row",
+        "turns.py:join_system_turns",
         "_SYSTEM_ROLES",
         "()",
         "templates refuse several system turns, or lose all but the last",

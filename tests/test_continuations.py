@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from convert import continuations
 from convert.__main__ import main as convert
-from convert.continuations import Sampling, encode_prompts_refusing_long, generate_batch
+from convert.continuations import Sampling, encode_prompts, generate_batch
 from ssmlx.errors import InputError
 from ssmlx.prompts import as_messages, encode_with_template, read_prompts
 from ssmlx.settings import StreamConfig
@@ -364,7 +364,7 @@ def test_a_prompt_that_the_template_refuses_is_named():
         "{{ messages[0].content }}"
     )
     with pytest.raises(InputError, match=r"prompt 2: .* refuses these turns \(w4\)"):
-        encode_prompts_refusing_long(PROMPTS, TokenizerWrapper(tokenizer), 64)
+        encode_prompts(PROMPTS, TokenizerWrapper(tokenizer), 64)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -129,7 +129,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
     with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        questions.draw_plain_and_filled_prompts(lists, 3, random.Random(0))
+        questions.draw_prompts(lists, 3, random.Random(0))
 
 
 def test_a_prompt_that_stands_alone():
@@ -159,9 +159,7 @@ def test_sampled_prompts_are_kept_for_their_model(tmp_path, monkeypatch):
     texts = iter(("text 1", "text 2"))
     monkeypatch.setattr(chat_prompts, "sample_user_turns", lambda *_, **__: [next(texts)])
     asked = [chat_prompts.parse_args(["--out", str(tmp_path), "--model", name]) for name in "aba"]
-    found = [
-        chat_prompts._read_earlier_or_sample_prompts(args, None, None)[0][-1] for args in asked
-    ]
+    found = [chat_prompts._sampled_prompts(args, None, None)[0][-1] for args in asked]
     assert found == ["1", "2", "1"]
 
 

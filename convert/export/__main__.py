@@ -29,11 +29,6 @@ manifest.json, report.json and the tokenizer. convert/export/README.md explains 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.export`; --out is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(
         PROG, "Export a model that drafts for itself to Core ML or Core AI.", EPILOG
     )
@@ -92,12 +87,6 @@ def _options() -> list[Field[Any]]:
 
 
 def export_model(args: argparse.Namespace) -> None:
-    """Export a model to --out as the options say, and print the report on standard error.
-
-    Raises:
-        InputError: a setting is refused, a package of the target is missing, or the model cannot be
-            exported.
-    """
     config = ExportConfig(
         tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
         **{one.name: getattr(args, one.name) for one in _options()},

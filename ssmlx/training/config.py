@@ -1,4 +1,4 @@
-"""Settings of a training run: each field tells what it may be, and what `--help` says of it."""
+"""Settings of a training run: each field has its bounds and the help that `--help` prints."""
 
 from __future__ import annotations
 
@@ -36,13 +36,8 @@ _DO = "correct the option"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How an adapter is trained; the same for both trainers. Defaults follow section 4 of
-    Speculative Streaming (arXiv 2402.11131).
-
-    `draft_vocab_size` None is `DRAFT_VOCAB_SIZE` where streams draft from a vocabulary of twice
-    that or more, else 0; `with_default_draft_vocab_size` fills it in. `stream_init` and
-    `stream_init_rank` are f of eq. 3 and its rank; None chooses low_rank of rank 32, or identity
-    (which has none) where streams rotate, where there are none, or where the rank is given as 0.
+    """How an adapter is trained, by both trainers. Defaults follow section 4 of Speculative
+    Streaming (arXiv 2402.11131).
     """
 
     num_streams: int = setting(
@@ -162,12 +157,6 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        """Choose f of eq. 3 where it is None, and check every setting, and those that depend on one
-        another.
-
-        Raises:
-            InputError: a setting is out of bounds, or does not go with another.
-        """
         self._fill_in_missing_stream_init()
         check_settings(self, do=_DO)
         rotated = self.stream_design == "value_rotation"
@@ -208,11 +197,6 @@ class TrainConfig:
             require(ok, found, expected=expected, do=_DO)
 
     def _fill_in_missing_stream_init(self) -> None:
-        """Fill in `stream_init` and `stream_init_rank` where they are None; what is given stays.
-
-        The kind is low_rank where there are stream embeddings and the rank is not given as 0, else
-        identity. The rank is 0 for identity, else `STREAM_INIT_RANK`.
-        """
         kind = self.stream_init
         rank = self.stream_init_rank
         if kind is None:
@@ -224,12 +208,7 @@ class TrainConfig:
         object.__setattr__(self, "stream_init_rank", rank)
 
     def with_default_draft_vocab_size(self, model_vocab_size: int) -> TrainConfig:
-        """Return the settings with `draft_vocab_size` chosen, for a model of `model_vocab_size`
-        tokens, where it is None; a size that was given stays.
-
-        It becomes `DRAFT_VOCAB_SIZE` where there are streams and the model has twice as many tokens
-        or more, else 0.
-        """
+        """A draft vocabulary pays if the model has at least twice as many tokens."""
         if self.draft_vocab_size is not None:
             return self
         pays = self.num_streams > 0 and model_vocab_size >= 2 * DRAFT_VOCAB_SIZE
@@ -237,25 +216,18 @@ class TrainConfig:
 
     @property
     def keeps_streams(self) -> bool:
-        """Whether the condition alone is trained, so that hidden states of streams never change."""
+        """The condition alone is trained, so hidden states of streams never change."""
         return self.train_only == "condition"
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """The weight of each stream in the loss, alpha_1 to alpha_gamma of eq. 5; a single weight
-        is repeated for all.
-        """
+        """alpha_1 to alpha_gamma of eq. 5: a single weight is repeated for all streams."""
         weights = self.stream_weights
         return weights if len(weights) == self.num_streams else weights * self.num_streams
 
     @classmethod
     def from_dict_ignoring_unknown(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Build from JSON values; lists become tuples, unknown keys are ignored, missing ones have
-        their defaults.
-
-        Raises:
-            InputError: a setting is out of bounds, or does not go with another.
-        """
+        """From JSON values, which newer or older versions may have written."""
         names = {f.name for f in fields(cls)}
         known: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names
@@ -263,30 +235,19 @@ class TrainConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values; tuples become lists."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def num_steps(self, num_examples: int) -> int:
-        """Return the optimiser steps of all epochs over `num_examples` examples, rounded to a whole
-        number; 1 at least.
-
-        A last batch of an epoch that is not full counts as a step.
-        """
+        # An incomplete last batch is a step.
         per_epoch = -(-num_examples // self.batch_size)
         return max(1, round(self.epochs * per_epoch))
 
-    def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step: linearly rising in the warm-up, of one step at least,
-        then as the schedule says.
-
-        The schedules "linear" and "cosine" fall from the peak rate towards 0 at `num_steps`;
-        "constant" stays at it.
-
-        Args:
-            step: counted from 0.
-            num_steps: of the whole run.
-        """
+    def learning_rate_at(
+        self,
+        step: int,  # counted from 0
+        num_steps: int,
+    ) -> float:
         warm = max(1, round(self.warmup * num_steps))
         if step < warm:
             return self.learning_rate * (step + 1) / warm
