@@ -175,6 +175,16 @@ def test_pruning_equals_brute_force(seed):
         assert_closed(tree, kept)
 
 
+def test_padding_has_no_probability():
+    tree = tree_from_parents([1, 2, PAD_TOKEN], [0, 0, 0])
+    logits = mx.arange(VOCAB, dtype=mx.float32)[
+        None
+    ]  # the last is best, which an index of -1 reads
+    found = transition_logprobs(tree, logits)
+    assert found[2].item() == -math.inf
+    assert nodes_within_budget(tree, found, 2).tolist() == [0, 1]
+
+
 def test_certain_edges_do_not_outlive_their_parents():
     """All path probabilities round to the same number; the nodes nearest the root stay."""
     chain = tree_from_parents([1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4])
@@ -662,6 +672,18 @@ def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
         rooted.insert(mx.zeros((1, 1, 32)), 3)
 
 
+def test_streams_that_also_start_without_the_root_do_so_where_they_run_fused():
+    rooted = {"condition_rank": 4, "root_init_rank": 3, "starts_without_root": True}
+    both, alone = (make_model(adapter=rooted) for _ in range(2))
+    alone.streams = replace(alone.streams, root_init=None)
+    for tree, prune in product(PAIR, PRUNINGS[:3]):
+        fused = drafted(both, "fused", tree=tree, prune=prune)
+        assert fused == drafted(alone, "second-pass", tree=tree, prune=prune)
+        second = drafted(both, "second-pass", tree=tree, prune=prune)
+        assert fused[0] == second[0] and fused[2] != second[2]
+        assert max(fused[1]) > 1  # something was accepted
+
+
 def test_a_second_pass_costs_the_same_memory_behind_any_context():
     model = make_model(adapter={"stream_window": 32})
     sizes = []
@@ -1024,6 +1046,15 @@ def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
     assert mx.array_equal(sampling.noise(first, 4, some), noise[:, some])
     assert mx.array_equal(sampling.noise(first + 1, 3), noise[1:])
     assert GREEDY.noise(first, 4) is None
+
+
+def test_every_bit_of_a_seed_counts():
+    seeds = (1, 2, 1 + 2**32, 1 + 2**63)
+    found = [
+        Sampling(SamplingConfig(temp=1.0, seed=seed), VOCAB).noise(mx.array([0]), 1).tolist()
+        for seed in seeds
+    ]
+    assert len({str(noise) for noise in found}) == len(seeds)
 
 
 def surest_base():
