@@ -45,8 +45,8 @@ COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 
 
 class Continuation(NamedTuple):
-    tokens: list[int]  # with the end token where there is one
-    finish_reason: str  # "stop" at an end token, "length" where max_tokens came first
+    tokens: list[int]  # with the end token if there is one
+    finish_reason: str  # "stop" at an end token, "length" if max_tokens came first
 
 
 @dataclass(frozen=True, kw_only=True)

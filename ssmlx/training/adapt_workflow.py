@@ -134,7 +134,7 @@ def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> None:
 class _MadeRounds(NamedTuple):
     plan: AdaptPlan
     base_dtype: str  # how the base's weights were held, as `load` takes `dtype`
-    base_bits: int | None  # of the base's packed weights; None where it is not quantised
+    base_bits: int | None  # of the base's weights, if quantized
 
 
 def _make_rounds(run: AdaptRun, plan: AdaptPlan | None) -> _MadeRounds:
