@@ -301,9 +301,9 @@ class Batch:
 
     The answers of a batch start in one column, P:
 
-    column     0   1   2   3   4   5   6      P = 3, the widest prompt
-    row 0      .   a   b   A   B   C   /      . padding before the prompt
-    row 1      d   e   f   D   /   .   .      / end token      . padding after it
+        column     0   1   2   3   4   5   6      P = 3, the widest prompt
+        row 0      .   a   b   A   B   C   /      . padding before the prompt
+        row 1      d   e   f   D   /   .   .      / end token      . padding after it
 
     Node rows P - 1 to T - 2 carry streams. If several examples are packed into one text, as turns
     of a conversation, texts start in column 0, and each example has anchors of its own.
