@@ -149,7 +149,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _convert_streams(args: argparse.Namespace) -> None:
-    from ssmlx.loading.adapter import load_stream_adapter, write_adapter_in_place
+    from ssmlx.loading.adapter import load_stream_adapter, write_adapter
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.lora_files import num_parameters
@@ -182,7 +182,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         if args.fuse:
             write_fused_model(folder, adapter, backbone, tokenizer, model_config)
         else:
-            write_adapter_in_place(folder, cast_adapter(adapter, args.dtype))
+            write_adapter(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config
     lora = adapter.trained_lora
     size = num_parameters(lora)

@@ -23,7 +23,7 @@ from ssmlx.commands.running import run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import atomic_folder
-from ssmlx.loading.load import refuse_unsafe_and_explain_errors
+from ssmlx.loading.load import open_config
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.loading.tokenizer_files import NAMED_JINJA_FILES
 
@@ -53,7 +53,7 @@ def load_base(
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with (
         _silence_transformers(),
-        refuse_unsafe_and_explain_errors(
+        open_config(
             folder,
             f"{folder} cannot be loaded as a model",
             expected="a whole model folder that transformers can load",

@@ -15,7 +15,7 @@ from ssmlx.commands.parser import add_int_options, add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder, write_whole
-from ssmlx.loading.identity import weights_and_configs_digest
+from ssmlx.loading.identity import folder_digest
 from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import frozen_at_new_year_2026
@@ -366,8 +366,8 @@ def write_continuations(args: argparse.Namespace) -> None:
         args.out.with_name(args.out.name + ".part"),
         {
             "prompts": hashlib.sha256(json.dumps([prompts, encoded]).encode()).hexdigest(),
-            "model": weights_and_configs_digest(path),
-            "lora": weights_and_configs_digest(args.lora),
+            "model": folder_digest(path),
+            "lora": folder_digest(args.lora),
             "batch_size": args.batch_size,
             "dtype": args.dtype,
             "device": model.device.type,

@@ -41,7 +41,7 @@ from .prompt_cache import PromptCache, place_for_next_turn
 from .prompts import (
     Tools,
     adapter_template,
-    encode_turns_or_last,
+    encode_turns,
     length_before_answer_opens,
     prompt_tokens,
 )
@@ -385,9 +385,7 @@ class Engine:
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
         if isinstance(question, Sequence) and question and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return encode_turns_or_last(
-                turns, self.tokenizer, adapter_template(model), **chat_options
-            )
+            return encode_turns(turns, self.tokenizer, adapter_template(model), **chat_options)
         return token_ids(question)
 
     def _length_before_answer_opens(

@@ -41,7 +41,7 @@ from .prompts import (
     adapter_template,
     check_text,
     common_prefix_length,
-    encode_turns_or_last,
+    encode_turns,
     length_before_answer_opens,
     shows_last_turn_alone,
 )
@@ -390,8 +390,8 @@ class ChatSession:
         return shows_last_turn_alone(turns, adapter_template(self.model), **self._template)
 
     def _encode_turns(self, turns: Sequence[Message], **more: Any) -> list[int]:
-        """The tokens of `turns`, or of the last one alone, as `encode_turns_or_last` says."""
-        return encode_turns_or_last(
+        """The tokens of `turns`, or of the last one alone, as `encode_turns` says."""
+        return encode_turns(
             turns, self.tokenizer, adapter_template(self.model), **self._template, **more
         )
 

@@ -561,7 +561,7 @@ MUTANTS = [
         "tests/test_turns.py tests/test_formats.py",
     ),
     Mutant(
-        "turns.py:join_system_turns_in_a_row",
+        "turns.py:join_system_turns",
         "_SYSTEM_ROLES",
         "()",
         "templates refuse several system turns, or lose all but the last",
@@ -618,7 +618,7 @@ MUTANTS = [
         "tests/test_server_connections.py tests/test_server_load.py",
     ),
     Mutant(
-        "server/app.py:Routes._check_access_and_find_prompt_cache",
+        "server/app.py:Routes._admit",
         "return self.handler.prompt_caches[same.index(True)]",
         "return self.handler.prompt_caches[0]",
         "one key's prompts are found by another key's requests",

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import StreamAdapter, write_adapter_in_place
+from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.training.data import Example
 
@@ -134,7 +134,7 @@ def make_adapter(
 def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:
     """Write what `make_adapter` makes into a folder, and return the folder."""
     folder.mkdir(parents=True)
-    write_adapter_in_place(folder, make_adapter(base, **settings))
+    write_adapter(folder, make_adapter(base, **settings))
     return folder
 
 

@@ -26,12 +26,12 @@ from ssmlx.commands.running import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_adapters_of_base, find_default_adapter
-from ssmlx.loading.files import locked_folder_removed_if_empty
+from ssmlx.loading.files import locked_folder
 from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.identity import (
     digest_arrays,
+    folder_digest,
     stored_weights_digest,
-    weights_and_configs_digest,
 )
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_made_here, resolve_adapter
@@ -97,7 +97,7 @@ def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
         seed=seed,
         amounts=AMOUNTS,
     )
-    with locked_folder_removed_if_empty(out):
+    with locked_folder(out):
         adapt_workflow.adapt(options, prog=PROG, say=lines.append)
     return resolve_adapter("mine"), "\n".join(lines)
 
@@ -266,7 +266,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     assert said.splitlines()[-1] == use_it
     (run,) = read_adapt_runs()
     assert run.speed_up == 3.0 and find_runs_by_weights(packed, "x").chosen.name == "mine"
-    before = weights_and_configs_digest(folder)
+    before = folder_digest(folder)
     again = adapted(packed)[1].splitlines()
     assert again[0].startswith("mine is finished, after ") and again[1:] == [use_it]
     # What is no faster than the text's own drafts brings nothing, and is not used by itself.
@@ -286,7 +286,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
         find_runs_by_weights(packed, "x").chosen is None
         and adapted(packed)[1].splitlines()[-1] == nothing
     )
-    assert weights_and_configs_digest(folder) == before
+    assert folder_digest(folder) == before
 
 
 @pytest.mark.slow
@@ -392,8 +392,8 @@ def stopped(monkeypatch, owner, name, turn, model, **asked):
 
 @pytest.mark.slow
 def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path, monkeypatch):
-    whole = weights_and_configs_digest(adapted(packed)[0])
-    more = weights_and_configs_digest(adapted(packed, hours=2)[0])
+    whole = folder_digest(adapted(packed)[0])
+    more = folder_digest(adapted(packed, hours=2)[0])
     assert more != whole
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "again"))
     # The candidate is chosen by the clock: the tiny model has one.
@@ -405,13 +405,13 @@ def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path,
     ):
         stopped(monkeypatch, owner, name, turn, packed)
     folder, _ = adapted(packed)
-    assert weights_and_configs_digest(folder) == whole
+    assert folder_digest(folder) == whole
     # More hours, stopped in what they make; what a kill leaves of the adapter is put back.
     stopped(monkeypatch, PartFile, "append", 20, packed, hours=2)
     stopped(monkeypatch, sizing.MlxTrainer, "advance", 4, packed, hours=2)
     folder.rename(folder.with_name(".adapter.x.old"))
     (folder.parent / ".adapter.x").mkdir()
-    assert weights_and_configs_digest(adapted(packed, hours=2)[0]) == more
+    assert folder_digest(adapted(packed, hours=2)[0]) == more
     assert not list(folder.parent.glob(".adapter*"))
 
 
@@ -441,18 +441,18 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     _, said = adapted(packed, hours=2.5)
     assert "mine is finished, after " in said and "loading" not in said
     # What makes worse guesses than before does not take its place.
-    kept = weights_and_configs_digest(first)
+    kept = folder_digest(first)
     with monkeypatch.context() as patch:
         patch.setattr(TrainConfig, "learning_rate_at", lambda *_: 0.5)
         adapted(packed, hours=4)
     log = record.read_log_entries(first.parent / "round-3" / "log.jsonl")
     assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
-    assert weights_and_configs_digest(first) == kept
+    assert folder_digest(first) == kept
     # Planned for more before the first hours were over.
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "early"))
     stopped(monkeypatch, sizing.MlxTrainer, "advance", 2, packed)
     early, _ = adapted(packed, hours=2.5)
-    assert weights_and_configs_digest(early) == weights_and_configs_digest(first)
+    assert folder_digest(early) == folder_digest(first)
 
 
 @pytest.mark.slow

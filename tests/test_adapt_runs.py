@@ -28,14 +28,14 @@ import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
 from ssmlx.commands import adapt, adapters, chat, check, drafting_lines, generate
-from ssmlx.errors import name_file_in_os_errors
+from ssmlx.errors import naming_file
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import identity, names
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_default_adapter
-from ssmlx.loading.files import locked_folder_removed_if_empty, write_whole
+from ssmlx.loading.files import locked_folder, write_whole
 from ssmlx.loading.folders import adapters_home
-from ssmlx.loading.identity import stored_weights_digest, weights_and_configs_digest
+from ssmlx.loading.identity import folder_digest, stored_weights_digest
 from ssmlx.loading.names import resolve_adapter
 from ssmlx.training import sizing
 
@@ -338,7 +338,7 @@ def test_the_lines_of_a_model_that_a_lora_tunes(base, tmp_path):
     assert first.startswith(f"adapter {lora}, without streams, as asked for: what stood in the ")
     adapt = f"python -m ssmlx.adapt --model {base} --adapter {lora}"
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
-    make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[weights_and_configs_digest(lora)])
+    make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[folder_digest(lora)])
     assert lines_of(model, str(lora))[1] == (
         "faster: --adapter tuned, made here of this adapter, 1.50 times plain decoding's speed "
         "when it was made"
@@ -439,7 +439,7 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and said in one_line(err, adapters.PROG)
-    with locked_folder_removed_if_empty(adapters_home() / "changed"):
+    with locked_folder(adapters_home() / "changed"):
         code, _, err = run("remove", "changed", "--yes")
         assert code == 2 and "another run writes into" in err
     assert (adapters_home() / "changed" / "plan.json").exists()
@@ -526,7 +526,7 @@ def test_a_full_disk_is_told_by_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError) as caught:
         write_whole(tmp_path / "a.json", b"{}")
     assert caught.value.filename == str(tmp_path / "a.json")
-    with pytest.raises(OSError) as caught, name_file_in_os_errors("b"):
+    with pytest.raises(OSError) as caught, naming_file("b"):
         raise OSError(errno.ENOENT, "No such file", "c")
     assert caught.value.filename == "c"
 

@@ -23,7 +23,7 @@ from perf.run.options import SYSTEMS, build_task_experiment, parse_systems_with_
 from ssmlx.decoding import call
 from ssmlx.drafters.heads import overwrite_head_files
 from ssmlx.generation.learned import _BY_PATH
-from ssmlx.loading.adapter import StreamAdapter, write_adapter_in_place
+from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
 
@@ -56,7 +56,7 @@ def folders(tmp_path_factory):
     real.write_tiny_adapter(root / "light", base, scope="streams", template=TEMPLATE)
     turned = with_rotation(real.without_prune(real.make_adapter(base, template=TEMPLATE)))
     (root / "turned").mkdir()
-    write_adapter_in_place(root / "turned", turned)
+    write_adapter(root / "turned", turned)
     other = real.write_base(root / "other", norm=1.5)
     real.write_tiny_adapter(root / "strange", other)
     backbone, _ = load_base(base, "float32")
@@ -271,7 +271,7 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     streams = replace(adapter.streams, embeddings=None, prune=None)
     config = replace(adapter.config, num_streams=0, prune_rank=0)
     (tmp_path / "lora").mkdir()
-    write_adapter_in_place(tmp_path / "lora", replace(adapter, config=config, streams=streams))
+    write_adapter(tmp_path / "lora", replace(adapter, config=config, streams=streams))
     plan = experiment([*arguments(), "--adapter", str(tmp_path / "lora")])
     assert plan.left_out["streams"] == "the adapter has no streams"
 

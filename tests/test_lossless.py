@@ -25,7 +25,7 @@ from tiny_heads import HEAD_KINDS, make_heads
 import ssmlx
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation.plan import Plan
-from ssmlx.loading.adapter import write_adapter_in_place
+from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.policy.controller import PLAIN_CALL
@@ -111,7 +111,7 @@ def folder(kind: str) -> Path:
         backbone, _ = load_base(path, "float32")
         for scope in ("streams", "all"):
             (path / scope).mkdir()
-            write_adapter_in_place(path / scope, make_adapter(backbone, scope))
+            write_adapter(path / scope, make_adapter(backbone, scope))
     return path
 
 

@@ -141,7 +141,7 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     """Unless somebody has a system say something, or tools."""
     said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
-    assert prompts.encode_turns_or_last(turns, tokenizer, template, **more) == expected
+    assert prompts.encode_turns(turns, tokenizer, template, **more) == expected
     model = Model()
     asked = {"messages": turns, **more}
     model.config = SimpleNamespace(prompt_template=template)

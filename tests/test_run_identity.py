@@ -20,7 +20,7 @@ from tiny import slow
 from convert import train_heads
 from convert.train_heads import HeadSettings
 from convert.training.run import TorchTrainer
-from ssmlx.loading.identity import stored_weights_digest, weights_and_configs_digest
+from ssmlx.loading.identity import folder_digest, stored_weights_digest
 from ssmlx.training import adapt_rounds, job
 from ssmlx.training.adapt_run import (
     DATA_FOLDER,
@@ -168,8 +168,7 @@ def test_a_run_is_told_by_its_folders(base, data, made, jobs, tmp_path, name):
         argv = without(argv, "--num-streams", "--num-msa-layers", "--lora-rank", "--prune-rank")
     assert command.main(argv) == 0
     frozen, run = (
-        [weights_and_configs_digest(made[one]) if one in made else one for one in value]
-        for value in values
+        [folder_digest(made[one]) if one in made else one for one in value] for value in values
     )
     assert written_identities(tmp_path) == expected_identities(base, jobs[0], frozen, run)
 
@@ -180,7 +179,7 @@ def test_heads_are_told_by_their_folders(base, data, made, jobs, tmp_path, start
     more = ("--lora", lora, "--init", init) if starts else ()
     argv = heads_argv(base, data, tmp_path, *more)
     assert train_heads.main(without(argv, "--num-heads") if starts else argv) == 0
-    of_lora, of_init = map(weights_and_configs_digest, (lora, init))  # of None, too
+    of_lora, of_init = map(folder_digest, (lora, init))  # of None, too
     settings = asdict(HeadSettings(kind="medusa", num_heads=2))
     expected = expected_identities(
         base,
@@ -233,8 +232,8 @@ def test_a_round_of_adapt_is_told_by_its_folders(
     source = load_source(run)
     with pytest.raises(Stopped):
         adapt_rounds.train_round(run, plan, number, source)
-    of_lora = [weights_and_configs_digest(lora)] if tuned else []
-    of_start = [weights_and_configs_digest(folder / "start")] if number else []
+    of_lora = [folder_digest(lora)] if tuned else []
+    of_start = [folder_digest(folder / "start")] if number else []
     assert written_identities(folder) == expected_identities(
         base, jobs[0], [MLX_DTYPE, *of_lora], [MLX_DTYPE, *of_lora, *of_start]
     )

@@ -1,8 +1,9 @@
 """What a request may ask for, field by field: followed, refused by name, or told as ignored."""
 
 import json
+import re
 import time
-from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,8 @@ from test_server import CHAT, JSON, chat, client_of, reply, said
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
-from ssmlx.server import completions, messages
+from ssmlx.server import completions, fields, messages
 from ssmlx.server.app import APIS, LOCAL, make_app
-from ssmlx.server.fields import FOLLOWED, check_fields_and_list_ignored
 from ssmlx.server.handler import Limits, RequestHandler
 from ssmlx.server.tool_choice import read_tool_choice
 
@@ -112,42 +112,40 @@ def test_known_fields_are_followed_or_refused_by_name_and_others_are_told(client
         assert found.headers["x-ignored-fields"] == "temprature, a??b"
 
 
-class Recorded(Mapping):
-    """A request's body that records the names of the fields that are read."""
-
-    def __init__(self, body):
-        self._body = body
-        self.read = set()
-
-    def __getitem__(self, name):
-        self.read.add(name)
-        return self._body[name]
-
-    def __iter__(self):
-        raise AssertionError("all fields are read, whatever they are called")
-
-    def __len__(self):
-        return len(self._body)
-
-
 BODIES = {
-    "/v1/chat/completions": {"messages": TURNS, "logprobs": True},
+    "/v1/chat/completions": {"messages": TURNS},
     "/v1/completions": {"prompt": "w1"},
     "/v1/messages": {"messages": TURNS, "max_tokens": 4},
     "/v1/responses": {"input": "w1"},
 }
 
 
-@pytest.mark.parametrize("path", APIS)
-def test_the_fields_that_are_read_are_those_that_are_followed(path):
+def listed_fields(path):
+    """The fields that the server's README lists for a route."""
+    page = Path(fields.__file__).with_name("README.md").read_text()
+    table = page.partition("| fields | routes |\n|---|---|\n")[2].partition("\n\n")[0]
+    found = set()
+    for row in table.splitlines():
+        names, routes = row.strip("| ").split(" | ")
+        wanted, _, others = routes.partition(" but ")
+        if path in routes.split(", ") or (wanted == "all" and path != others):
+            found |= {*re.findall("`(.+?)`", names)}
+    return found
+
+
+SOME = {"stop": ["a"], "reasoning_effort": "none", "n": 2, "tool_choice": "none", "seed": -1}
+
+
+@pytest.mark.parametrize(("path", "more"), [
+    *((path, more) for path in APIS for more in ({}, SOME)),
+    ("/v1/chat/completions", {"logprobs": True}),
+    ("/v1/completions", {"logprobs": 1, "max_tokens": 0, "echo": True}),
+])  # fmt: skip
+def test_a_route_reads_the_fields_that_readme_lists_whatever_their_values(path, more):
     read, write = APIS[path]
-    body = Recorded(BODIES[path])
+    body = fields.Fields({**BODIES[path], **more})
     write(read(body, ssmlx.GenerateConfig()))
-    assert body.read == FOLLOWED[path]
-
-
-def test_a_token_count_follows_the_fields_of_the_message_that_it_reads():
-    assert FOLLOWED["/v1/messages/count_tokens"] == FOLLOWED["/v1/messages"]
+    assert body.followed == listed_fields(path.removeprefix("/v1/"))
 
 
 @pytest.mark.parametrize("path", ["messages", "responses"])
@@ -164,8 +162,9 @@ def test_a_field_of_another_api_is_ignored_by_its_name(client, path, value):
 
 def test_a_completion_follows_a_response_format_and_does_not_call_it_ignored():
     body = {"prompt": "w1", "response_format": {"type": "json_object"}}
-    assert check_fields_and_list_ignored("/v1/completions", body) == []
+    body = fields.Fields(body)
     assert completions.read_completion(body, ssmlx.GenerateConfig()).grammar
+    assert body.ignored() == []
 
 
 def test_what_two_fields_say_of_thinking_is_joined_or_refused(client):

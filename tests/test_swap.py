@@ -24,7 +24,7 @@ from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
 from ssmlx.loading import names as naming
-from ssmlx.loading.adapter import StreamAdapter, load_adapter, write_adapter_in_place
+from ssmlx.loading.adapter import StreamAdapter, load_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter, find_adapters_of_base
 from ssmlx.loading.names import bundled_adapters, resolve_adapter
 from ssmlx.model.backbone import Backbone
@@ -221,7 +221,7 @@ def shelf(base):
     (shelf / "e2e").mkdir()
     adapter = make_adapter(base)
     lora = {path: replace(w, scale=-2.0 * w.scale) for path, w in adapter.lora.items()}
-    write_adapter_in_place(shelf / "e2e", replace(adapter, lora=lora))  # it says other things
+    write_adapter(shelf / "e2e", replace(adapter, lora=lora))  # it says other things
     other = write_base(base.parent / "other", seed=1, norm=1.5)
     write_tiny_adapter(shelf / "foreign", other)
     (shelf / "half-written").mkdir()
@@ -439,7 +439,7 @@ def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp
     narrow = make_adapter(base)
     config = replace(narrow.config, num_streams=1)
     streams = replace(narrow.streams, embeddings=narrow.streams.embeddings[:1])
-    write_adapter_in_place(tmp_path, replace(narrow, config=config, streams=streams))
+    write_adapter(tmp_path, replace(narrow, config=config, streams=streams))
     session = chat_session(base, "chat", num_streams=2)
     said(session, "w1 w2")
     held = session.context_tokens
@@ -596,7 +596,7 @@ def test_answers_are_those_of_the_tasks_lora_alone(kind):
 def test_a_folder_holds_both_and_mlx_lm_finds_the_tasks(tmp_path):
     backbone = make_backbone(MERGED)
     adapter = with_task(backbone)
-    write_adapter_in_place(tmp_path, adapter)
+    write_adapter(tmp_path, adapter)
     again = load_adapter(tmp_path)
     for mine, theirs in ((adapter.lora, again.lora), (adapter.stream_lora, again.stream_lora)):
         assert mine.keys() == theirs.keys()
@@ -611,7 +611,7 @@ def test_a_folder_holds_both_and_mlx_lm_finds_the_tasks(tmp_path):
 
 def test_a_task_beside_lora_on_every_row_is_refused(tmp_path):
     backbone = make_backbone(MERGED)
-    write_adapter_in_place(tmp_path, make(backbone, "all", seed=4))
+    write_adapter(tmp_path, make(backbone, "all", seed=4))
     file = tmp_path / "streams_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "task_lora_scale": 2.0}))
     assert "task_lora_scale beside LoRA of scope 'all'" in refusal(load_adapter, tmp_path)

@@ -48,7 +48,7 @@ from ssmlx.commands import train as mlx_command
 from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.attach import attach_adapter, read_every_row_lora
+from ssmlx.loading.attach import attach_adapter, read_task_lora
 from ssmlx.loading.load import load_base
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
@@ -914,7 +914,7 @@ def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
     found = []
     for apart in (False, True):
         backbone = load_base(base, "float32")[0]
-        lora = read_every_row_lora(task, backbone)
+        lora = read_task_lora(task, backbone)
         if not apart:
             attach_lora(backbone.model, lora, RowScope(0), merge=True, dtype=mx.float32)
             lora = {}

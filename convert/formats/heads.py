@@ -33,8 +33,8 @@ from ssmlx.drafters.heads import Heads, require_head_tensors_fit
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
-from ssmlx.json_files import build_settings_ignoring_unknown, read_json
-from ssmlx.loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
+from ssmlx.json_files import build_settings, read_json
+from ssmlx.loading.adapter import cast_stream_tensors, check_draft_vocab
 from ssmlx.loading.files import write_whole
 from ssmlx.loading.head_tensors import MEDUSA_PREFIX
 from ssmlx.loading.identity import BaseIdentity
@@ -83,7 +83,7 @@ def read_published_heads(
             "config.json of the model_type mlp_speculator",
             do="check the path",
         )
-        config = build_settings_ignoring_unknown(MlpSpeculatorConfig, values, path)
+        config = build_settings(MlpSpeculatorConfig, values, path)
         tensors = _read_speculator(folder, config)
     require_head_tensors_fit(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
@@ -98,7 +98,7 @@ def read_published_heads(
         do="use the files that belong together",
     )
     config = replace(config, draft_vocab_size=vocab.size)
-    require_ascending_draft_vocab(vocab, vocab.size, config.vocab_size, path)
+    check_draft_vocab(vocab, vocab.size, config.vocab_size, path)
     taken = {name: tensors[name][vocab] for name in config.matrix_names}
     return config, {**tensors, **taken, "draft_vocab": vocab}
 

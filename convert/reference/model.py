@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ssmlx.errors import require
-from ssmlx.loading.adapter import require_ascending_draft_vocab
+from ssmlx.loading.adapter import check_draft_vocab
 from ssmlx.model.condition import EPSILON
 from ssmlx.model.lora import select_paths_by_name
 from ssmlx.settings import StreamConfig
@@ -263,7 +263,7 @@ class StreamFusedReference(Module):
         )
         if draft_vocab is not None:
             size = config.draft_vocab_size
-            require_ascending_draft_vocab(draft_vocab, size, base.config.vocab_size, "the model")
+            check_draft_vocab(draft_vocab, size, base.config.vocab_size, "the model")
         self.base = base.requires_grad_(False)
         self.config = config
         self.decoder = _decoder_kind(base)(base)

@@ -21,7 +21,7 @@ from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.generation.segments import check_prompt
-from ssmlx.loading.identity import weights_and_configs_digest
+from ssmlx.loading.identity import folder_digest
 from ssmlx.prompts import encode_prompt
 
 from .environment import describe_machine, machine_load_text, timing_environment
@@ -148,7 +148,7 @@ class Experiment:
             # Other code may answer otherwise.
             "code": sources_digest(),
             "base": file_stats_digest(weights.base),
-            "folder": weights_and_configs_digest(weights.folder),
+            "folder": folder_digest(weights.folder),
             "checkpoint": file_stats_digest(weights.checkpoints.get(kind)),
             "dtype": weights.dtype,
             "rounds": weights.rounds,

@@ -33,10 +33,10 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_stream_adapter
 from ssmlx.loading.attach import check_lora, require_same_base
 from ssmlx.loading.load import (
+    cast_model,
     load_tokenizer,
     load_weights,
     resolve_draft_bits,
-    unpack_and_cast_model,
 )
 from ssmlx.model.backbone import Backbone, Origin
 from ssmlx.model.lora import RowScope, attach_lora
@@ -282,7 +282,7 @@ def load_weights_as(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
     failure = f"{base} cannot be loaded as a model"
     model, settings = load_weights(base, "stored" if bits else dtype, failure)
     if bits and settings.get("quantization", {}).get("bits") != bits:
-        model = unpack_and_cast_model(model, "float32")
+        model = cast_model(model, "float32")
         quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
     if bits:
         model.set_dtype(mx.float16)

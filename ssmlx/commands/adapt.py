@@ -147,7 +147,7 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
         InputError: an option is out of bounds, the model or LoRA cannot be had, or another process
             works on the run.
     """
-    from ..loading.files import locked_folder_removed_if_empty
+    from ..loading.files import locked_folder
     from ..training.adapt_run import AdaptOptions, find_run_folder
     from ..training.adapt_workflow import adapt
 
@@ -171,7 +171,7 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
             options = replace(options, out=find_run_folder(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
-    with locked_folder_removed_if_empty(options.out):
+    with locked_folder(options.out):
         adapt(
             options,
             prog=PROG,

@@ -134,7 +134,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     this machine is loaded, if it was not yet.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import can_have_head, known_heads_by_sizes
+    from ..loading.model_heads import can_have_head, find_known_heads
 
     head = default_head(model)
     if head.loaded is not None:
@@ -143,7 +143,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
         return f"{head.found.name} is here, but {head.reason}"
     if not can_have_head(model.backbone):
         return "no heads are known for models of this class"
-    rows = known_heads_by_sizes(model.backbone)
+    rows = find_known_heads(model.backbone)
     names = [row.repositories[0] for row in rows] or ["MODEL"]
     options = " or ".join(f'--drafter "mtp model={name}"' for name in names)
     return f"it needs a head, which is not on this machine: {options}"
@@ -171,7 +171,7 @@ def adapter_parts_and_effect_line(adapter: str | None, model: StreamFusedModel) 
     folder = resolve_adapter(adapter, fetch) if adapter else None
     if adapter is None and model.num_streams:
         folder = origin.folder
-    return None if folder is None else load_adapter(folder).describe_parts_and_effect()
+    return None if folder is None else load_adapter(folder).describe()
 
 
 def time_and_describe_model(

@@ -90,7 +90,7 @@ def _train(args: argparse.Namespace) -> None:
     from mlx_lm.generate import wired_limit
 
     from ..loading.adapter import load_stream_adapter
-    from ..loading.attach import read_every_row_lora
+    from ..loading.attach import read_task_lora
     from ..loading.files import require_nothing_else_in
     from ..model.ranks import launched_group
     from ..training.job import read_job, run_to_end
@@ -111,7 +111,7 @@ def _train(args: argparse.Namespace) -> None:
     )
     job = read_job(options, train, start)
     backbone = load_trainable_base(job.base_folder, args.dtype)
-    lora = {} if args.task_lora is None else read_every_row_lora(args.task_lora, backbone)
+    lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:

@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 
 from ..errors import InputError, first_line, quoted, require
-from ..json_files import build_settings_ignoring_unknown
-from ..loading.load import resolve_dtype, unpack_and_cast_model
+from ..json_files import build_settings
+from ..loading.load import cast_model, resolve_dtype
 from ..loading.tensors import check_tensors
 from ..model.lm_head import row_weights
 from ..settings import check_settings, setting
@@ -83,7 +83,7 @@ class AssistantConfig:
         )
         given: dict[str, Any] = {**text, **values}
         _refuse_other_layers(path, given)
-        config = build_settings_ignoring_unknown(cls, given, path, do=_DO)
+        config = build_settings(cls, given, path, do=_DO)
         check_settings(config, found=f"{path} has {{value!r}} for {{name}}", do=_DO)
         config._require_consistent(path)
         return config
@@ -263,7 +263,7 @@ def load_assistant_model(
         _require_every_token_once(order, config.vocab_size, folder)
         tensors[_TOKEN_ORDERING] = order
     model.load_weights(list(tensors.items()))
-    cast: Any = unpack_and_cast_model(model, resolve_dtype(dtype))
+    cast: Any = cast_model(model, resolve_dtype(dtype))
     return cast  # type: ignore[no-any-return]
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import require
-from ..json_files import build_settings_ignoring_unknown, read_json
-from ..loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
+from ..json_files import build_settings, read_json
+from ..loading.adapter import cast_stream_tensors, check_draft_vocab
 from ..loading.identity import BaseIdentity
-from ..loading.tensors import check_tensors, read_tensors, write_finite_tensors_in_place
+from ..loading.tensors import check_tensors, read_tensors, write_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import SpeculatorTreeConfig, TreeConfig
@@ -57,7 +57,7 @@ def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
     }
     text = json.dumps(values, indent=1) + "\n"
     (existing_folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-    write_finite_tensors_in_place(existing_folder / WEIGHTS_FILE, heads.tensors)
+    write_tensors(existing_folder / WEIGHTS_FILE, heads.tensors)
 
 
 def read_heads(folder: Path) -> Heads:
@@ -76,7 +76,7 @@ def read_heads(folder: Path) -> Heads:
         expected=f"{FORMAT}, {' or '.join(_KINDS)}",
         do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
-    config = build_settings_ignoring_unknown(_KINDS[kind][0], values, folder / CONFIG_FILE)
+    config = build_settings(_KINDS[kind][0], values, folder / CONFIG_FILE)
     base = BaseIdentity.from_settings(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
@@ -116,7 +116,7 @@ def require_head_tensors_fit(
 ) -> None:
     check_tensors(tensors, config.shapes_of_all_tensors(), source)
     if size := config.draft_vocab_size:
-        require_ascending_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
+        check_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:

@@ -25,7 +25,7 @@ from mlx_lm.models import qwen3_5, qwen3_next
 
 from ..errors import join_first, quoted, require
 from ..loading.head_tensors import MTP_PREFIX, is_mtp_name
-from ..loading.load import refuse_unsafe_and_explain_errors
+from ..loading.load import open_config
 from ..loading.stored_tensors import tensor_names
 from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone
@@ -109,7 +109,7 @@ def load_mtp_module(
         do='give --drafter "mtp model=FOLDER"',
     )
     assert folder is not None
-    with refuse_unsafe_and_explain_errors(
+    with open_config(
         folder,
         f"{folder} cannot be read as an MTP head",
         expected="whole safetensors files",

@@ -1,7 +1,7 @@
 """Heads and assistants that were trained to draft for a published model, and where the Hub has
 them. Data alone: `model_heads` looks them up.
 
-What could not be read in public is not here; `read_at` says where a row was read.
+Only publicly documented heads are listed; `read_at` gives the sources.
 """
 
 from dataclasses import dataclass
@@ -9,40 +9,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class KnownHead:
-    """A model and the head that drafts for it.
-
-    Attributes:
-        model: what the model is called.
-        families: mlx-lm's files that have its class, such as "qwen3_5".
-        hidden_size: D.
-        num_layers: of the model.
-        vocab_size: V.
-        generation: what the name of the model has to say, in small letters, because models of
-            another generation have the same sizes; "" where the sizes tell it from others.
-        repositories: of the head on the Hub, in several precisions; the first is the one to fetch.
-        licence: of the head, as the Hub or the model that it is part of says.
-        read_at: where names, sizes and licence were read.
-    """
-
     model: str
-    families: tuple[str, ...]
-    hidden_size: int
+    families: tuple[str, ...]  # mlx-lm's files that have its class, such as "qwen3_5"
+    hidden_size: int  # D
     num_layers: int
-    vocab_size: int
+    vocab_size: int  # V
+    # what the model's name has to contain, in lower case, as other generations have the same sizes;
+    # "" if the sizes are unique
     generation: str = ""
+    # of the head on the Hub, in several precisions; the first is the one to download
     repositories: tuple[str, ...]
-    licence: str
-    read_at: tuple[str, ...]
+    licence: str  # of the head, or of the model that it is part of
+    read_at: tuple[str, ...]  # sources of names, sizes and licence
 
 
+# mlx-lm's files of classes whose checkpoints may have an MTP head that `--drafter mtp` takes.
 OWN_HEAD_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""mlx-lm's files of classes whose checkpoints may hold an MTP head that `--drafter mtp` takes."""
 
 _QWEN_VOCAB = 248_320
 _GEMMA_VOCAB = 262_144
 _GEMMA = ("gemma4", "gemma4_text")
 _MLX_VLM = "https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/speculative/drafters"
 
+# Heads of other models are given with `--drafter "mtp model="`.
 KNOWN_HEADS = (
     KnownHead(
         model="Qwen3.8-27B",
@@ -217,4 +206,3 @@ KNOWN_HEADS = (
         ),
     ),
 )
-"""The pairs that are known; heads of other models are given with `--drafter "mtp model="`."""

@@ -218,7 +218,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         from .app import LOCAL, make_app
         from .connections import (
             ACCEPTED_AT_ONCE,
-            log_each_refused_connection_once,
+            log_refused_connections_once,
             make_connection_class,
         )
     except ImportError as error:
@@ -271,7 +271,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
 
         async def startup(self, sockets: Any = None) -> None:
             """Begin to accept connections; as many as the system allows may wait for that."""
-            log_each_refused_connection_once(asyncio.get_running_loop())
+            log_refused_connections_once(asyncio.get_running_loop())
             await super().startup(sockets)
             sock.listen(_MOST_UNACCEPTED)
 

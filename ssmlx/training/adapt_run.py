@@ -19,7 +19,7 @@ from ..loading.adapter import Adapter, StreamAdapter, load_adapter
 from ..loading.attach import attach_adapter, match_lora_to_model
 from ..loading.files import write_whole
 from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
-from ..loading.identity import stored_weights_digest, weights_and_configs_digest
+from ..loading.identity import folder_digest, stored_weights_digest
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
 from ..model.backbone import Backbone
@@ -202,7 +202,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
         "weights": stored_weights_digest(options.path),
     }
     if options.adapter is not None:
-        settings["adapter"] = [weights_and_configs_digest(options.adapter)]
+        settings["adapter"] = [folder_digest(options.adapter)]
     return settings
 
 

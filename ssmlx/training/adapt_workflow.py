@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..bars import busy
-from ..errors import name_file_in_os_errors
+from ..errors import naming_file
 from ..loading.adapt_runs import StoredRun, read_adapt_runs
 from ..loading.folders import PLAN_FILE
 from ..prompts import read_prompts
@@ -157,7 +157,7 @@ def _make_rounds(run: AdaptRun, plan: AdaptPlan | None) -> _MadeRounds:
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
             plan = run_round(run, plan, number, source, responder)
-            with name_file_in_os_errors(folder):
+            with naming_file(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)
     base_bits = (source.base.get("quantization") or {}).get("bits")

@@ -24,7 +24,7 @@ from ..prompts import (
     TokensBetweenTurns,
     check_text,
     encode,
-    encode_turns_or_last,
+    encode_turns,
     require_text_field,
     shows_last_turn_alone,
 )
@@ -117,9 +117,7 @@ class Encoder:
             expected="one question and its answer, as a template of one's own is of single ones",
             do="give such rows, or no --template",
         )
-        of_turns = partial(
-            encode_turns_or_last, tokenizer=self.tokenizer, own_template=self.template
-        )
+        of_turns = partial(encode_turns, tokenizer=self.tokenizer, own_template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
             return _PromptAndAnswer(prompt, self._encode_answer(turns[-1]["content"]))

@@ -19,7 +19,7 @@ from ..errors import InputError, require, unwritable_error
 from ..json_files import read_json
 from ..loading.adapter import StreamAdapter
 from ..loading.files import make_folder
-from ..loading.identity import stored_weights_digest, weights_and_configs_digest
+from ..loading.identity import folder_digest, stored_weights_digest
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
 from ..prompts import find_tokens_between_turns
@@ -156,8 +156,8 @@ def _make_identities(
     Runs share the frozen part's states if they differ only above the insertion layer. The base
     model's name decides nothing.
     """
-    frozen = [dtype, *map(weights_and_configs_digest, frozen_folders)]
-    start = map(weights_and_configs_digest, start_folders)
+    frozen = [dtype, *map(folder_digest, frozen_folders)]
+    start = map(folder_digest, start_folders)
     config = job.config
     settings = job.train.to_dict(), replace(config, base_model="").to_dict()
     layers = config.num_layers, config.insertion_layer

@@ -23,7 +23,7 @@ from ..loading.adapter import (
     StreamAdapter,
     stream_tensors,
     streams_from_tensors,
-    write_adapter_in_place,
+    write_adapter,
 )
 from ..loading.attach import require_same_base
 from ..loading.files import atomic_folder
@@ -338,7 +338,7 @@ def measure_and_write_adapter(
         tokens_per_call=validation.tokens_per_call_by_tree_size(RECORDED_TREE_SIZES) or None,
     )
     with atomic_folder(folder) as work:
-        write_adapter_in_place(work, replace(adapter, config=config))
+        write_adapter(work, replace(adapter, config=config))
     return folder
 
 

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, name_file_in_os_errors, require, unwritable_error
+from ..errors import InputError, naming_file, require, unwritable_error
 from ..json_files import parse_json
-from ..loading.files import lock_without_waiting
+from ..loading.files import lock_file
 
 
 class PartFile:
@@ -30,7 +30,7 @@ class PartFile:
         except OSError as error:
             raise unwritable_error(path, error) from error
         try:
-            lock_without_waiting(self._file, path)
+            lock_file(self._file, path)
             if fresh:
                 self._file.truncate(0)
             whole = self._read_lists(settings)
@@ -52,7 +52,7 @@ class PartFile:
 
     def _append_line(self, value: Any) -> None:
         """Waits until the disk has it."""
-        with name_file_in_os_errors(self.path):
+        with naming_file(self.path):
             self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())

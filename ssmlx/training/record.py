@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import name_file_in_os_errors
+from ..errors import naming_file
 from ..loading.files import write_whole
-from ..report import new_figure, style_and_write_figure
+from ..report import new_figure, write_figure
 
 LOG_FILE = "log.jsonl"
 PICTURE_FILE = "curves.png"
@@ -29,7 +29,7 @@ class Record:
         return read_log_entries(self._path)
 
     def add(self, entry: dict[str, Any]) -> None:
-        with name_file_in_os_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
@@ -72,7 +72,7 @@ def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> Non
             ha="right",
         )
     right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-    style_and_write_figure(figure, "", picture)
+    write_figure(figure, "", picture)
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
