@@ -22,7 +22,6 @@ AcceptanceKind = Literal["exact", "typical"]
 Attention = Literal["auto", "mlx", "fused"]
 
 DECODINGS = get_args(Decoding)
-_EARLIER_NAMES = {"streaming": "speculative"}
 STREAM_INITS = get_args(StreamInit)
 STREAM_DESIGNS = get_args(StreamDesign)
 ADAPTER_SCOPES = get_args(AdapterScope)
@@ -84,13 +83,6 @@ DRAFTERS = {
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
 MIN_EDGE_LOGPROB = -20.0
 MAX_EDGE_LOGPROB = -1e-3
-
-
-def decoding_name(text: str) -> str:
-    """Return the present name of a decoding: "speculative" for "streaming", its earlier name; other
-    texts as they are.
-    """
-    return _EARLIER_NAMES.get(text, text)
 
 
 @dataclass(frozen=True)
@@ -708,7 +700,7 @@ class GenerateConfig(SamplingConfig):
 
     Attributes:
         decoding: "speculative", which drafts for every call, or "plain"; None lets the controller
-            decide. "streaming", the earlier name of "speculative", means the same.
+            decide.
         max_tokens: most tokens to generate.
         stop: texts that end an answer. They are not in its text, but the tokens up to the one that
             completes such a text are in its tokens.
@@ -754,11 +746,8 @@ class GenerateConfig(SamplingConfig):
         """Check every setting; raise InputError where one is not allowed, or does not go with
         another.
 
-        `decoding` gets its present name, and `stop`, which may also be one text or None, becomes a
-        tuple.
+        `stop`, which may also be one text or None, becomes a tuple.
         """
-        if isinstance(self.decoding, str):
-            object.__setattr__(self, "decoding", decoding_name(self.decoding))
         super().__post_init__()
         for name, kinds in _settings_fields(GenerateConfig).items():
             part = getattr(self, name)

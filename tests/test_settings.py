@@ -15,8 +15,6 @@ from ssmlx.commands import chat, decoding_options, generate, load_target
 from ssmlx.commands.decoding_options import generate_config
 from ssmlx.commands.parser import Parser
 from ssmlx.generation.plan import make_plan
-from ssmlx.json_files import from_json
-from ssmlx.settings import GenerateConfig
 
 
 def test_a_setting_that_does_not_exist_is_named():
@@ -29,25 +27,6 @@ def test_a_setting_that_does_not_exist_is_named():
     ):
         with pytest.raises(TypeError, match="'temperatur'"):
             ask(temperatur=3)
-
-
-def test_the_earlier_name_of_speculative_decoding_gives_the_same():
-    """The option, a saved setting and the API take "streaming" for "speculative"."""
-    model = make_model()
-    tokenizer = make_tokenizer()
-    settings = {}
-    answers = {}
-    for name in ("speculative", "streaming"):
-        args = generate.parse_args(["--prompt", "w1", "--decoding", name])
-        saved = from_json(GenerateConfig, {"decoding": name})
-        settings[name] = (generate_config(args), saved, GenerateConfig(decoding=name))
-        responses = list(
-            ssmlx.stream_generate(model, tokenizer, [1, 2, 3], decoding=name, max_tokens=9)
-        )
-        answers[name] = [(one.text, one.tokens, one.target_calls) for one in responses]
-    assert settings["streaming"] == settings["speculative"]
-    assert {one.decoding for one in settings["streaming"]} == {"speculative"}
-    assert answers["streaming"] == answers["speculative"] != []
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])

@@ -23,7 +23,6 @@ from ..settings import (
     ModelSampling,
     PruneConfig,
     TreeConfig,
-    decoding_name,
 )
 from .parser import (
     add_options,
@@ -90,7 +89,7 @@ def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_token
             "--decoding",
             "HOW",
             "speculative drafts for every call, plain never (default: what is faster)",
-            decoding_name,
+            str,
             DECODINGS,
         ),
         ("--max-tokens", "N", "generate at most N tokens (default: %(default)s)", max_tokens),
