@@ -260,6 +260,7 @@ def _read_heads_job(args: argparse.Namespace) -> _HeadsJob:
     train = TrainConfig(  # heads stand in the place of streams
         num_streams=settings.num_heads,
         num_msa_layers=1,
+        root_init_rank=0,
         prune_rank=0,
         stream_weights=tuple(rate**head for head in range(settings.num_heads)),
         draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),

@@ -210,9 +210,12 @@ class StreamConfig:
     # f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h, "residual" f(h) = h + B A h.
     stream_init: StreamInit = setting("identity", choices=STREAM_INITS)
     stream_init_rank: int = setting(0, least=0, most=MAX_SIZE)  # eta, the rank of f; 0 for identity
-    # rank of what the root token and the last hidden state before it add to f, which makes drafting
-    # a pass of its own; 0 where streams start from f alone
+    # rank of what the root token and the last hidden state before it add to f; 0 where streams
+    # start from f alone
     root_init_rank: int = setting(0, least=0, most=MAX_SIZE)
+    # whether they were also trained without that, as they start by `schedule=fused`, whose pass
+    # decides the root
+    starts_without_root: bool = setting(False, choices=(False, True))
     # theta, the rank of the early-exit adapter; 0 where there is none
     prune_rank: int = setting(0, least=0, most=MAX_SIZE)
     # r, the rank of `ssmlx.model.condition`, which scores a stream's candidates given the token

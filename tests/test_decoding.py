@@ -662,6 +662,18 @@ def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
         rooted.insert(mx.zeros((1, 1, 32)), 3)
 
 
+def test_streams_that_also_start_without_the_root_do_so_where_they_run_fused():
+    rooted = {"condition_rank": 4, "root_init_rank": 3, "starts_without_root": True}
+    both, alone = (make_model(adapter=rooted) for _ in range(2))
+    alone.streams = replace(alone.streams, root_init=None)
+    for tree, prune in product(PAIR, PRUNINGS[:3]):
+        fused = drafted(both, "fused", tree=tree, prune=prune)
+        assert fused == drafted(alone, "second-pass", tree=tree, prune=prune)
+        second = drafted(both, "second-pass", tree=tree, prune=prune)
+        assert fused[0] == second[0] and fused[2] != second[2]
+        assert max(fused[1]) > 1  # something was accepted
+
+
 def test_a_second_pass_costs_the_same_memory_behind_any_context():
     model = make_model(adapter={"stream_window": 32})
     sizes = []

@@ -213,6 +213,7 @@ VARIANTS = [
     {"lora_modules": ("q_proj", "mlp.down_proj"), "prune_rank": 0},
     {"condition_rank": 4},
     {"root_init_rank": 3},
+    {"root_init_rank": 3, "root_dropout": 0.4},
     {"pack": 24, "condition_rank": 4, "root_init_rank": 3},
     {"weight_decay": 0.1, "clip_norm": 0.05, "stream_weights": (0.5, 0.2, 0.1)},
 ]
@@ -270,7 +271,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr("guessed.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
-    whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
+    settings = {"condition_rank": 5, "adapter_scope": "streams", "root_dropout": 0.0}
+    whole, _ = pair(tmp_path, "Llama", vocab, settings)
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
@@ -982,13 +984,16 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
 
 @pytest.mark.parametrize("command", [MLX, TORCH])
 def test_an_adapter_gets_a_start_from_the_root(base, data, tmp_path, command, capsys):
-    first = MLX.train(base, data, tmp_path / "first", *OWN, "--max-steps", "2")
+    none = ("--root-init-rank", "0", "--max-steps", "2")
+    first = MLX.train(base, data, tmp_path / "first", *OWN, *none)
     root = ("--root-init-rank", "3", "--max-steps", "2")
+    assert load_adapter(first).config.root_init_rank == 0
     for part in ("streams", "condition"):
         more = ("--train-only", part, *root)
         if add_condition(command, base, data, first, tmp_path / part, *more) == 0:
             found = load_adapter(tmp_path / part / MLX.result)
             assert found.config.root_init_rank == 3 and found.streams.root_init.b.any()
+            assert found.config.starts_without_root
     assert part == "condition" and not (tmp_path / part).exists()
     assert "--root-init-rank would do nothing here" in capsys.readouterr().err
 

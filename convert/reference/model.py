@@ -379,6 +379,7 @@ class StreamFusedReference(Module):
         input_ids: torch.Tensor | None = None,  # [B, T], for streams that start from the next token
         *,
         stream_rows: torch.Tensor | None = None,
+        rootless: torch.Tensor | None = None,  # [B, K] bool: streams without the root's term
         **where: torch.Tensor | None,
     ) -> HiddenStates:
         """From layer N - Ns to the final norm, with streams on the anchors."""
@@ -407,6 +408,8 @@ class StreamFusedReference(Module):
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
                 root_inputs = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
+                if rootless is not None:
+                    root_inputs = root_inputs.masked_fill(rootless[..., None], 0)
             streams = self.insert_streams(start, root_inputs)
             with self.treating_rows_as_streams():
                 for index, keys in kept:

@@ -133,13 +133,15 @@ class TorchObjective(Objective):
         self,
         batch: Batch,
         lower: torch.Tensor,  # [B, T, D] on the device
+        rootless: np.ndarray | None = None,  # [B, K] bool: streams without the root's term
     ) -> HiddenStates:
         """From the insertion layer to the final norm, with streams on every anchor."""
         anchors = self.index_tensor(batch.anchors)
+        without = None if rootless is None else torch.from_numpy(rootless).to(self.device)
         with autocast_for(self.device, self.dtype):
             tokens = self.index_tensor(batch.tokens)
             return self.model.upper_states(
-                lower, tokens, stream_rows=anchors, **self.row_arguments(batch)
+                lower, tokens, stream_rows=anchors, rootless=without, **self.row_arguments(batch)
             )
 
     def logits(
@@ -156,7 +158,7 @@ class TorchObjective(Objective):
         step: int,  # see `Objective.loss_terms`
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Eq. 5's weighted sum, with gradients; the means by "NAME_loss" in nats per token."""
-        states = self._hidden_states_by_kind(batch, lower)
+        states = self._hidden_states_by_kind(batch, lower, self.rootless_anchors(batch, step))
         found = []
         for term in self.loss_terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
@@ -176,14 +178,14 @@ class TorchObjective(Objective):
         return self.weighted_loss(found)
 
     def _hidden_states_by_kind(
-        self, batch: Batch, lower: torch.Tensor
+        self, batch: Batch, lower: torch.Tensor, rootless: np.ndarray | None = None
     ) -> dict[TermKind, torch.Tensor]:
         """[..., D]: main and streams final-normed, pruning's as `lower` has them."""
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
             streams = nodes[anchor_indices(self.index_tensor(batch.anchors))]
             return {STREAM: streams, GIVEN: streams}
-        hidden = self.upper(batch, nodes)
+        hidden = self.upper(batch, nodes, rootless)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
     def weighted_loss(self, terms: Iterable[TermRows]) -> tuple[torch.Tensor, dict[str, float]]:

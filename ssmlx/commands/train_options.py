@@ -11,7 +11,13 @@ from ..json_files import read_json
 from ..loading.folders import CONFIG_FILE
 from ..loading.names import resolve_adapter
 from ..settings import DEFAULT_MODEL
-from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
+from ..training.config import (
+    DRAFT_VOCAB_SIZE,
+    ROOT_INIT_RANK,
+    STREAM_INIT_RANK,
+    RunOptions,
+    TrainConfig,
+)
 from .parser import add_options, make_parser, reject_given_options, unescape_newlines
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
@@ -23,6 +29,7 @@ _F = {
 }
 _SHOWN = _F | {
     "draft_vocab_size": f"{DRAFT_VOCAB_SIZE}, or 0 if the model has fewer than twice as many",
+    "root_init_rank": f"{ROOT_INIT_RANK}; 0 without streams; with --train-only, what --init has",
     "train_only": "everything",
 }
 _GROUPS: dict[str, tuple[str, ...]] = {
@@ -31,7 +38,8 @@ _GROUPS: dict[str, tuple[str, ...]] = {
                 "draft_vocab_size"),
     "LoRA": ("lora_rank", "lora_alpha", "lora_modules"),
     "loss (eq. 5)": ("main_weight", "stream_weights", "prune_weight"),
-    "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:], "pack"),
+    "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:], "pack",
+                     "root_dropout"),
 }  # fmt: skip
 
 
@@ -226,12 +234,12 @@ def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
     reject_given_options(args, ("task_lora", *own), "the settings that --init has")
-    ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
+    ranks = {name: found.get(name, 0) or getattr(args, name) or 0 for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)
         what = f"--{name.replace('_', '-')} {asked}"
         expected = f"{rank}, as {folder} has it"
-        require(asked in (0, rank), what, expected=expected, do="give that")
+        require(asked in (None, 0, rank), what, expected=expected, do="give that")
     return {name: found[name] for name in names if name in found} | ranks
 
 

@@ -29,6 +29,7 @@ Part = Literal["streams", "condition"]
 PARTS = get_args(Part)
 SCHEDULES = get_args(Schedule)
 STREAM_INIT_RANK = 32
+ROOT_INIT_RANK = 64
 DRAFT_VOCAB_SIZE = 16384
 _MAX_RANK = 4096
 _DO = "correct the option"
@@ -72,10 +73,9 @@ class TrainConfig:
         choices=STREAM_INITS,
     )
     stream_init_rank: int | None = setting(None, "eta: rank of f", least=0, most=_MAX_RANK)
-    root_init_rank: int = setting(
-        0,
-        "rank of a term of the root token and the last hidden state that is added to f; 0 adds "
-        "none. With it, streams always run in a second pass",
+    root_init_rank: int | None = setting(
+        None,
+        "rank of what the root token and the last hidden state before it add to f; 0 adds none",
         least=0,
         most=_MAX_RANK,
     )
@@ -152,12 +152,22 @@ class TrainConfig:
         least=0,
         most=2**20,
     )
+    root_dropout: float = setting(
+        0.25,
+        "share of the places where streams learn without what --root-init-rank adds, as they start "
+        "in a fused pass; with 0 they need a second pass",
+        least=0,
+        below=1,
+    )
     seed: int = setting(
         0, "seed of the first weights and of the order of examples", least=0, most=2**32 - 1
     )
 
     def __post_init__(self) -> None:
         self._fill_in_missing_stream_init()
+        if self.root_init_rank is None:
+            rank = ROOT_INIT_RANK if self.num_streams else 0
+            object.__setattr__(self, "root_init_rank", rank)
         check_settings(self, do=_DO)
         rotated = self.stream_design == "value_rotation"
         identity = self.stream_init == "identity"
@@ -213,6 +223,11 @@ class TrainConfig:
             return self
         pays = self.num_streams > 0 and model_vocab_size >= 2 * DRAFT_VOCAB_SIZE
         return replace(self, draft_vocab_size=DRAFT_VOCAB_SIZE if pays else 0)
+
+    @property
+    def teaches_rootless_starts(self) -> bool:
+        """Whether streams that start from the root also learn to start without it."""
+        return bool(self.root_init_rank) and self.root_dropout > 0 and not self.keeps_streams
 
     @property
     def keeps_streams(self) -> bool:

@@ -272,6 +272,7 @@ def make_stream_config(
     return StreamConfig.from_dict(
         {
             **train.to_dict(),
+            "starts_without_root": train.teaches_rootless_starts,
             "num_layers": base["num_hidden_layers"],
             "hidden_size": base["hidden_size"],
             "prompt_template": options.template,

@@ -229,6 +229,7 @@ class TrainedModel:
         self,
         nodes: mx.array,  # [B, T, D] before the insertion layer
         layout: Layout,
+        rootless: np.ndarray | None = None,  # [B, K] bool: streams without the root's term
     ) -> LastStates:
         """Node rows, and then their streams, from the insertion layer on."""
         started = nodes
@@ -237,11 +238,15 @@ class TrainedModel:
             views.append((index, _LayerCache(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
         streams = [nodes[:, :0]]
-        for (texts, anchors), rows in layout.groups:
+        for number, ((texts, anchors), rows) in enumerate(layout.groups):
             known = None
             if self._fused.starts_from_root:
                 roots = layout.tokens[texts, anchors + 1]
                 known = self._fused.root_states(roots, nodes[texts, anchors])
+                if rootless is not None:
+                    first = number * _ANCHORS_AT_ONCE
+                    without = mx.array(rootless[:, first : first + _ANCHORS_AT_ONCE, None])
+                    known = mx.where(without, 0, known)
             states = started[texts, anchors]
             count = self.config.num_streams
             states = self._fused.start_streams(states, count, known)
@@ -351,7 +356,8 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
     config = replace(
         adapter.config,
         condition_rank=train.condition_rank,
-        root_init_rank=train.root_init_rank,
+        root_init_rank=train.root_init_rank or 0,
+        starts_without_root=adapter.config.starts_without_root or train.teaches_rootless_starts,
         tokens_per_call=None,
     )
     streams = replace(streams, condition=condition, root_init=root_init)
@@ -361,7 +367,7 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
 def draw_root_init(train: TrainConfig, hidden_size: int) -> LowRank | None:
     """f's term of the root token and the last hidden state (eq. 3), [2 D] to [D]; zero at first."""
     rng = np.random.default_rng([train.seed, 2])
-    return draw_low_rank(rng, train.root_init_rank, 2 * hidden_size, hidden_size)
+    return draw_low_rank(rng, train.root_init_rank or 0, 2 * hidden_size, hidden_size)
 
 
 def draw_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:

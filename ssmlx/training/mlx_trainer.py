@@ -166,7 +166,7 @@ class MlxObjective(Objective):
         Of one rank's part of a batch, both are partial sums that add up over the ranks.
         """
         self.model.bind(weights)
-        states = self._hidden_states_by_kind(batch, lower)
+        states = self._hidden_states_by_kind(batch, lower, self.rootless_anchors(batch, step))
         total = mx.array(0.0)
         means = {}
         terms = self.loss_terms(batch, step)
@@ -184,12 +184,14 @@ class MlxObjective(Objective):
                 means[term.name] = rows.sum() / whole[term.name]
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
-    def _hidden_states_by_kind(self, batch: Batch, lower: mx.array) -> dict[TermKind, mx.array]:
+    def _hidden_states_by_kind(
+        self, batch: Batch, lower: mx.array, rootless: np.ndarray | None = None
+    ) -> dict[TermKind, mx.array]:
         """Before the final norm: [B, T, D] of nodes, [B, K * G, D] of streams, anchor by anchor."""
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
-        nodes, streams = self.model.upper_before_norm(lower, self._layout(batch))
+        nodes, streams = self.model.upper_before_norm(lower, self._layout(batch), rootless)
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
 
     def mean_losses(self, batch: Batch, lower: mx.array) -> dict[str, float]:

@@ -41,6 +41,8 @@ _CHUNK_LOGITS = 1 << 24
 _BITS: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 _BATCH_SIZE = 32
 _BATCHES_PER_MARK = 16
+_GOLDEN_RATIO = (1 + 5**0.5) / 2
+_PLACES_A_STEP = 1009
 
 Lower = Callable[[Batch], Any]  # a batch to [B, T, state_size], see `Objective.lower`
 
@@ -121,6 +123,17 @@ class Objective(ABC):
         These are [B, K, G, C], or with a condition [B, K, G, C, C]: given each candidate (fourth
         axis) of the stream before, see `DraftVocab.rank_stream_tokens`.
         """
+
+    def rootless_anchors(self, batch: Batch, step: int) -> np.ndarray | None:
+        """[B, K] bool, which anchors' streams learn at a step without the root's term; None for
+        none.
+        """
+        if not self.train.teaches_rootless_starts:
+            return None
+        # Multiples of the golden ratio spread evenly, and keep no time with `STRIDE`.
+        places = np.arange(batch.anchors.shape[1]) + _PLACES_A_STEP * step
+        rootless = places * _GOLDEN_RATIO % 1 < self.train.root_dropout
+        return np.tile(rootless, (len(batch.tokens), 1))
 
     def loss_terms(self, batch: Batch, step: int) -> list[Term]:
         """The terms of eq. 5 that `train` asks for; `step` decides which anchors `STRIDE` picks."""

@@ -71,7 +71,6 @@ def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
         num_streams=NUM_STREAMS,
         num_msa_layers=num_layers,
         adapter_scope="streams",
-        root_init_rank=64,
         condition_rank=64,
         stream_weights=(1.0,),
         schedule="cosine",
