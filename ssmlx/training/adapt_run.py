@@ -153,11 +153,20 @@ class AdaptPlan:
         values = {**asdict(self), "train": self.train.to_dict()}
         write_whole(path, json.dumps(values, indent=1).encode())
 
-    def round_train_config(self, one: Round) -> TrainConfig:
-        return replace(self.train, epochs=float(one.epochs))
-
     def round_before(self, number: int) -> Round | None:
         return self.rounds[number - 1] if number else None
+
+    def new_answers(self, number: int) -> int:
+        before = self.round_before(number)
+        return self.rounds[number].answers - (before.answers if before else 0)
+
+    def round_train_config(self, number: int) -> TrainConfig:
+        return replace(self.train, epochs=float(self.rounds[number].epochs))
+
+    def num_steps(self, number: int, held_out: int) -> int:
+        """Training steps of a round, on all answers so far but those held out."""
+        num_examples = self.rounds[number].answers - held_out
+        return self.round_train_config(number).num_steps(num_examples)
 
     def replace_round(self, number: int, one: Round) -> AdaptPlan:
         return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
