@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ssmlx.commands.parser import add_options, make_parser, reject_given_options
 from ssmlx.commands.running import make_main, with_lock_on_out_folder
+from ssmlx.commands.setting_options import add_setting_options
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_data_out_and_run_options,
-    add_setting_options,
     read_run_options,
 )
 from ssmlx.errors import require
@@ -60,11 +60,6 @@ _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights"
           "draft_vocab_size")  # fmt: skip
 
 
-def _switch(help: str) -> Any:
-    """A field of `HeadSettings` that is off by default, and an option without a value."""
-    return field(default=False, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
     """What is trained, beside the settings that all trainers share.
@@ -78,15 +73,15 @@ class HeadSettings:
         help="tokens that the heads guess ahead", least=1, most=MAX_DRAFT_TOKENS
     )
     num_layers: int = setting(1, "residual blocks of each head", least=0, most=MAX_LAYERS)
-    share_lm_head: bool = _switch(
-        "heads have no matrices of their own: their blocks feed the model's LM head"
+    share_lm_head: bool = setting(
+        False, "heads have no matrices of their own: their blocks feed the model's LM head"
     )
     decay: float = setting(
         0.8, "lambda: the loss of head h has the weight lambda ** h", above=0, most=1
     )
     inner_dim: int = setting(0, "width of the states; 0 for the model's", least=0, most=2**16)
-    tie_weights: bool = _switch("all stages have the same weights")
-    scale_input: bool = _switch("normalise the hidden state first")
+    tie_weights: bool = setting(False, "all stages have the same weights")
+    scale_input: bool = setting(False, "normalise the hidden state first")
     widths: tuple[int, ...] = setting(
         (), "children of a draft tree's node at each stage", least=1, most=MAX_TREE_NODES
     )
@@ -129,14 +124,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="kind of the heads"
     )
     add_data_out_and_run_options(parser)
-    add_setting_options(
-        parser,
-        "heads",
-        ("num_heads",),
-        shown_defaults=_DEFAULTS,
-        settings_class=HeadSettings,
-    )
-    add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown_defaults=_DEFAULTS)
+    for title, settings, names in (
+        ("heads", HeadSettings, ("num_heads",)),
+        ("draft vocabulary", TrainConfig, ("draft_vocab_size",)),
+    ):
+        group = parser.add_argument_group(title)
+        add_setting_options(group, settings, names, shown=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
         (
@@ -147,22 +140,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--init", "FOLDER", "trained heads to start from, such as those of stage 1", Path),
     )
-    add_setting_options(
-        parser,
-        "Medusa heads",
-        _ONLY[_MEDUSA],
-        shown_defaults=_DEFAULTS,
-        settings_class=HeadSettings,
-    )
-    add_setting_options(
-        parser,
-        "MLP speculator",
-        _ONLY[_SPECULATOR],
-        shown_defaults=_DEFAULTS,
-        settings_class=HeadSettings,
-    )
+    for title, kind in (("Medusa heads", _MEDUSA), ("MLP speculator", _SPECULATOR)):
+        group = parser.add_argument_group(title)
+        add_setting_options(group, HeadSettings, _ONLY[kind], shown=_DEFAULTS)
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
-    add_setting_options(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
+    group = parser.add_argument_group("optimisation")
+    add_setting_options(group, TrainConfig, OPTIMISATION, defaults=DEFAULTS, shown=shown)
     add_machine_options(parser, "hidden states of the frozen model")
     return parser.parse_args(argv)
 
@@ -220,7 +203,7 @@ def build_head_config(
 
 
 class _HeadsJob(NamedTuple):
-    job: Job  # has the draft vocabulary of `init` where there are such heads
+    job: Job  # has the draft vocabulary of `init`, if given
     settings: HeadSettings
     init: HeadReference | None  # the heads of --init, to go on from
 

@@ -17,7 +17,7 @@ from ..settings import DRAFTERS, GenerateConfig
 from .answer_lines import sampling_line
 from .decoding_options import add_model_adapter_dtype_options
 from .drafting_lines import cost_table_rows, drafting_lines
-from .load_target import load_target_and_note_adapter
+from .load_target import load_target
 from .parser import add_options, make_parser
 from .running import make_main, print_json
 
@@ -123,7 +123,7 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
         elif name == "mtp":
             reasons[name] = _reason_that_no_head_drafts(model)
         elif loader is not None:
-            reasons[name] = f'it needs {loader.what}: --drafter "{name} {loader.key}"'
+            reasons[name] = f'it needs {loader.what}: --drafter "{name} {DRAFTERS[name].loads}"'
     return reasons
 
 
@@ -437,7 +437,7 @@ def _time_and_print(args: argparse.Namespace) -> None:
         expected="a number above 0",
         do="choose one, such as 5",
     )
-    model, tokenizer = load_target_and_note_adapter(args)
+    model, tokenizer = load_target(args)
 
     from ..mlx_thread import run_on_mlx_thread
 

@@ -232,14 +232,14 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listen_at(args.host, args.port)
-    metal.choose_attention(drafter.attention)
+    metal.choose_attention(drafter.loading.attention)
     prompt_caches = make_prompt_cache_for_each_key(args.prompt_cache, keys)
     engine = Engine(
         args.model,
         prompt_cache=prompt_caches[0],
         memory_gb=args.memory,
         dtype=args.dtype,
-        draft_head=drafter.draft_head,
+        draft_head=drafter.loading.draft_head,
         progress=DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model

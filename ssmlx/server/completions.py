@@ -13,7 +13,7 @@ from time import time
 from typing import Any, TypedDict, cast
 
 from .. import __version__
-from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig, allowed_values
+from ..settings import MAX_STOP, WIRE_NAMES, Allowed, GenerateConfig, allowed_values
 from .fields import (
     Body,
     check_field,
@@ -39,16 +39,6 @@ from .requests import (
 from .tool_choice import read_tool_choice
 
 _ALLOWED = {one.name: allowed for one in fields(GenerateConfig) if (allowed := allowed_values(one))}
-# Settings of sampling, without those that mean more in a request.
-_SAMPLING = {one.name for one in fields(SamplingConfig)} - {"seed", "logprobs"}
-# Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's. Of two
-# names for one setting, the later one counts.
-SETTINGS = {
-    **{name: name for name in _ALLOWED if name in _SAMPLING},
-    "temperature": "temp",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-}
 # What decodes: the package, for all that may change an answer comes with it.
 FINGERPRINT = f"ssmlx-{__version__}"
 _MOST_STOPS = 256  # texts are looked for with every token
@@ -146,7 +136,7 @@ def _read_choices(body: Body) -> dict[str, Any]:
 def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     """Return the arguments of `GenerateConfig` that a request changes."""
     found: dict[str, Any] = {}
-    for name, own in SETTINGS.items():
+    for name, own in WIRE_NAMES.items():
         if body.get(name) is not None:
             found[own] = check_number(name, body[name], _ALLOWED[own])
     is_greedy = found.get("temp", config.temp) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -97,9 +97,8 @@ class TrainConfig:
     )
     lora_rank: int = setting(16, "rank of LoRA", least=1, most=_MAX_RANK)
     lora_alpha: float = setting(32.0, "LoRA is multiplied by this over its rank", above=0, most=1e6)
-    lora_modules: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "linear layers that get LoRA, such as q_proj v_proj (default: all)"},
+    lora_modules: tuple[str, ...] = setting(
+        (), "linear layers that get LoRA, such as q_proj v_proj (default: all)"
     )
     main_weight: float = setting(
         1.0, "alpha_0: weight of the next token's loss", least=0, most=1e38
