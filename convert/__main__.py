@@ -129,7 +129,7 @@ def _check_sources_exist(args: argparse.Namespace) -> None:
 
 
 def _convert_heads(args: argparse.Namespace) -> None:
-    from ssmlx.drafters.heads import overwrite_head_files
+    from ssmlx.drafters.heads import save_heads
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base
     from ssmlx.loading.names import resolve_model
@@ -140,7 +140,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
     with atomic_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
-        overwrite_head_files(folder, heads)
+        save_heads(folder, heads)
     print(
         f"{args.out}: {heads.config.kind}, {heads.config.num_levels} tokens ahead, "
         f"{heads.config.num_parameters:,} parameters",

@@ -203,7 +203,7 @@ def build_head_config(
 
 
 class _HeadsJob(NamedTuple):
-    job: Job  # has the draft vocabulary of `init` where there are such heads
+    job: Job  # has the draft vocabulary of `init`, if given
     settings: HeadSettings
     init: HeadReference | None  # the heads of --init, to go on from
 

@@ -1,6 +1,5 @@
 """Files of prompts, and from a user's text to prompt tokens."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,11 +106,6 @@ def as_messages(prompt: Prompt) -> Any:
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """A text that two prompts share only if their turns and tools are equal."""
-    return json.dumps([as_messages(prompt), prompt.get("tools")])
 
 
 def last_user_text(prompt: Prompt) -> str:
@@ -341,7 +335,6 @@ def encode_user_text(
 ) -> list[int]:
     """The tokens of one question, up to where the answer starts."""
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
-    check_text(text)
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":

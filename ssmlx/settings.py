@@ -224,6 +224,7 @@ class StreamConfig:
         do = "check the checkpoint's streams_config.json"
         check_settings(self, found="{name} is {value!r}", do=do)
         template = self.prompt_template
+        ends: Any = self.end_token_ids
         rotates = self.stream_design == "value_rotation"
         for ok, found, expected in (
             (
@@ -240,6 +241,11 @@ class StreamConfig:
                 template is None or (isinstance(template, str) and "{prompt}" in template),
                 f"prompt_template is {template!r}",
                 "a text with {prompt} where the prompt goes",
+            ),
+            (
+                isinstance(ends, list | tuple) and all(isinstance(one, int) for one in ends),
+                f"end_token_ids is {ends!r}",
+                "a list of token ids",
             ),
             (
                 rotates == (self.rotation_step > 0),
@@ -272,29 +278,6 @@ class StreamConfig:
             do="choose a number in that range, or another --adapter",
         )
         return streams
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
-        """Unknown keys are ignored, and missing ones get their defaults."""
-        required = ("num_streams", "num_msa_layers", "num_layers", "hidden_size")
-        missing = [name for name in required if name not in values]
-        require(
-            not missing,
-            f"the stream settings lack {', '.join(missing)}",
-            expected=", ".join(required),
-            do="check the checkpoint's streams_config.json",
-        )
-        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
-        end_tokens = known.get("end_token_ids") or ()
-        require(
-            isinstance(end_tokens, list | tuple)
-            and all(isinstance(token, int) for token in end_tokens),
-            f"end_token_ids is {end_tokens!r}",
-            expected="a list of token ids",
-            do="check the checkpoint's streams_config.json",
-        )
-        known["end_token_ids"] = tuple(end_tokens)
-        return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
         """`tokens_per_call` only if it is known."""

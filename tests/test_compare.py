@@ -21,7 +21,7 @@ from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
 from perf.run.options import SYSTEMS, build_task_experiment, parse_systems_with_baselines
 from ssmlx.decoding import call
-from ssmlx.drafters.heads import overwrite_head_files
+from ssmlx.drafters.heads import save_heads
 from ssmlx.generation.learned import _BY_PATH
 from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
@@ -62,7 +62,7 @@ def folders(tmp_path_factory):
     backbone, _ = load_base(base, "float32")
     for kind in HEAD_KINDS:
         (root / kind).mkdir()
-        overwrite_head_files(root / kind, random_heads(kind, backbone))
+        save_heads(root / kind, random_heads(kind, backbone))
     model, tokenizer = ssmlx.load(str(base), adapter=root / "tuned", dtype="float32")
     first = TEMPLATE.replace("{prompt}", PROMPTS[0])
     rows = [{"prompt": prompt, "completion": "none"} for prompt in PROMPTS]

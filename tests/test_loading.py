@@ -506,7 +506,8 @@ def test_config_json_is_parsed_once_at_a_load(base, monkeypatch):
         read.append(path.name)
         return read_json(path, what)
 
-    monkeypatch.setattr("ssmlx.loading.load.read_json", read_noting)
+    for reader in ("load", "model_config"):
+        monkeypatch.setattr(f"ssmlx.loading.{reader}.read_json", read_noting)
     ssmlx.load(str(base), adapter="none")
     assert read.count("config.json") == 1
 

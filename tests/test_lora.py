@@ -25,7 +25,7 @@ from real import (
     write_packed,
     write_tokenizer,
 )
-from tiny import assert_close, mlx_lm_tokens
+from tiny import all_pairs, assert_close, mlx_lm_tokens
 
 import ssmlx
 from ssmlx.commands import chat, check, generate
@@ -129,9 +129,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name, case, bits", all_pairs(FAMILIES, CASES, [None, 4]))
 def test_logits_are_mlx_lms(family, tmp_path, name, case, bits):
     settings = CASES[case]
     if name == "qwen3_moe" and case == "dora":  # mlx-lm has none for experts

@@ -402,15 +402,15 @@ def test_auto_takes_what_was_clearly_faster(seconds, is_taken, on_shim, speeds):
     """Until it was tried, MLX's own; and what was found is remembered."""
     times, tried = speeds
     times["fused"] = seconds
-    assert hook.kernel_division_if_used(*attention_of()) is None and not tried
+    assert hook.choose_division(*attention_of()) is None and not tried
     hook.time_pending_shape()
     assert [(one.rows, one.keys) for one in tried] == [(6, 20)]
     for rows, keys in ((6, 20), (5, 17), (8, 32)):
-        assert bool(hook.kernel_division_if_used(*attention_of(rows, keys))) == is_taken
+        assert bool(hook.choose_division(*attention_of(rows, keys))) == is_taken
     hook.time_pending_shape()
     assert len(tried) == 1
-    assert hook.kernel_division_if_used(*attention_of(9, 20)) is None  # more rows than were tried
-    assert hook.kernel_division_if_used(*attention_of(6, 33)) is None
+    assert hook.choose_division(*attention_of(9, 20)) is None  # more rows than were tried
+    assert hook.choose_division(*attention_of(6, 33)) is None
     hook.time_pending_shape(), hook.time_pending_shape(), hook.time_pending_shape()
     assert len(tried) == 3
 
@@ -492,13 +492,13 @@ def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypat
     monkeypatch.setattr(kernels, "run_on_metal", wrong)
     _, tried = speeds
     for rows in (6, 9, 20):
-        assert not hook.kernel_division_if_used(*attention_of(rows))
+        assert not hook.choose_division(*attention_of(rows))
         hook.time_pending_shape()
-        assert not hook.kernel_division_if_used(*attention_of(rows))
+        assert not hook.choose_division(*attention_of(rows))
     assert len(tried) == 1 and caplog.text.count("differs from MLX's by") == 1
     metal.choose_attention("fused")
     with pytest.raises(InputError, match="a GPU that runs the kernel"):
-        hook.kernel_division_if_used(*attention_of())
+        hook.choose_division(*attention_of())
 
 
 def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
@@ -506,16 +506,16 @@ def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
         raise RuntimeError("no such\npipeline")
 
     monkeypatch.setattr(kernels, "run_on_metal", fails)
-    assert not hook.kernel_division_if_used(*attention_of())
+    assert not hook.choose_division(*attention_of())
     hook.time_pending_shape()
-    assert not hook.kernel_division_if_used(*attention_of())
+    assert not hook.choose_division(*attention_of())
     assert "does not run (no such pipeline)" in caplog.text
 
 
 def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
     metal.choose_attention("fused")
     with pytest.raises(InputError, match="heads of 256"):
-        hook.kernel_division_if_used(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
+        hook.choose_division(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
 
 
 def shape(

@@ -313,19 +313,20 @@ def test_answers_and_then_streams_are_made_in_minutes(tmp_path, monkeypatch, cap
     out = tmp_path / "run"
     small = ["--num-streams", "2", "--num-msa-layers", "1", "--lora-rank", "2",
              "--root-init-rank", "4", "--epochs", "1"]  # fmt: skip
-    argv = ["--out", str(out), "--answers", str(made), *common, *small]
+    work = tmp_path / "work"
+    argv = ["--out", str(out), "--work", str(work), "--answers", str(made), *common, *small]
     with monkeypatch.context() as patch:
         stopped = stopping(TorchTrainer.advance, 9, itertools.count(1))
         patch.setattr(TorchTrainer, "advance", stopped)
         assert chat_streams.main(argv) == 130
     assert chat_streams.main(argv) == 0
     assert "s a step" in capsys.readouterr().err
-    steps = json.loads((out / "work/plan.json").read_text())["steps"]
+    steps = json.loads((work / "plan.json").read_text())["steps"]
     assert [one["step"] for one in read_log_entries(out / "log.jsonl")] == [*range(1, steps + 1)]
     pieces = sorted(out.glob("state-*"), key=lambda path: int(path.name.split("-")[1]))
     assert len(pieces) > 1
     whole = b"".join(path.read_bytes() for path in pieces)
-    assert whole == (out / "work/run/state.pt").read_bytes()
+    assert whole == (work / "run/state.pt").read_bytes()
     assert json.loads((out / "streams_config.json").read_text())["starts_without_root"]
     assert chat_streams.main(["--out", str(out), "--answers", str(tmp_path), *common]) == 2
     assert "has no answers" in one_line(capsys.readouterr().err, chat_streams.PROG)

@@ -148,6 +148,12 @@ def test_a_route_reads_the_fields_that_readme_lists_whatever_their_values(path, 
     assert body.followed == listed_fields(path.removeprefix("/v1/"))
 
 
+def test_what_every_route_follows_is_neither_refused_nor_without_effect():
+    followed = set.intersection(*(listed_fields(path.removeprefix("/v1/")) for path in APIS))
+    assert "temperature" in followed
+    assert not followed & (fields.REFUSED.keys() | fields.WITHOUT_EFFECT)
+
+
 @pytest.mark.parametrize("path", ["messages", "responses"])
 @pytest.mark.parametrize("value", [1, True])
 def test_a_field_of_another_api_is_ignored_by_its_name(client, path, value):

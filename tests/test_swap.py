@@ -151,7 +151,6 @@ def test_no_weight_is_copied(kind, scope):
 BAD = {
     "another base": "belongs to another base model: this one has vocab_size 13 instead of 99",
     "other weights": "belongs to another base model: this one has other weights",
-    "other layers": "settings say 4 layers of width 32; expected 3 of width 32",
     "no such module": "spare: model.layers.2.mlp.no_proj.lora_a",
     "misshapen": "misshapen: model.layers.2.self_attn.q_proj.lora_a",
     "not finite": "with NaN or infinity: model.layers.2.self_attn.q_proj.lora_b",
@@ -168,7 +167,6 @@ def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
     changes = {
         "another base": lambda: {"base": replace(base, vocab_size=99)},
         "other weights": lambda: {"base": replace(base, norm_probe=base.norm_probe[:1])},
-        "other layers": lambda: {"config": replace(adapter.config, num_layers=4)},
         "no such module": lambda: {"lora": {"model.layers.2.mlp.no_proj": LoraWeights(a, b, 1.0)}},
         "misshapen": lambda: {"lora": {path: LoraWeights(a[:5], b, 1.0)}},
         "not finite": lambda: {"lora": {path: LoraWeights(a, b / 0, 1.0)}},
@@ -176,6 +174,12 @@ def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
     if case in changes:
         return replace(adapter, **{"lora": {}, **changes[case]()})
     return {"unknown name": "nothing-like-it", "missing folder": "no/such/folder"}[case]
+
+
+def test_an_adapters_settings_are_those_of_its_base():
+    adapter = make(make_backbone(APART), "all", seed=12)
+    said = refusal(replace, adapter, config=replace(adapter.config, num_layers=4))
+    assert "settings say 4 layers of width 32; expected 3 of width 32" in said
 
 
 @pytest.mark.parametrize("case", BAD)

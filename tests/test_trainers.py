@@ -271,8 +271,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr("guessed.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
-    settings = {"condition_rank": 5, "adapter_scope": "streams", "root_dropout": 0.0}
-    whole, _ = pair(tmp_path, "Llama", vocab, settings)
+    alone = {"condition_rank": 5, "adapter_scope": "streams", "root_init_rank": 0}
+    whole, _ = pair(tmp_path, "Llama", vocab, alone)
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
@@ -378,7 +378,12 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     vocab = np.arange(0, real.VOCAB, 2, dtype=np.int32) if reduced else None
     alphas = (0.5, 0.25, 0.125)
     objective = torch_objective(
-        base, vocab, adapter_scope=scope, stream_weights=alphas, prune_weight=0.0
+        base,
+        vocab,
+        adapter_scope=scope,
+        stream_weights=alphas,
+        prune_weight=0.0,
+        root_dropout=0.0,
     )
     examples = real.random_examples(5)
     batch = some_batch()

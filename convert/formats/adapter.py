@@ -24,7 +24,7 @@ from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
 from ssmlx.loading.tensors import check_tensors
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_out_and_in, linear_paths
+from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_paths, linear_sizes
 from ssmlx.settings import AdapterScope
 
 from ..reference import format as layout
@@ -42,7 +42,7 @@ def read_peft_lora(
     paths = linear_paths(model, settings.layers, settings.modules, layout.CHECK_MODULES)
     expected: dict[str, tuple[int, ...]] = {}
     for module in paths:
-        out_size, in_size = linear_out_and_in(modules[module])
+        out_size, in_size = linear_sizes(modules[module])
         expected[f"{layout.PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
         expected[f"{layout.PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
     check_tensors(tensors, expected, path)

@@ -29,15 +29,15 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.heads import Heads, require_head_tensors_fit
+from ssmlx.drafters.heads import Heads, check_head_tensors
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
 from ssmlx.json_files import build_settings, read_json
 from ssmlx.loading.adapter import cast_stream_tensors, check_draft_vocab
 from ssmlx.loading.files import write_whole
-from ssmlx.loading.head_tensors import MEDUSA_PREFIX
 from ssmlx.loading.identity import BaseIdentity
+from ssmlx.loading.stored_tensors import MEDUSA_PREFIX
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.backbone import Backbone
 
@@ -85,7 +85,7 @@ def read_published_heads(
         )
         config = build_settings(MlpSpeculatorConfig, values, path)
         tensors = _read_speculator(folder, config)
-    require_head_tensors_fit(config, tensors, source)
+    check_head_tensors(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
         return config, tensors

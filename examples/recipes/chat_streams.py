@@ -47,11 +47,12 @@ to tasks about its earlier answers; a fourth of the batches is sampled. With --a
 any option that it does not know goes to `convert.train`. Either way it begins with a forecast,
 keeps what is done at least once a minute, and ends before --minutes. The same command goes on.
 
-OUT gets files of at most 15 MB. A run's state comes in pieces: `cat state-* > work/state.pt`."""
+OUT gets at most eight files of at most 15 MB. A run's state comes in pieces:
+`cat OUT/state-* > WORK/run/state.pt`."""
 
 HELD_OUT = [Path(__file__).parents[1] / f"data/chat_{split}.jsonl" for split in ("valid", "test")]
 SEEDS = 400  # of the prompts that ship
-FILE_TOKENS = 6_000_000  # of uint16
+FILE_TOKENS = 3_000_000  # of answers
 PIECE_BYTES = 15 * 2**20
 FIRST_ANSWER_TOKENS = 100
 PROBE_STEPS = 5
@@ -158,7 +159,7 @@ class Prompts:
             rows += [{"prompt": self._task(rng)} for _ in range(count // 8)]
         own = count - len(rows)
         asked = sample_user_turns(
-            self._model, self._tokenizer, own, batch_size=max(8, own), seed=number
+            self._model, self._tokenizer, own, batch_size=max(8, 2 * own), seed=number
         )
         return rows + [{"prompt": text} for text in asked if self._is_new(text)]
 
@@ -243,9 +244,10 @@ def train(args: argparse.Namespace, more: Sequence[str]) -> None:
         InputError: there are no answers, or `convert.train` refuses its options.
     """
     deadline = time.monotonic() + 60 * args.minutes
-    work = args.out / "work"
+    work = args.work or args.out / "work"
     data = work / "data"
     make_folder(data)
+    make_folder(args.out)
     files = sorted(args.answers.glob("answers-*.npz"))
     require(
         bool(files),
@@ -333,6 +335,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_options(
         parser,
         ("--answers", "FOLDER", "train on the answers of this folder", Path),
+        ("--work", "FOLDER", "what need not be kept, of training (default: OUT/work)", Path),
         ("--minutes", "X", "end before (default: %(default)s)", 8.0),
         ("--epochs", "X", "most passes over the answers (default: %(default)s)", 2.0),
     )

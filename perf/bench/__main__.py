@@ -60,7 +60,7 @@ Writes bench.json and .txt into --out. What there is no time for is left out, an
 says so."""
 Now = Callable[[], float]
 CONTEXTS = (2000,)
-CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
+CONTEXT_TOKENS = 24  # about what the answers have: after its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
 BAR = "{l_bar}{bar}"

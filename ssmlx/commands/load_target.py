@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..drafters.option import DrafterOption
-from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
+from ..loading.names import AUTO_ADAPTER
 from ..settings import DrafterLoading
 from .callback_bars import DownloadBar
 from .decoding_options import PRUNE_OPTIONS, TREE_OPTIONS, drafters_shaped_by
@@ -75,31 +75,27 @@ def load_drafter(
 def load_target(
     args: argparse.Namespace,
     *,
-    finds_adapter: bool = True,
-    loading: DrafterLoading | None = None,
+    finds_adapter: bool = True,  # whether to look for a fitting one if none is named
+    loading: DrafterLoading | None = None,  # what --drafter says of it; its defaults
     group: Any = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
-    """`args.adapter` becomes the name of the adapter that was loaded: "none" for the base alone,
-    None for streams that are part of the model. The attention of the whole process is set."""
-    from ..loading.attach import choose_adapter, swap_adapter
+    """`args.adapter` becomes the model's `adapter_name`; the attention is set for the whole
+    process."""
     from ..loading.load import load
     from ..model import metal
 
-    if args.adapter == AUTO_ADAPTER:
-        args.adapter = None
     how = loading or DrafterLoading()
     metal.choose_attention(how.attention)
+    adapter = args.adapter
+    if adapter in (None, AUTO_ADAPTER):
+        adapter = AUTO_ADAPTER if finds_adapter else None
     model, tokenizer = load(
         args.model,
-        adapter=args.adapter,
+        adapter=adapter,
         dtype=args.dtype,
         draft_head=how.draft_head,
         progress=DownloadBar(),
         group=group,
     )
-    if args.adapter is None and model.config is None:
-        asked = AUTO_ADAPTER if finds_adapter else NO_ADAPTER
-        args.adapter, folder = choose_adapter(asked, model)
-        if folder is not None:
-            model = swap_adapter(model, folder)
+    args.adapter = model.adapter_name
     return model, tokenizer

@@ -41,12 +41,12 @@ class Heads:
     """What a heads folder holds."""
 
     config: HeadConfig  # its class is their kind
-    tensors: Mapping[str, mx.array]  # of `config.shapes_of_all_tensors()`
+    tensors: Mapping[str, mx.array]  # of `config.tensor_shapes()`
     base: BaseIdentity  # the model that they belong to
     base_model: str = ""  # what a message calls that model
 
 
-def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
+def save_heads(existing_folder: Path, heads: Heads) -> None:
     """In place over older files, and without a check whether tensors and settings fit."""
     values = {
         "format": FORMAT,
@@ -80,7 +80,7 @@ def read_heads(folder: Path) -> Heads:
     base = BaseIdentity.from_settings(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
-    require_head_tensors_fit(config, tensors, path)
+    check_head_tensors(config, tensors, path)
     return Heads(config, tensors, base, str(values.get("base_model", "")))
 
 
@@ -111,10 +111,8 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     return _KINDS[heads.config.kind][1](heads.config, tensors, backbone)
 
 
-def require_head_tensors_fit(
-    config: HeadConfig, tensors: Mapping[str, mx.array], source: Path
-) -> None:
-    check_tensors(tensors, config.shapes_of_all_tensors(), source)
+def check_head_tensors(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
+    check_tensors(tensors, config.tensor_shapes(), source)
     if size := config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
 

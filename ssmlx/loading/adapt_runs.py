@@ -119,19 +119,14 @@ def read_adapt_runs() -> list[StoredRun]:
     found = []
     for path in adapters_home().glob(f"*/{PLAN_FILE}"):
         with suppress(InputError, LookupError, TypeError, ValueError, AttributeError, OSError):
-            run = StoredRun(
-                path.parent, read_json(path, "the plan of a run"), _figures(path.parent)
-            )
+            figures = path.parent / TRAINED_FOLDER / FIGURES_FILE
+            measured = read_json(figures, "the figures of an adapter") if figures.exists() else {}
+            run = StoredRun(path.parent, read_json(path, "the plan of a run"), measured)
 
             # A run that lacks what is asked of every run is left out.
             _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.pays
             found.append((run.changed, run))
     return [run for _, run in sorted(found, key=lambda one: one[0], reverse=True)]
-
-
-def _figures(folder: Path) -> dict[str, Any]:
-    path = folder / TRAINED_FOLDER / FIGURES_FILE
-    return read_json(path, "the figures of an adapter") if path.exists() else {}
 
 
 @dataclass(frozen=True)

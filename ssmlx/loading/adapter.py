@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import InputError, quoted, require
-from ..json_files import read_json
+from ..json_files import build_settings, read_json
 from ..model.condition import Condition
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
@@ -61,6 +61,7 @@ class Adapter:
     # by module path, on every row, so it changes the answers; empty if it is fused into the base
     lora: Loras = field(default_factory=dict)
     base_model: str = ""  # the name of the model that it is for; empty if its files name none
+    name: str | None = None  # by which it was asked for
 
     def describe(self) -> str:
         """One line for the user."""
@@ -74,6 +75,16 @@ class StreamAdapter(Adapter):
     base: BaseIdentity
     # by module path, on stream rows alone; empty if the scope is "all"
     stream_lora: Loras = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = (self.config.num_layers, self.config.hidden_size)
+        true = (self.base.num_layers, self.base.hidden_size)
+        require(
+            own == true,
+            f"the adapter's settings say {own[0]} layers of width {own[1]}",
+            expected=f"{true[0]} of width {true[1]}, as its base model has",
+            do=_AGAIN,
+        )
 
     @property
     def trained_lora(self) -> Loras:
@@ -253,12 +264,12 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
         write_uniform_lora(folder, adapter.lora, adapter.config.num_layers)
 
 
-def load_adapter(folder: Path) -> Adapter:
+def load_adapter(folder: Path, name: str | None = None) -> Adapter:
     """Reads an adapter's folder; nothing is compared with a model yet."""
     if not is_lora_folder(folder):
-        return load_stream_adapter(folder)
+        return replace(load_stream_adapter(folder), name=name)
     found = read_lora_folder(folder)
-    return Adapter(lora=found.lora, base_model=found.base_model)
+    return Adapter(lora=found.lora, base_model=found.base_model, name=name)
 
 
 def load_stream_adapter(folder: Path) -> StreamAdapter:
@@ -271,7 +282,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
     )
     values = _read_stream_settings(folder)
     path = folder / CONFIG_FILE
-    config = StreamConfig.from_dict(values)
+    config = build_settings(StreamConfig, values, path)
     identity = BaseIdentity.from_settings(path, values)
     adapter = StreamAdapter(
         config=config,

@@ -38,19 +38,15 @@ _HUB_TIMEOUT = 5  # seconds until a Hub that does not answer counts as out of re
 logger = logging.getLogger("ssmlx")
 
 
-def find_or_download_model(name: str, revision: str | None, fetch: Fetch) -> Path:
+def fetch_model(name: str, revision: str | None, fetch: Fetch) -> Path:
     """Its folder in the Hub's cache; a download is not checked to be whole."""
-    return _find_or_download(
-        name, revision, fetch, ALLOW_PATTERNS, _first_missing_file, _download_model
-    )
+    return _fetch_whole(name, revision, fetch, ALLOW_PATTERNS, _first_missing_file, _download_model)
 
 
-def find_or_download_adapter(name: str, revision: str | None, fetch: Fetch) -> Path:
+def fetch_adapter(name: str, revision: str | None, fetch: Fetch) -> Path:
     """Its folder in the Hub's cache."""
     download = partial(_download_adapter, name)
-    return _find_or_download(
-        name, revision, fetch, ADAPTER_FILES, first_missing_adapter_file, download
-    )
+    return _fetch_whole(name, revision, fetch, ADAPTER_FILES, first_missing_adapter_file, download)
 
 
 def _first_missing_file(path: Path) -> str | None:
@@ -60,7 +56,7 @@ def _first_missing_file(path: Path) -> str | None:
     return first_missing_model_file(path) or (None if has_words else "tokenizer")
 
 
-def _find_or_download(
+def _fetch_whole(
     name: str,
     revision: str | None,  # a commit, tag or branch; None for the newest
     fetch: Fetch,

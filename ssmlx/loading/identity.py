@@ -1,6 +1,7 @@
 """Which models are the same, by three relations.
 
-* The same stored bytes, all of them: `stored_weights_digest`, which finds adapters made here.
+* The same stored bytes, all of them: `stored_weights_digest`, which finds adapters made here, and
+  `folder_digest`, settings included, by which interrupted work is resumed.
 * The same base in any precision: `BaseIdentity`, which streams and heads draft for.
 * The same keys and values of the same tokens: `CacheKey`, under which prompts are cached.
 """

@@ -324,7 +324,8 @@ def _read_peft(
     found = f"{folder / PEFT_PICKLE} is a pickle, which may run code"
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
     tensors = _with_mlx_names(read_tensors(folder / PEFT_FILE, _WHAT))
-    modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
+    split = (name.rpartition(".") for name in tensors)
+    modules = sorted({module for module, _, leaf in split if leaf in _LEAVES})
     _require_all_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     ranks, alphas = (
         ModulePatterns(f"{path} has the {name}", given[name] or {})
@@ -375,10 +376,6 @@ _PEFT_LEAVES = {
     "lora_embedding_B": "lora_b",
     "lora_magnitude_vector": "m",
 }
-
-
-def _has_unknown_leaf(name: str) -> bool:
-    return name.rpartition(".")[2] not in _LEAVES
 
 
 def _with_mlx_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:

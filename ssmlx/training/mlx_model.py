@@ -37,8 +37,8 @@ from ..model.lora import (
     RowLora,
     RowScope,
     attach_lora,
-    linear_out_and_in,
     linear_paths,
+    linear_sizes,
     split_layer_path,
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
@@ -419,7 +419,7 @@ def new_adapter(
     lora = {}
     paths = linear_paths(backbone.model, layers, train.lora_modules, "correct --lora-modules")
     for path in sorted(paths, key=split_layer_path):
-        out_size, in_size = linear_out_and_in(modules[path])
+        out_size, in_size = linear_sizes(modules[path])
         a = _uniform(rng, in_size, train.lora_rank, in_size)
         lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
     adapter = StreamAdapter(
