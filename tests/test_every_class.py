@@ -19,7 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
-from real import answer, refusal
+from real import answer
+from refusals import mentions, refusal
 from test_lora import mlx_lm_lora
 from tiny import assert_close, make_tokenizer, mlx_lm_tokens
 
@@ -283,7 +284,7 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
         assert decoded(**drafting) == expected
     else:
         assert name not in SCALED_BY_LENGTH
-        assert "cannot take back rejected tokens: " in refusal(decoded, **drafting)
+        assert capabilities.chains in refusal(decoded, **drafting)
     logits = own(mx.array([PROMPT]))[0]
     assert len({*mx.argmax(logits, axis=-1).tolist()}) > 1 and bool(mx.isfinite(logits).any())
 
@@ -368,7 +369,7 @@ def test_what_mlx_lm_cannot_run_either_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr("mlx_lm.models.qwen3.Model.__call__", fails)
     said = refusal(load_base, folder, "float32")
-    assert said.startswith("the model type 'qwen3' does not run (no memory); expected")
+    assert mentions(said, "'qwen3'", "no memory") and "at all" not in said
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BaseModel, Field
-from real import refusal
+from refusals import refusal
 from tiny import slow
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

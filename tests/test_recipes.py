@@ -10,7 +10,8 @@ from importlib import import_module
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from real import one_line, snapshot, write_data
+from real import snapshot, write_data
+from refusals import exits, mentions, one_line, refusal
 
 pytest.importorskip("torch")
 from test_continuations import greedy, make_model, make_tokenizer
@@ -83,10 +84,10 @@ def test_other_texts_are_refused(text):
     assert format_attributes(parse_attributes(TRAIN[1])) == TRAIN[1]
 
 
-def test_bad_input_is_told_in_one_line(task, tmp_path, capsys):
+def test_bad_input_is_one_line(task, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    assert main(["--data", str(task), "--out", str(out), "--count", "0"]) == 2
-    assert "--count 0" in one_line(capsys.readouterr().err, PROG)
+    line = exits(capsys, main, "--data", task, "--out", out, "--count", "0")
+    assert mentions(line, "--count", "0")
     (task / "train.jsonl").write_text(json.dumps({"prompt": "Who are you?"}))
     assert main(["--data", str(task), "--out", str(out)]) == 2
     assert "Who are you?" in one_line(capsys.readouterr().err, PROG)
@@ -128,8 +129,8 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
-    with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        questions.draw_plain_and_filled_prompts(lists, 3, random.Random(0))
+    line = refusal(questions.draw_plain_and_filled_prompts, lists, 3, random.Random(0))
+    assert mentions(line, "2", "3")
 
 
 def test_a_prompt_that_stands_alone():
@@ -173,8 +174,8 @@ def test_sampled_prompts_go_to_one_split_each(monkeypatch):
     splits = chat_prompts.split_without_near_copies(found, {"train": ["Known text!"]})
     assert splits["test"] == [f"{start} nine", "text 0"]
     assert splits["train"] == ["text 3", "text 4"]
-    with pytest.raises(InputError, match="5 of 6 sampled"):
-        chat_prompts.split_without_near_copies(found[:6], {"train": []})
+    line = refusal(chat_prompts.split_without_near_copies, found[:6], {"train": []})
+    assert mentions(line, "5", "6")
 
 
 def test_two_turn_chats_hold_the_models_own_answer():
@@ -254,7 +255,7 @@ def test_a_comparison_is_made_again_however_often_it_stops(
         capsys.readouterr()
         assert comparison.main(argv) == 2
         line = one_line(capsys.readouterr().err, comparison.PROG)
-        assert str(changed) in line and "expected" in line and "null" in line
+        assert str(changed) in line and "null" in line
 
 
 def test_the_manifest_of_the_comparison_holds():
@@ -275,5 +276,4 @@ def test_the_manifest_of_the_comparison_holds():
             assert any(one.startswith(word) or word.startswith(one) for one in made)
     comparison.check_equal_training(steps)
     steps[-3].command += " --epochs 9"
-    with pytest.raises(InputError, match=r"epochs 9\.0"):
-        comparison.check_equal_training(steps)
+    assert mentions(refusal(comparison.check_equal_training, steps), "epochs", "9.0")

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("starlette")
 
 import httpx2 as httpx
-from real import exit_code, one_line, words, write_tiny_adapter
+from real import words, write_tiny_adapter
+from refusals import exits, mentions
 from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
@@ -174,28 +175,29 @@ def test_a_prediction_is_drafted_as_the_servers_drafter_says(engine, serve, shap
 
 
 BAD = [
-    ({}, "messages"), ([], "object"), (chat(temperature="hot"), "temperature is 'hot'"),
-    (chat(n=0), "n is 0"), (chat(stop=[1]), "stop"), (chat(stop=""), "stop"),
+    ({}, "messages"), ([], ""), (chat(temperature="hot"), "temperature 'hot'"),
+    (chat(n=0), "n 0"), (chat(stop=[1]), "stop"), (chat(stop=""), "stop"),
     (chat(logit_bias={"999": 1}), "999"), (chat(logit_bias={"x": 1}), "logit_bias"),
-    (chat(max_tokens=1.5), "a whole number"), (chat(" "), "empty"), (chat(words(400)), "context"),
-    (chat(seed=True), "seed"), (chat("\ud800"), "Unicode"), (chat(model=7), "model"),
-    ({"messages": ["w1"]}, "messages"), ({"messages": [{"role": "user", "content": 7}]}, "turns"),
-    (chat(response_format={"type": "xml"}), "json_schema"), (chat(prediction=1), "prediction"),
-    (chat(prediction={"content": "\ud800"}), "Unicode"), (chat(temperature=-1), "is -1"),
-    (chat(top_p=2), "top_p is 2; expected 0 to 1"), (chat(frequency_penalty="x"), "frequency"),
+    (chat(max_tokens=1.5), "max_tokens 1.5"), (chat(" "), "prompt"),
+    (chat(words(400)), "context"), (chat(seed=True), "seed"), (chat("\ud800"), r"'\ud800'"),
+    (chat(model=7), "model"), ({"messages": ["w1"]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content 7"),
+    (chat(response_format={"type": "xml"}), "response_format"), (chat(prediction=1), "prediction"),
+    (chat(prediction={"content": "\ud800"}), r"'\ud800'"), (chat(temperature=-1), "-1"),
+    (chat(top_p=2), "top_p 2 0 1"), (chat(frequency_penalty="x"), "frequency_penalty"),
     (chat(logit_bias={"8": "x"}), "logit_bias"), (chat(stop=["x" * 5000]), "stop"),
-    (chat(logit_bias={"8": 101}), "-100 to 100"), (chat(top_logprobs=99, logprobs=True), "0 to 20"),
+    (chat(logit_bias={"8": 101}), "-100 100"), (chat(top_logprobs=99, logprobs=True), "0 20"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
-    for body, word in BAD:
+    for body, named in BAD:
         body = {**body, "stream": stream} if isinstance(body, dict) else body
         found = client.post(CHAT, content=json.dumps(body), headers=JSON)
         error = found.json()["error"]
         assert (found.status_code, error["type"]) == (400, "invalid_request_error"), body
-        assert word in error["message"] and "\n" not in error["message"]
+        assert mentions(error["message"], *named.split()) and "\n" not in error["message"]
         assert "--" not in error["message"], "a command's option"
     for bad in ({"prompt": [99999]}, {"prompt": ["w1", ""]}, {"prompt": [[8], 8]}, {}):
         assert client.post(COMPLETIONS, json=bad).status_code == 400, bad
@@ -203,7 +205,8 @@ def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
         bad = {"model": "tiny", "max_tokens": 9, "stream": stream, **bad}
         assert client.post(f"/v1/{path}", json=bad).status_code == 400
     unknown = client.post(CHAT, json=chat(model="../secret"))
-    assert unknown.status_code == 404 and "tiny, tiny:own" in unknown.json()["error"]["message"]
+    assert unknown.status_code == 404
+    assert mentions(unknown.json()["error"]["message"], "tiny", "tiny:own")
     assert client.post("/v1/nothing", json={}).json()["error"]["type"] == "not_found_error"
     assert client.get(CHAT).status_code == 405
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["tiny", "tiny:own"]
@@ -220,7 +223,7 @@ def test_a_closed_server_says_so_and_holds_no_weights(base):
         assert client.post(path, json=chat(max_tokens=2)).status_code == 503
     frames = []
     for _ in range(3):
-        with pytest.raises(HTTPException, match="shutting down") as caught:
+        with pytest.raises(HTTPException) as caught:
             handler.reader.check_open()
         frames.append(len(caught.traceback))
     assert len(set(frames)) == 1, "an error that is shared keeps the frames of all who raised it"
@@ -425,16 +428,16 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):
     keys = tmp_path / "keys"
     keys.write_text("one\n\n two \none\n")
     keys.chmod(0o644)
-    assert exit_code(command.main, "--model", base, "--api-keys", keys) == 2
-    assert "chmod 600" in one_line(capsys.readouterr().err, "ssmlx.server")
+    line = exits(capsys, command.main, "--model", base, "--api-keys", keys)
+    assert mentions(line, str(keys), "chmod 600")
     keys.chmod(0o600)
     assert command.read_private_api_keys(keys) == [b"one", b"two"]
     twice = ("--port", 0, "--adapter", base, "--adapter", base)
-    assert exit_code(command.main, "--model", base, *twice) == 2
-    assert "two adapters are called" in one_line(capsys.readouterr().err, "ssmlx.server")
+    assert mentions(exits(capsys, command.main, "--model", base, *twice), base.name)
     with command.listen_at("127.0.0.1", 0) as taken:
-        assert exit_code(command.main, "--model", base, "--port", taken.getsockname()[1]) == 2
-    assert "free port" in one_line(capsys.readouterr().err, "ssmlx.server")
+        port = taken.getsockname()[1]
+        line = exits(capsys, command.main, "--model", base, "--port", port)
+    assert mentions(line, str(port))
 
 
 REAL = [

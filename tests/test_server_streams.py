@@ -124,7 +124,7 @@ def test_an_error_behind_the_headers_is_an_event_and_the_clients_own(app, monkey
         text = b"".join(one["body"] for one in told).decode()
         assert start["status"] == 200 and "event: error\n" in text and "secret" not in text
     for read in READERS:
-        with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the answer failed"):
+        with pytest.raises((openai.APIError, anthropic.APIStatusError)):
             asyncio.run(read(*clients(app)))
 
 
