@@ -1,8 +1,8 @@
 """Answers that any thread reads, segment by segment, while one thread decodes.
 
-A decoding loop lives on the thread of `mlx_thread`, a call at a time, and whoever reads an answer
-only asks for its next segment. Nobody asks ahead, requests are served in the order in which they
-come, and so answers that are read at the same time take turns, call by call.
+A decoding loop lives on the MLX thread, a call at a time, and whoever reads an answer only asks for
+its next segment. Nobody asks ahead, and requests are served in order: so answers that are read at
+the same time take turns, call by call.
 """
 
 import asyncio
@@ -15,19 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from .bars import Progress
-from .mlx_thread import THREAD, is_forked
+from .mlx_thread import THREAD, is_forked, unless_forked
 
 Segment = TypeVar("Segment")
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Stands for a segment where a turn processed a piece of the prompt and gave no text.
-
-    Attributes:
-        done: tokens that were processed so far.
-        total: tokens to process in all.
-    """
+    """Stands for a segment when a turn processed a piece of the prompt and gave no text."""
 
     done: int  # tokens
     total: int
@@ -41,11 +36,7 @@ class _SegmentSource(Generic[Segment]):
         self.is_over = False
 
     def compute_next(self) -> Segment | Prefilled | None:
-        """Compute and return the next segment; None where the answer is over. On the MLX thread.
-
-        An error, which is raised, or a segment with a finish reason ends the answer: its generator
-        is closed at once.
-        """
+        """The next segment; None if the answer is over. MLX thread."""
         if self.is_over:
             return None
         THREAD.open.add(self)
@@ -61,7 +52,7 @@ class _SegmentSource(Generic[Segment]):
         return segment
 
     def close(self) -> None:
-        """End the answer, and run what its generator does at its end. On the MLX thread."""
+        """End the answer, and run what its generator does at its end. MLX thread."""
         self.is_over = True
         THREAD.open.discard(self)
         self._segments.close()
@@ -70,9 +61,10 @@ class _SegmentSource(Generic[Segment]):
 class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     """An answer's segments, one for each call of the model: to iterate, or to iterate `async`.
 
-    Any thread and any event loop may read on where another one stopped, and any may `cancel`. A
-    step ahead at most is computed before somebody asks for it. An answer that nobody holds any
-    more is cancelled. Where a step fails, reading raises the error, and the answer is over.
+    Any thread and any event loop may read on where another one stopped, and any may `cancel`; two
+    at once are refused by a RuntimeError. At most a step ahead is computed before somebody asks for
+    it. An answer that nobody holds any more is cancelled. If a step fails, reading raises the
+    error, and the answer is over.
 
         with ssmlx.stream_generate(model, tokenizer, prompt) as answer:
             for segment in answer: ...
@@ -80,68 +72,53 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     The functions of this package make answers.
 
     Args:
-        segments: computes the segments, on the thread that runs MLX; between them may stand how
-            much of the prompt was processed.
-        progress: given (tokens processed, tokens in all) of the prompt, on the thread that reads.
+        segments: computes the segments; only the MLX thread touches and closes it. Between them may
+            stand how much of the prompt was processed.
+        progress: called with (tokens processed, tokens in all) of the prompt, on the thread that
+            reads.
     """
 
     def __init__(
         self, segments: Generator[Segment | Prefilled], progress: Progress | None = None
     ) -> None:
-        """Begin nothing yet: a segment is computed when it is asked for.
-
-        Args:
-            segments: computes the segments; touched by the MLX thread alone, which closes it.
-            progress: called with (tokens processed, tokens in all) while the prompt is processed,
-                on the thread that reads; None for nothing.
-        """
         self._source = _SegmentSource(segments)
         self._progress = progress
         self._requested: Future[Segment | Prefilled | None] | None = None
         self._reading = threading.Lock()
-        closing = weakref.finalize(self, _end_and_close_source, self._source)
+        closing = weakref.finalize(self, _end, self._source)
         closing.atexit = False
 
     @property
     def is_over(self) -> bool:
-        """Whether the last segment was given out, or the answer was cancelled or failed."""
+        """Whether the last segment was read, or the answer was cancelled or failed."""
         return self._source.is_over
 
     def cancel(self) -> Future[None]:
         """Stop the answer after the call that runs now, wherever it is; does not wait for it.
 
-        A thread that waits for a segment still gets that of the running call; reading ends
-        behind it. Segments that were not read are lost.
+        A thread that waits for a segment still gets that of the running call; then reading ends.
+        Segments that were not read are lost.
 
         Returns:
             A future that is done when the answer has ended. In a forked process, where it cannot
             be ended, it holds an InputError.
         """
         self._requested = None
-        return _end_and_close_source(self._source)
+        return _end(self._source)
 
+    @unless_forked
     def close(self) -> None:
-        """Cancel the answer, and wait until its end was run and its cache can be used.
-
-        In a forked process it does nothing.
-        """
-        if is_forked():
-            return
+        """Cancel the answer, and wait until its cache can be used. Not in a forked process."""
         if THREAD.is_current:
             self._source.close()
         else:
             self.cancel().result()
 
     async def aclose(self) -> None:
-        """Cancel the answer, and await its end; the end comes too where the awaiting task is
-        cancelled.
-
-        In a forked process it does nothing.
-        """
-        if is_forked():
-            return
-        # Who is cancelled waits no longer, but the answer ends.
-        await asyncio.shield(asyncio.wrap_future(self.cancel()))
+        """Cancel the answer, and await its end. Not in a forked process."""
+        if not is_forked():
+            # The end comes even if the task that awaits it is cancelled.
+            await asyncio.shield(asyncio.wrap_future(self.cancel()))
 
     def __enter__(self) -> Self:
         return self
@@ -159,22 +136,13 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     def __next__(self) -> Segment:
-        """Wait for the next segment; pieces of the prompt go to `progress` meanwhile.
-
-        On the MLX thread itself it is computed at once.
-
-        Raises:
-            StopIteration: the answer is over.
-            RuntimeError: another thread or task is reading it, or Python is ending.
-            Exception: what computing the segment has raised; the answer is over then.
-        """
         with self._exclusive_reading():
             while True:
                 if THREAD.is_current:
                     segment = self._source.compute_next()
                 else:
                     asked = self._request_segment()
-                    with self._keep_request_if_interrupted(asked):
+                    with self._keeping_request(asked):
                         segment = asked.result()
                 if segment is None:
                     raise StopIteration
@@ -186,17 +154,10 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     async def __anext__(self) -> Segment:
-        """Await the next segment; pieces of the prompt go to `progress` meanwhile.
-
-        Raises:
-            StopAsyncIteration: the answer is over.
-            RuntimeError: another thread or task is reading it, or Python is ending.
-            Exception: what computing the segment has raised; the answer is over then.
-        """
         with self._exclusive_reading():
             while True:
                 asked = self._request_segment()
-                with self._keep_request_if_interrupted(asked):
+                with self._keeping_request(asked):
                     segment = await asyncio.shield(asyncio.wrap_future(asked))
                 if segment is None:
                     raise StopAsyncIteration
@@ -205,41 +166,30 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
                 self._report_progress(segment)
 
     def _request_segment(self) -> Future[Segment | Prefilled | None]:
-        """Ask the MLX thread for the next segment, and return the future of it; that of an
-        interrupted reader, if it has asked already."""
+        """Ask for the next segment, unless an interrupted reader has asked already."""
         if self._requested is None:
             self._requested = THREAD.enqueue(self._source.compute_next)
         return self._requested
 
     @contextmanager
-    def _keep_request_if_interrupted(
-        self, asked: Future[Segment | Prefilled | None]
-    ) -> Iterator[None]:
-        """While its reader waits for `asked` in the block: forget the request when the block ends.
-
-        Where the reader is interrupted instead, the request is kept, and the next reader gets its
-        segment. An error of the segment itself is no interruption. All exceptions go on.
-        """
+    def _keeping_request(self, asked: Future[Segment | Prefilled | None]) -> Iterator[None]:
+        """Keep the request for the next reader if waiting for it is interrupted."""
         try:
             yield
         except BaseException as error:
+            # The segment's own error is no interruption.
             if asked.done() and asked.exception() is error:
                 self._requested = None
             raise
         self._requested = None
 
     def _report_progress(self, turn: Prefilled) -> None:
-        """Call `progress`, if there is one."""
         if self._progress is not None:
             self._progress(turn.done, turn.total)
 
     @contextmanager
     def _exclusive_reading(self) -> Iterator[None]:
-        """Let nobody else read the answer inside the block.
-
-        Raises:
-            RuntimeError: another thread or task is reading it already.
-        """
+        """Let nobody else read the answer inside the block."""
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("this answer is being read already, by another thread or task")
         try:
@@ -248,11 +198,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             self._reading.release()
 
 
-def _end_and_close_source(source: _SegmentSource[Any]) -> Future[None]:
-    """End an answer at once for its readers, and have it closed behind the call that runs now.
-
-    Returns:
-        A future that is done when it is closed.
-    """
+def _end(source: _SegmentSource[Any]) -> Future[None]:
+    """End an answer at once for its readers; the future is done when it is closed."""
     source.is_over = True
     return THREAD.enqueue(source.close)

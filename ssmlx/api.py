@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer
 from .bars import Progress
-from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import without_controls
 from .generation.segments import GenerationResponse, plan_answer_segments, resolve_sampling
@@ -27,8 +27,6 @@ def stream_generate(
     config: GenerateConfig | None = None,
     *,
     drafter: DrafterArgument | None = None,
-    draft_model: Loaded | None = None,
-    heads: Loaded | None = None,
     cache: TextCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
@@ -45,16 +43,15 @@ def stream_generate(
         model, tokenizer: as `load` returns them.
         prompt: text (a template, if any, already applied) or token ids.
         config: settings; `GenerateConfig()` unless given: tokens are sampled as the model's own
-            generation_config.json asks for, and greedily where it says nothing; `temp=0` is greedy.
-        drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`, and settings behind it as
+            generation_config.json asks for, and greedily if it says nothing; `temp=0` is greedy.
+        drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`, followed by settings as
             `--drafter` takes them, such as "prompt-lookup tokens=3"; what was loaded to draft
             with, by `ssmlx.load_draft_model`, `ssmlx.load_heads` or `ssmlx.load_mtp`; or a sequence
             of these, of which the first that was loaded drafts unless one is named here or in
             `config`. Unless given, the model's streams, or the head that it brings along or that is
             in the Hub's cache, and the text.
-        draft_model, heads: older names of it.
         cache: holds what comes before the prompt; a fresh one unless given. It is left holding
-            prompt and answer but for the last token, and maybe rows of tokens behind the answer,
+            prompt and answer but for the last token, and maybe rows of tokens after the answer,
             which `keep_first` takes back.
         context: the tokens that `cache` holds; penalties read them, and drafters that look tokens
             up or have a cache of their own (prompt lookup, lookahead, a draft model).
@@ -71,7 +68,7 @@ def stream_generate(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
-    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter)
     opened = partial(
         plan_answer_segments,
         model,
@@ -120,11 +117,7 @@ def generate(
 
 
 def summary_line(response: GenerationResponse) -> str:
-    """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call.
-
-    Before these, whether typical acceptance made it lossy; behind them, whether `max_tokens` or the
-    model's context has cut it. Nothing of a stop by an end token or a stop string.
-    """
+    """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call."""
     parts = ["LOSSY (typical acceptance)"] if response.lossy else []
     parts += [
         f"{response.generation_tokens} tokens",
@@ -139,8 +132,6 @@ def summary_line(response: GenerationResponse) -> str:
 
 
 def drafts_line(response: GenerationResponse) -> str:
-    """One line about what was drafted for an answer: for each drafter its tokens, calls, and
-    accepted tokens; or that nothing was."""
     parts = [
         f"{name} drafted {one.drafted} tokens in {one.calls} calls, {one.accepted} accepted"
         for name, one in response.drafts.items()
@@ -148,17 +139,11 @@ def drafts_line(response: GenerationResponse) -> str:
     return "; ".join(parts) or "nothing was drafted"
 
 
-def answer_record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
-    """JSON values of a whole answer: its prompt, text, tokens and statistics.
-
-    Args:
-        prompt: as the user gave it.
-        responses: all segments of the answer, one or more.
-
-    Returns:
-        An object for `--json`; "logprobs" only where there are any, "memory" None where the last
-        segment has none.
-    """
+def answer_record(
+    prompt: str,  # as the user gave it
+    responses: list[GenerationResponse],  # all segments of the answer, one or more
+) -> dict[str, Any]:
+    """JSON values of a whole answer, for `--json`."""
     last = responses[-1]
     logprobs = [one for response in responses for one in response.logprobs or ()]
     return {

@@ -24,8 +24,7 @@ from .generation.scoring import ScoredPrompt, score_in_pieces
 from .generation.segments import (
     GenerationResponse,
     GivenAnswer,
-    check_prompt_length,
-    check_tokens,
+    check_prompt,
     plan_answer_segments,
     resolve_sampling,
     token_ids,
@@ -34,11 +33,11 @@ from .loading.folders import Fetch
 from .loading.load import load
 from .loading.loaded_adapters import LoadedAdapters
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER
-from .mlx_thread import is_forked, run_on_mlx_thread, wired_weights
+from .mlx_thread import run_on_mlx_thread, unless_forked, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache, place_to_keep_for_next_turn
+from .prompt_cache import PromptCache, place_for_next_turn
 from .prompts import (
     Tools,
     adapter_template,
@@ -63,16 +62,16 @@ class Engine:
 
     Any thread and any event loop may ask. Answers of `stream` that are open at once take turns,
     call by call, or share calls with a row each, whichever should bring more tokens
-    (`generation.batching`). Replies of a `chat` take turns with them, and never share calls.
-    Every adapter stands on the one base, whose weights they share, so each answer may have another
-    one and nothing is switched between them.
+    (`generation.batching`). Replies of a `chat` take turns with them, and never share calls. Every
+    adapter stands on the one base, whose weights they share, so each answer may have another one
+    and nothing is switched between them.
 
     Args:
         model: as `ssmlx.load` takes it.
         adapters: bundled adapters, folders or Hub names of others, to load now; any other one is
             loaded when it is first asked for. "none" is the base alone.
-        adapter: the adapter of answers that name none, loaded now too. Unless given it is the first
-            of `adapters`; without any it is "auto": what a chat finds for the model, see
+        adapter: the adapter of answers that name no other, loaded now too. Unless given it is the
+            first of `adapters`; without any it is "auto": what a chat finds for the model, see
             `ssmlx.load`.
         merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
             the layers that it changes; False, the default, takes a little time a step instead.
@@ -104,12 +103,6 @@ class Engine:
         offline: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """Load the base, with the adapters that are named, and have macOS keep the weights in
-        memory.
-
-        Adapters that are not named are loaded when they are asked for. The arguments are explained
-        at the class.
-        """
         check_memory(memory_gb)
         loaded, self.tokenizer = load(
             model,
@@ -135,26 +128,20 @@ class Engine:
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
         self.prompt_cache.identify(self.model(NO_ADAPTER))
-        self._count_cache_in_pool(self.prompt_cache)
+        self._count_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run_on_mlx_thread(self._wiring.__enter__)
 
     def _new_batches(self) -> Batches:
-        """Batches without answers, which count in the memory pool."""
         batches = Batches(self.memory_pool.make_room)
         self.memory_pool.share(batches)
         return batches
 
-    def _count_cache_in_pool(self, prompt_cache: PromptCache) -> None:
-        """Count in the memory pool what a prompt cache has, until `close`; it may drop some to fit.
-        Does nothing where the engine is closed.
-        """
+    def _count_in_pool(self, prompt_cache: PromptCache) -> None:
+        """Count what a prompt cache has, until `close`; it may drop some to fit."""
 
         def count_on_mlx_thread() -> None:
-            """Count it in the pool, by which it may drop some; do nothing where the engine is
-            closed. On the MLX thread.
-            """
             if not self.is_closed:
                 self._counted.add(prompt_cache)
                 prompt_cache.count_in(self.memory_pool)
@@ -183,8 +170,7 @@ class Engine:
 
     @property
     def default_adapter(self) -> str | None:
-        """The adapter that answers have where nothing is asked for, "none" for the base alone, None
-        for the model's own streams.
+        """The adapter of answers by default: "none" for the base, None for the model's own streams.
 
         What "auto" means is looked for, and stays what it is found to be; it is not loaded.
 
@@ -195,8 +181,7 @@ class Engine:
 
     @property
     def adapters(self) -> list[str]:
-        """The adapters that are loaded, by the names that they were first asked for by, and "none"
-        for the base alone; nothing of a closed engine."""
+        """The adapters that are loaded, by the names that they were first asked for by."""
         return self._adapters.names
 
     def stream(
@@ -232,14 +217,15 @@ class Engine:
             drafter: what drafts, as `ssmlx.stream_generate` takes it.
             prompt_cache: prompts that this answer may begin with and adds to; the engine's own
                 unless given.
-            mask: given the answer's tokens so far and the logits [1, V] of the next one, returns
-                the logits to decide by, such as those that a grammar allows; drafting is off then.
+            mask: called with the answer's tokens so far and the logits [1, V] of the next one;
+                returns the logits to decide by, such as those that a grammar allows. Drafting is
+                off then.
             shares_prompt: whether the prompt is in the prompt cache as soon as it is processed, for
                 other answers to it, and not only when this answer ends; a copy of its keys and
                 values. Not with `deterministic`, where each processes its own.
             keep_at: how many tokens of the prompt the next one of its conversation begins with,
-                whatever that leaves out of the answer: a model that can go back to certain places
-                alone can go back to there. Unless given, the tokens of a text or of turns before
+                whatever that leaves out of the answer: a model that can only go back to certain
+                places can go back to there. Unless given, the tokens of a text or of turns before
                 the template opens the answer; of token ids, all but the last.
             joins_prompt: whether the text goes on from the prompt's, as in a completion: it then
                 keeps the leading space that some tokenizers give no beginning.
@@ -256,13 +242,9 @@ class Engine:
         chat_options = {"tools": tools, "template_args": template_args}
 
         def open_answer() -> Answer[GenerationResponse]:
-            """Encode the question and begin the answer, on the MLX thread; nothing is decoded.
-
-            The prompt cache that it takes from counts in the engine's pool from now on.
-            """
             prompt = self._encode_question(model, question, chat_options)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            self._count_cache_in_pool(kept)
+            self._count_in_pool(kept)
             end = max(0, len(prompt) - 1)
             require(
                 keep_at is None or 0 <= keep_at <= end,
@@ -284,44 +266,31 @@ class Engine:
     def _begin_answer(
         self,
         model: StreamFusedModel,
-        prompt: list[int],
+        prompt: list[int],  # tokens
         keep_at: int | Callable[[], int],
-        config: GenerateConfig,
-        loaded: Sequence[Loaded],
+        config: GenerateConfig,  # with a seed if it samples
+        loaded: Sequence[Loaded],  # to draft with
         prompt_cache: PromptCache,
         mask: Mask | None,
         shares_prompt: bool,
         joins_prompt: bool,
     ) -> Generator[GenerationResponse | Prefilled]:
-        """The segments of an answer behind what `prompt_cache` has of the prompt, see
-        `plan_answer_segments`.
+        """The segments of an answer after what `prompt_cache` has of its prompt. MLX thread.
 
-        When this is called, the prompt is checked, what `prompt_cache` has of it is taken, and its
-        memory claimed. When the answer is over, or given up after it was begun, its prompt and what
-        was written of it join `prompt_cache`.
-
-        With `deterministic` nothing that is known is gone on from, and no call is shared, so that
-        calls are the same on every run. Nor does a model that is split over machines share calls.
-        An answer with a mask may share them in any case. On the MLX thread.
-
-        Args:
-            model: with the adapter.
-            prompt: tokens.
-            keep_at: see `stream`; or a function that finds it.
-            config: settings, a seed included if it samples.
-            loaded: what was loaded to draft with.
-            prompt_cache: prompts that the answer may begin with.
-            mask, shares_prompt, joins_prompt: see `stream`.
+        When the answer is over, or given up after it was begun, its prompt and what was written of
+        it join `prompt_cache`.
         """
         cache = model.make_cache()
         known = 0
+        # Calls are to be the same on every run then.
         if not config.deterministic:
             cache, known = prompt_cache.take(model, prompt)
+        # Ranks of a split model would not batch alike.
         is_alone = config.deterministic or model.backbone.group is not None
         decode: Decode = decode_plan
         if mask is not None or not is_alone:
             decode = partial(self._batches.decode, mask=mask)
-        place = place_to_keep_for_next_turn(
+        place = place_for_next_turn(
             prompt_cache, model, prompt, cache, keep_at, copies=shares_prompt and not is_alone
         )
         decode = partial(decode, place=place)
@@ -352,7 +321,7 @@ class Engine:
         progress: Progress | None = None,
         prompt_cache: PromptCache | None = None,
     ) -> Answer[ScoredPrompt]:
-        """How likely each token of a prompt is behind those before it: an answer of one segment.
+        """How likely each token of a prompt is after those before it: an answer of one segment.
 
         The whole prompt is processed as the answer is read, whatever is known of it. Its memory is
         claimed now.
@@ -370,11 +339,8 @@ class Engine:
         model = self.model(adapter)
 
         def open_scoring() -> Answer[ScoredPrompt]:
-            """Encode and check the prompt and claim its memory, on the MLX thread; nothing is
-            scored yet."""
             prompt = self._encode_question(model, question, {})
-            check_prompt_length(model, len(prompt))
-            check_tokens(model, prompt)
+            check_prompt(model, prompt)
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
             self.memory_pool.add_running(holding, len(prompt))
@@ -389,26 +355,12 @@ class Engine:
         self,
         model: StreamFusedModel,
         prompt: list[int],
-        cache: TextCache,
+        cache: TextCache,  # an empty one, which is filled
         top: int,
-        prompt_cache: PromptCache | None,
-        holding: Holding,
+        prompt_cache: PromptCache | None,  # where the prompt is kept in the end
+        holding: Holding,  # what counts `cache`
     ) -> Generator[ScoredPrompt | Prefilled]:
-        """Score a prompt in pieces: a `Prefilled` before and behind each, and in the end its
-        scores.
-
-        Releases `holding` when all is scored, or given up; then adds the prompt to `prompt_cache`
-        if there is one and all is scored. On the MLX thread.
-
-        Args:
-            model: with the adapter.
-            prompt: tokens.
-            cache: an empty one, which is filled.
-            top: how many of the likeliest tokens are wanted in each place.
-            prompt_cache: where the prompt is kept in the end; nothing is read from it. None for
-                nowhere.
-            holding: what counts `cache`.
-        """
+        """A `Prefilled` before and after each piece of the prompt, then its scores. MLX thread."""
         found: list[TokenLogprobs] = []
         try:
             with wired_weights():
@@ -418,30 +370,17 @@ class Engine:
         finally:
             holding.release()
         if prompt_cache is not None:
-            self._count_cache_in_pool(prompt_cache)
+            self._count_in_pool(prompt_cache)
             prompt_cache.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
     def _encode_question(
-        self, model: StreamFusedModel, question: Question, chat_options: Mapping[str, Any]
+        self,
+        model: StreamFusedModel,
+        question: Question,
+        chat_options: Mapping[str, Any],  # `tools` and `template_args` of the model's chat template
     ) -> list[int]:
-        """The prompt's tokens.
-
-        A text is put under the adapter's own template where it has one and there are no
-        `chat_options`, else under the model's, and is taken as it is where that has none. Of turns
-        the user's last one alone may be put under an adapter's own, as `encode_turns_or_last` says;
-        else all are put under the model's. Of token ids it is a list of them.
-
-        Args:
-            model: whose adapter decides on the template.
-            question: see `Question`.
-            chat_options: `tools` and `template_args` for the model's chat template, each may be
-                None; or empty.
-
-        Raises:
-            InputError: the text is empty, the template does not take the question, or it is none of
-                the three.
-        """
+        """The prompt's tokens; a text is put under the adapter's own template or the model's."""
         if isinstance(question, str):
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
         if isinstance(question, Sequence) and question and isinstance(question[0], Mapping):
@@ -456,16 +395,9 @@ class Engine:
         model: StreamFusedModel,
         question: Question,
         chat_options: Mapping[str, Any],
-        prompt: Sequence[int],
+        prompt: Sequence[int],  # from `_encode_question`
     ) -> int:
-        """How many tokens of a prompt the next one of its conversation will begin with too.
-
-        Of token ids, all but the last.
-
-        Args:
-            model, question, chat_options: as `_encode_question` takes them.
-            prompt: what it returned.
-        """
+        """How many tokens of a prompt the next one of its conversation will begin with too."""
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
         if not prompt or not isinstance(turns[0], Mapping):
             return len(prompt) - 1
@@ -517,7 +449,7 @@ class Engine:
         return chat
 
     def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
-        """Have `close` close `opened`; close it now if the engine is closed. On the MLX thread."""
+        """Have `close` close `opened`; close it now if the engine is closed. MLX thread."""
         self._open.add(opened)
         if self.is_closed:
             opened.close()
@@ -526,17 +458,15 @@ class Engine:
         """`model`, but None is the base alone, as for `ssmlx.swap_adapter`."""
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
+    @unless_forked
     def close(self) -> None:
-        """Cancel what is open, wait for its end, and free the memory. Chats of this engine answer
-        no more.
+        """Cancel what is open, wait for its end, and free the memory; chats answer no more.
 
         The engine's own prompt cache is closed. Prompt caches that were given to the engine or to
         its answers are written to their folders, if they have one, and keep what they have in
         memory; they no longer count in the engine's memory limit. A second time, and in a forked
         process, `close` does nothing.
         """
-        if is_forked():
-            return
         if not self._adapters.close():
             return
         self._batches = self._new_batches()  # those that there are know models

@@ -1,10 +1,8 @@
 """The one thread of a process that runs MLX.
 
 MLX's streams belong to threads: what one builds, another cannot compute. So all that computes is
-asked of one thread, which does it in the order of asking.
-
-A fork copies neither that thread nor MLX's own. So a process that was forked from one in which
-MLX has computed asks nothing of them, at its exit either: see `claim_process_for_mlx`.
+asked of one thread, in order. A fork copies neither that thread nor MLX's own: a process that was
+forked from one in which MLX has computed asks nothing of them, not even at its exit.
 """
 
 import atexit
@@ -15,14 +13,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 
 from .blas import OpenBlasThreads
 from .errors import InputError, require
 
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 _computing_process: int | None = None
@@ -42,16 +42,24 @@ def is_forked() -> bool:
     return _computing_process not in (None, os.getpid())
 
 
-def claim_process_for_mlx() -> None:
-    """Note that MLX computes in this process from now on, so that none forked from it may.
+def unless_forked(end: Callable[Params, None]) -> Callable[Params, None]:
+    """Have a method that ends or writes something do nothing in a forked process.
 
-    To be called before MLX computes anything; as often as wanted.
-
-    Raises:
-        InputError: it is itself forked from one in which MLX has computed, and would wait for ever
-            for threads that the fork did not copy.
+    What it would end there is the parent's, as are the threads that could.
     """
+
+    @wraps(end)
+    def end_unless_forked(*args: Params.args, **kwargs: Params.kwargs) -> None:
+        if not is_forked():
+            end(*args, **kwargs)
+
+    return end_unless_forked
+
+
+def claim_process() -> None:
+    """MLX computes in this process from now on. To be called before it does; as often as wanted."""
     global _computing_process
+    # It would wait for ever for threads that the fork did not copy.
     require(
         not is_forked(),
         "this process was forked from one in which MLX had computed",
@@ -69,10 +77,7 @@ class _Task(Generic[Result]):
     call: Callable[[], Result]
     device: mx.Device  # the default one of whoever asks
 
-    def run_into_future(self) -> None:
-        """Call it, and put its result, or any exception that it raises, into the future. Nothing is
-        raised.
-        """
+    def run(self) -> None:
         try:
             result = self.call()
         except BaseException as error:
@@ -82,13 +87,9 @@ class _Task(Generic[Result]):
 
 
 class MlxThread:
-    """The one thread that runs MLX: it does tasks in the order of asking.
-
-    It starts with the first task, and never ends.
-    """
+    """The one thread that runs MLX. It starts with the first task, and never ends."""
 
     def __init__(self) -> None:
-        """Make the queue of tasks; no thread is started before the first of them."""
         # Put may be called by a finalizer in the middle of another put; of queues, this one can.
         self._tasks: SimpleQueue[_Task[Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -101,19 +102,14 @@ class MlxThread:
         return threading.current_thread() is self._thread
 
     def enqueue(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have `task` done behind those that were asked for before, also where the MLX thread
-        itself asks; returns at once.
+        """Have `task` done after those asked for before, on the caller's default device.
 
-        It is done on the default device that the calling thread has now. The first task starts the
-        thread.
-
-        Returns:
-            A future of its result or its error. The error is an InputError in a forked process, and
-            a RuntimeError when Python is ending; the task is not done then.
+        The future holds an InputError in a forked process, and a RuntimeError when Python is
+        ending.
         """
         future: Future[Result] = Future()
         try:
-            claim_process_for_mlx()
+            claim_process()
         except InputError as error:
             future.set_exception(error)
             return future
@@ -122,23 +118,18 @@ class MlxThread:
             return future
         self._tasks.put(_Task(future, task, mx.default_device()))
         if self._thread is None:
-            self._start_thread_once()
+            self._start()
         return future
 
-    def _start_thread_once(self) -> None:
-        """Start the thread, unless it was, and have open answers closed when Python ends."""
+    def _start(self) -> None:
         with self._starting:
             if self._thread is None:
                 # A daemon, for Python waits for any other thread before `atexit` runs.
-                self._thread = threading.Thread(
-                    target=self._run_tasks_for_ever, name="ssmlx", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name="ssmlx", daemon=True)
                 self._thread.start()
-                atexit.register(self._close_open_at_exit)
+                atexit.register(self._close_at_exit)
 
-    def _run_tasks_for_ever(self) -> None:
-        """Do tasks for ever, each on the default device of whoever asked; cancelled ones are left
-        out."""
+    def _run(self) -> None:
         threads = OpenBlasThreads()
         while True:
             task = self._tasks.get()
@@ -146,18 +137,14 @@ class MlxThread:
             if mx.default_device() != task.device:
                 mx.set_default_device(task.device)
             if task.future.set_running_or_notify_cancel():
-                task.run_into_future()
+                task.run()
             del task  # or its arrays would wait for the next one
 
-    def _close_open_at_exit(self) -> None:
-        """When Python ends: close what is open, wait for that, and take no more tasks.
-
-        Does nothing in a forked process. Tasks that were asked for before are still done. The
-        thread stays, and waits: as a thread ends, what MLX keeps for it asks for Python, which may
-        be gone by then.
-        """
-        if is_forked():
-            return
+    @unless_forked
+    def _close_at_exit(self) -> None:
+        """Close what is open, wait for that, and take no more tasks."""
+        # The thread itself waits: as a thread ends, what MLX keeps for it asks for Python, which
+        # may be gone by then.
         closing = self.enqueue(self._close_open)
         self._is_stopped = True
         closing.result()
@@ -173,10 +160,9 @@ one process share it. Never reset: it stops with the process."""
 
 
 def _keep_open_alive() -> None:
-    """Keep what the parent has open alive for ever, in a forked process.
-
-    Python runs a generator's end when nobody holds it any more, and these ends would wait for MLX.
-    """
+    """In a forked process, keep what the parent has open alive for ever."""
+    # Python runs a generator's end when nobody holds it any more, and these ends would wait for
+    # MLX.
     for one in THREAD.open:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
@@ -185,11 +171,7 @@ os.register_at_fork(after_in_child=_keep_open_alive)
 
 
 def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
-    """Do `task` on the thread that runs MLX, wait for it, and return its result or raise its error.
-
-    On that thread itself it is done at once; elsewhere behind what was asked for before, or not at
-    all, with an error, as `MlxThread.enqueue` says.
-    """
+    """Do `task` on the MLX thread, in its turn, and wait for it; at once if this is that thread."""
     return task() if THREAD.is_current else THREAD.enqueue(task).result()
 
 
@@ -200,11 +182,7 @@ _limit_before = 0
 
 @contextmanager
 def wired_weights() -> Iterator[None]:
-    """Keep macOS from paging out MLX's memory in the block, up to the bytes that it recommends.
-
-    As mlx-lm does while it generates. On the MLX thread alone; does nothing where there is no
-    Metal. Of blocks that overlap, the last one to end waits for the GPU and sets the limit back.
-    """
+    """Keep macOS from paging out MLX's memory in the block, as mlx-lm does. MLX thread."""
     global _num_wired, _limit_before
     if not mx.metal.is_available():
         yield

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled
 from .api import stream_generate
 from .bars import Progress
-from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .formats.families import find_format
@@ -32,10 +32,10 @@ from .generation.segments import (
     resolve_sampling,
 )
 from .loading.attach import swap_adapter
-from .mlx_thread import is_forked, run_on_mlx_thread
+from .mlx_thread import run_on_mlx_thread, unless_forked
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompt_cache import PromptCache, place_to_keep_for_next_turn
+from .prompt_cache import PromptCache, place_for_next_turn
 from .prompts import (
     Tools,
     adapter_template,
@@ -69,21 +69,14 @@ class ChatTotals:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One answer given several times, drafting and plain in turns.
+    """One answer given several times, drafting and plain in turns."""
 
-    Attributes:
-        same_tokens: whether all of them are the same, token for token.
-        speculative: the last response of the last drafting answer.
-        plain: the last response of the last plain one.
-        ratios: seconds of a whole plain answer over those of the drafting one next to it, a pair
-            each.
-        divergence: where an answer parts from the first plain one; None where all are the same.
-    """
-
-    same_tokens: bool
-    speculative: GenerationResponse
-    plain: GenerationResponse
+    same_tokens: bool  # whether all of them are the same, token for token
+    speculative: GenerationResponse  # last response of the last drafting answer
+    plain: GenerationResponse  # last response of the last plain one
+    # seconds of a plain answer over those of the drafting one next to it, by pair
     ratios: Sequence[float]
+    # where an answer parts from the first plain one, if any does
     divergence: Divergence | None = None
 
     @property
@@ -107,7 +100,7 @@ class ChatSession:
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         config: settings of every answer.
-        drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
+        drafter: what drafts, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
         tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
         prompts: prompts that were processed before, to begin with and to add to.
@@ -125,8 +118,6 @@ class ChatSession:
         config: GenerateConfig | None = None,
         *,
         drafter: DrafterArgument | None = None,
-        draft_model: Loaded | None = None,
-        heads: Loaded | None = None,
         system: str | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
@@ -134,10 +125,6 @@ class ChatSession:
         swap: Callable[[str | Path | None], StreamFusedModel] | None = None,
         memory_pool: MemoryPool | None = None,
     ) -> None:
-        """Begin a conversation with nothing in it but the system prompt; nothing is generated.
-
-        The arguments are explained at the class.
-        """
         self.model = model
         self.tokenizer = tokenizer
         self._prompts = prompts
@@ -147,16 +134,17 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self.begins: Begins = "text"
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
-        given = (drafter, draft_model, heads)
-        self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), *given)
+        self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), drafter)
         self.totals = ChatTotals()
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget the conversation, and empty its cache; `system` becomes the system prompt, None
-        leaves that to the template.
+        """Forget the conversation, and empty its cache.
 
         The totals, the settings and what a shared prompt cache has stay.
+
+        Args:
+            system: the system prompt; None leaves it to the template.
 
         Raises:
             InputError: `system` is not Unicode text, a reply is still open, or the session is
@@ -165,23 +153,18 @@ class ChatSession:
         check_text("" if system is None else system)
 
         def reset_on_mlx_thread() -> None:
-            """Begin a new conversation, unless a reply is open or the session closed; on the MLX
-            thread."""
-            self._require_open_and_idle()
+            self._require_idle()
             self.system = system
             self.messages: list[Message] = []
             if system:
                 self.messages.append({"role": "system", "content": system})
-            self._drop_cache_and_earlier_answers()
+            self._clear()
 
         run_on_mlx_thread(reset_on_mlx_thread)
 
-    def _drop_cache_and_earlier_answers(self) -> None:
-        """Drop the cache, the last answer's memory figures and earlier answers.
-
-        Of earlier answers, those of a shared prompt cache stay, and are taken for the model of now.
-        """
+    def _clear(self) -> None:
         self.free_memory()
+        # Those of a shared prompt cache stay, and are taken for the model of now.
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
@@ -199,7 +182,7 @@ class ChatSession:
 
     @property
     def drafter(self) -> str | None:
-        """The name of what may draft in this chat; None where it decodes plainly.
+        """The name of what may draft in this chat; None if it decodes plainly.
 
         Raises:
             InputError: the session is closed, or the model cannot draft as the settings ask.
@@ -220,25 +203,21 @@ class ChatSession:
             InputError: there is no such adapter, it does not fit the model or the chat's settings,
                 a reply is still open, or the session is closed; everything is as it was.
         """
-        run_on_mlx_thread(self._require_open_and_idle)
+        run_on_mlx_thread(self._require_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def take_over_on_mlx_thread() -> None:
-            """Check that the chat's settings fit `swapped`, then take it over with an empty cache.
-
-            On the MLX thread.
-            """
-            self._require_open_and_idle()
+            self._require_idle()
+            # The chat's settings have to fit.
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
-            self._drop_cache_and_earlier_answers()
+            self._clear()
 
         run_on_mlx_thread(take_over_on_mlx_thread)
 
     @property
     def memory(self) -> Memory:
-        """Where the memory goes: at the end of the last answer; now where there is none, or it was
-        not read to its end.
+        """Where the memory goes: at the end of the last answer that was read to its end, or now.
 
         Raises:
             InputError: the session is closed.
@@ -269,8 +248,8 @@ class ChatSession:
         """Answer the user's next message, segment by segment.
 
         The message joins `messages` when the first segment is asked for, the answer when it is
-        over. One that is cancelled or fails is kept as far as it was given out; with none of it,
-        the message is taken out again.
+        over. Of one that is cancelled or fails, what was read is kept; if that is nothing, the
+        message is taken out again.
 
         Args:
             text: the user's message.
@@ -286,25 +265,21 @@ class ChatSession:
         config = resolve_sampling(self.config, self.model)
 
         def open_reply() -> Answer[GenerationResponse]:
-            """Check that no reply is open, then begin this one; on the MLX thread. Nothing is
-            decoded yet."""
-            self._require_open_and_idle()
+            self._require_idle()
             answer = Answer(self._begin_reply(text, config), progress)
             self._reply = weakref.ref(answer)
             return answer
 
         return run_on_mlx_thread(open_reply)
 
+    @unless_forked
     def close(self) -> None:
-        """Cancel the reply that is open, wait for its end, and free the cache; the session answers
-        no more.
+        """Cancel the reply that is open, wait for its end, and free the cache; no more is answered.
 
         A second time, and in a forked process, it does nothing.
         """
 
         def close_on_mlx_thread() -> None:
-            """Close the open reply, if there is one, then drop cache and model, once; on the MLX
-            thread."""
             reply = self._reply()
             if reply is not None:
                 reply.close()
@@ -313,11 +288,9 @@ class ChatSession:
                 self.free_memory()
                 del self.model, self._loaded
 
-        if not is_forked():
-            run_on_mlx_thread(close_on_mlx_thread)
+        run_on_mlx_thread(close_on_mlx_thread)
 
     def _check_open(self) -> None:
-        """Raise InputError where the session is closed."""
         require(
             not self._is_closed,
             "this chat is closed",
@@ -325,12 +298,8 @@ class ChatSession:
             do="make a new session",
         )
 
-    def _require_open_and_idle(self) -> None:
-        """Raise InputError where the session is closed, or a reply is open.
-
-        Two would write the same cache and history. On the MLX thread, behind what a cancelled reply
-        still writes.
-        """
+    def _require_idle(self) -> None:
+        """Two replies would write the same cache and history. MLX thread."""
         self._check_open()
         reply = self._reply()
         require(
@@ -341,28 +310,13 @@ class ChatSession:
         )
 
     def _begin_reply(
-        self, text: str, config: GenerateConfig
+        self,
+        text: str,
+        config: GenerateConfig,  # with a seed if it samples
     ) -> Generator[GenerationResponse | Prefilled]:
-        """Begin the answer to `text` behind what is cached of the conversation; returns its
-        segments.
+        """The segments of the answer to `text`, after the longer of two caches. MLX thread.
 
-        The longer of the session's own cache and what the prompt cache has is gone on from, the
-        session's own alone with `deterministic`; its rows behind that are taken back now, and the
-        session is no longer counted in the memory pool as kept: its answer is.
-
-        The message joins `messages` when the first segment is asked for. When the answer is over,
-        it joins `messages` and the totals; where none of it was given out, the message is taken out
-        again. Either way the cache is cut to what was given out, or to the last place before that
-        it can go back to, counts as kept again where the pool has room, and the prompt cache gets a
-        copy. On the MLX thread.
-
-        Args:
-            text: the user's message.
-            config: settings, a seed included if it samples.
-
-        Raises:
-            InputError: the prompt does not fit, or the settings cannot be followed.
-            NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
+        The message joins `messages` when the first segment is asked for.
         """
         question: Message = {"role": "user", "content": text}
         prompt = self._encode_turns([*self.messages, question])
@@ -383,21 +337,14 @@ class ChatSession:
             self._encode_turns, [*self.messages, question], add_generation_prompt=False
         )
         length = partial(length_before_answer_opens, prompt, turns_alone)
-        place = place_to_keep_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
+        place = place_for_next_turn(self._prompts, self.model, prompt, self._cache, length)
         decode: Decode = partial(decode_plan, place=place)
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
             decode = within_limit(self._pool, decode)
 
-        def keep_answer_or_drop_question(given: GivenAnswer) -> None:
-            """Keep the answer, as far as it was given out, in the conversation, and count it in the
-            totals.
-
-            Where none was given out, the user's message is taken out of the conversation. Either
-            way, the session's cache is cut to what was computed of prompt and given answer, or to
-            the last place before that it can go back to. A memory pool counts it as kept, or has it
-            dropped where it has no room; a prompt cache gets a copy of what is left.
-            """
+        def keep_answer(given: GivenAnswer) -> None:
+            """Keep what was yielded of the answer, and its cache."""
             if given.last is not None:
                 self.messages.append(answer_turn(given.text, format, self.begins))
                 self._add_to_totals(given.last, reused)
@@ -420,42 +367,39 @@ class ChatSession:
             config,
             cache=self._cache,
             context=prompt[:reused],
-            done=keep_answer_or_drop_question,
+            done=keep_answer,
             decode=decode,
             loaded=self._loaded,
             earlier=self._earlier,
         )
 
-        def add_question_and_decode() -> Generator[GenerationResponse | Prefilled]:
+        def segments_after_question() -> Generator[GenerationResponse | Prefilled]:
             self.messages.append(question)
             yield from segments
 
-        return add_question_and_decode()
+        return segments_after_question()
 
     @property
     def asks_alone(self) -> bool:
-        """Whether the model will be shown the next message alone, under its adapter's own template.
+        """Whether the next message will be asked alone, under its adapter's own template.
 
-        Not where there is a system prompt, tools or template arguments.
+        Not if there is a system prompt, tools or template arguments.
         """
         others = [turn for turn in self.messages if turn["role"] != "user"]
         turns = [*others, {"role": "user", "content": ""}]
         return shows_last_turn_alone(turns, adapter_template(self.model), **self._template)
 
     def _encode_turns(self, turns: Sequence[Message], **more: Any) -> list[int]:
-        """The tokens of `turns`, or of the last one alone, as `encode_turns_or_last` says.
-
-        `more` goes to `chat_tokens`, beside the chat's tools and template arguments.
-        """
+        """The tokens of `turns`, or of the last one alone, as `encode_turns_or_last` says."""
         return encode_turns_or_last(
             turns, self.tokenizer, adapter_template(self.model), **self._template, **more
         )
 
-    def _add_to_totals(self, last: GenerationResponse, reused: int) -> None:
-        """Add an answer to the totals by its last segment, whose memory figures are kept.
-
-        `reused` tokens of its prompt were cached.
-        """
+    def _add_to_totals(
+        self,
+        last: GenerationResponse,
+        reused: int,  # cached tokens of its prompt
+    ) -> None:
         totals = self.totals
         totals.reused_tokens += reused
         totals.answers += 1
@@ -467,10 +411,9 @@ class ChatSession:
         self._memory = last.memory
 
     def compare(self, progress: Progress | None = None) -> Comparison:
-        """Answer the last user's message again, drafting (A) and plain (B), in turns A B B A A B B
-        A.
+        """Answer the last user's message again, drafting (A) and plain (B): A B B A A B B A.
 
-        It waits for all eight answers. Where the chat decodes plainly by its settings, A asks for
+        It waits for all eight answers. If the chat decodes plainly by its settings, A asks for
         speculation. Sampled answers get the same seed. Each processes the whole prompt anew.
 
         Args:
@@ -481,7 +424,7 @@ class ChatSession:
             its cache stay as they are.
 
         Raises:
-            InputError: nothing was said yet, the chat is closed, or drafting is asked for where
+            InputError: nothing was said yet, the chat is closed, or drafting is asked for and
                 nothing can draft.
         """
         self._check_open()

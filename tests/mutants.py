@@ -120,21 +120,21 @@ MUTANTS = [
         "tests/test_decoding.py tests/test_drafters.py",
     ),
     Mutant(
-        "decoding/loop.py:_SpeculativeLoop.draft_and_build_ahead",
+        "decoding/loop.py:_SpeculativeLoop.build_ahead",
         "self.cache.restore(before)",
         "pass",
         "an answer's end leaves the cache with the rows of a call that never ran",
         "tests/test_loop.py tests/test_decoding.py tests/test_session.py",
     ),
     Mutant(
-        "decoding/loop.py:_SpeculativeLoop.draft_and_build_ahead",
+        "decoding/loop.py:_SpeculativeLoop.build_ahead",
         "        del before\n        if",
         "        if",
         "the snapshot is held while the call runs, so each call copies the whole cache",
         "tests/test_loop.py tests/test_memory.py tests/test_decoding.py",
     ),
     Mutant(
-        "decoding/loop.py:_SpeculativeLoop.draft_and_build_ahead",
+        "decoding/loop.py:_SpeculativeLoop.build_ahead",
         "follows_unread_drafting=call.is_plain",
         "follows_unread_drafting=False",
         "the first drafted call is charged with drafting that ran before it",
@@ -148,7 +148,7 @@ MUTANTS = [
         "tests/test_loop.py tests/test_decoding.py",
     ),
     Mutant(
-        "decoding/loop.py:_SpeculativeLoop.build_call",
+        "decoding/loop.py:_SpeculativeLoop.build",
         " and not cache.has_uncounted_paths",
         "",
         "a plain call follows a path that is not counted yet",
@@ -190,7 +190,7 @@ MUTANTS = [
         "tests/test_decoding.py tests/test_settings.py",
     ),
     Mutant(
-        "decoding/ranking.py:top_columns_and_values",
+        "decoding/ranking.py:top_columns",
         "if whole < size:",
         "if False:",
         "the last tokens of a vocabulary that is no multiple of the block are never ranked",
@@ -204,28 +204,28 @@ MUTANTS = [
         "tests/test_decoding.py",
     ),
     Mutant(
-        "decoding/batch.py:Batch.queue_to_join",
+        "decoding/batch.py:Batch.add",
         "len(row.text) - 1",
         "len(row.text)",
         "in shared calls an answer is sampled with the next position's noise",
         "tests/test_batching.py tests/test_engine.py",
     ),
     Mutant(
-        "decoding/batch.py:Batch.remove_and_restore_cache",
+        "decoding/batch.py:Batch.remove",
         "rows[:] = [None if one is row else one for one in rows]",
         "pass",
         "an answer that has left a batch gets the tokens of calls under way",
         "tests/test_batching.py tests/test_engine.py",
     ),
     Mutant(
-        "decoding/batch.py:Batch._read_oldest_call",
+        "decoding/batch.py:Batch._read",
         " or len(row.unread) >= MOST_UNREAD",
         "",
         "an answer that nobody reads is computed to its end, and held",
         "tests/test_batching.py tests/test_engine.py",
     ),
     Mutant(
-        "decoding/batch.py:Row.sample_masked_and_move_tail",
+        "decoding/batch.py:Row.sample",
         "self.tail = positions.tail_at(only)",
         "pass",
         "in shared calls penalties see the prompt's end alone",
@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     # --- generation ---
     Mutant(
-        "generation/answer_end.py:StopChecker._add_tokens_until_end",
+        "generation/answer_end.py:StopChecker._add",
         "self.generated == self.max_tokens",
         "self.generated > self.max_tokens",
         "answers are a token longer than they may be",
@@ -261,7 +261,7 @@ MUTANTS = [
         "tests/test_batching.py",
     ),
     Mutant(
-        "generation/batching.py:Batches._pause_those_that_miss_calls",
+        "generation/batching.py:Batches._pause_unread",
         "if not group.is_batched:",
         "if True:",
         "an answer that is held and not read keeps the others from their drafts",
@@ -275,7 +275,7 @@ MUTANTS = [
         "tests/test_batching.py",
     ),
     Mutant(
-        "generation/pool.py:Holding.claim_memory",
+        "generation/pool.py:Holding.claim",
         "self._provided, self._claimed = before",
         "pass",
         "memory that was refused stays claimed",
@@ -353,14 +353,14 @@ MUTANTS = [
         "tests/test_prompt_cache.py tests/test_identity.py",
     ),
     Mutant(
-        "prompt_cache/cache.py:PromptCache._use_longest_match",
+        "prompt_cache/cache.py:PromptCache._find",
         "self._pool.mark_used(entry)",
         "pass",
         "the prompt that was used last is the first that leaves the memory",
         "tests/test_prompt_cache.py tests/test_pool.py",
     ),
     Mutant(
-        "prompt_cache/cache.py:PromptCache._take_on_mlx_thread",
+        "prompt_cache/cache.py:PromptCache._take",
         "in_file > count",
         "in_file >= count",
         "each turn reads from disk what is in memory",
@@ -374,7 +374,7 @@ MUTANTS = [
         "tests/test_prompt_cache.py tests/test_identity.py",
     ),
     Mutant(
-        "prompt_cache/prompt_files.py:PromptFolder.write_if_new",
+        "prompt_cache/prompt_files.py:PromptFolder.save",
         "if size > self.max_bytes:",
         "if False:",
         "a prompt larger than the folder may be drives all others out of it",
@@ -382,7 +382,7 @@ MUTANTS = [
     ),
     # --- answers and their threads ---
     Mutant(
-        "answers.py:Answer._keep_request_if_interrupted",
+        "answers.py:Answer._keeping_request",
         "if asked.done() and asked.exception() is error:",
         "if True:",
         "a reader that is interrupted loses a segment",
@@ -504,8 +504,8 @@ MUTANTS = [
     ),
     # --- the policy ---
     Mutant(
-        "policy/controller.py:Controller._may_lose_a_call",
-        "return self._behind + loss + self._entry_if_nothing_drafted(one.shape) <= allowed",
+        "policy/controller.py:Controller._may_lose",
+        "return self._behind + loss + self._next_entry(one.shape) <= allowed",
         "return True",
         "an answer that accepts nothing goes on drafting, and is slower than plain decoding",
         "tests/test_policy.py",

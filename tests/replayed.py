@@ -21,7 +21,7 @@ import numpy as np
 from ssmlx.decoding.draft_shape import CallRecord, DraftShape
 from ssmlx.policy.acceptance import AcceptancePrior
 from ssmlx.policy.controller import Controller
-from ssmlx.policy.costs import CostTable, interpolate_flat_beyond_ends
+from ssmlx.policy.costs import CostTable, interpolate
 from ssmlx.policy.offers import CurveOffer, OfferSource, SteadySource
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +74,7 @@ class Condition:
 @cache
 def _table_cost(table: str, nodes: int) -> float:
     known = TABLES[table]
-    return interpolate_flat_beyond_ends(sorted(known), [known[n] for n in sorted(known)], nodes)
+    return interpolate(sorted(known), [known[n] for n in sorted(known)], nodes)
 
 
 CONDITIONS = {
@@ -259,7 +259,7 @@ def head_start(condition: Condition, rng: random.Random) -> CostTable:
     table = CostTable()
     if condition.read is not None:
         extras = {n: condition.cost(n) - 1 for n in SEEDED_SIZES}
-        table.set_head_start_where_unlearned(
+        table.set_head_start(
             {
                 ("streams", n): 1
                 + extra * condition.read * max(0.4, rng.gauss(1, condition.noise / 2))

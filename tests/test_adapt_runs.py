@@ -258,12 +258,12 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     assert drafting_lines.decision_line(make_plan(plain)) in first and adapt in second
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
-    costs.set_head_start_where_unlearned({("rows", 4): 1.1})
+    costs.set_head_start({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
     second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
     assert sizing.forecast_speedup_of_adapting(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
-    costs.set_head_start_where_unlearned({("untrained streams in 1 layers", 4): 1.1})
+    costs.set_head_start({("untrained streams in 1 layers", 4): 1.1})
     second = lines_of(plain, "none")[1]
     assert adapt in second and mentions(second, f"{usual / 1.1:.1f}")
     # What was begun, and has written an adapter.

@@ -353,6 +353,13 @@ def test_tokens_outside_the_vocabulary_are_refused(base):
     assert "10000000" in refusal(ssmlx.generate, *given, [1], drafter="prompt-lookup", **more)
 
 
+def test_sizes_of_a_models_text_are_bounded_too(base, tmp_path):
+    """Before any of it is built: a little more than there may be is refused as 10**12 is."""
+    settings = json.loads((base / "config.json").read_text())
+    folder = spoilt(base, tmp_path / "layers", text_config={**settings, "num_hidden_layers": 1001})
+    assert "num_hidden_layers" in refusal(ssmlx.load, str(folder))
+
+
 SIZES = {"num_streams": 1, "num_msa_layers": 1, "num_layers": 2, "hidden_size": 8}
 
 ADAPTERS = [

@@ -56,11 +56,11 @@ def cost_batches(monkeypatch, cost):
 def together(monkeypatch):
     """Two answers go together at once, whatever rows cost; and what calls were made."""
     made = []
-    read = loop.append_piece_and_wait
+    read = loop.append_piece
     step = Batch.step
     monkeypatch.setattr(Plan, "expected_fastest_call", PLAIN_CALL)
     cost_batches(monkeypatch, 1.001)
-    monkeypatch.setattr(loop, "append_piece_and_wait", lambda *a: made.append("piece") or read(*a))
+    monkeypatch.setattr(loop, "append_piece", lambda *a: made.append("piece") or read(*a))
     monkeypatch.setattr(Batch, "step", lambda self: made.append("call") or step(self))
     return made
 
@@ -235,6 +235,30 @@ def test_a_reader_that_has_caught_up_shares_calls_again(ask, together, batches):
         assert tokens_of([*own, *rest]) == tokens_of(ask(text, alone=True, **settings))
 
 
+@pytest.mark.parametrize("mode, begins, goes_on", [("BATCHED", 0.6, 1.02), ("ALONE", 9.0, 0.98)])
+def test_answers_stay_in_their_mode_if_both_are_as_fast(
+    ask, together, batches, monkeypatch, mode, begins, goes_on
+):
+    """A shared call takes as many plain calls as it has rows, but for 2 %."""
+    costs = FrozenCosts.calls
+    calls_a_row = begins
+    monkeypatch.setattr(
+        FrozenCosts,
+        "calls",
+        lambda self, kind: calls_a_row * kind[1] if kind[0] == BATCH else costs(self, kind),
+    )
+    answers = [ask(text, max_tokens=60) for text in QUESTIONS[:2]]
+    for _ in range(3):
+        next(answers[0]), next(answers[1])
+    assert statuses(batches) == {mode: 2}
+    calls_a_row = goes_on
+    with ask(QUESTIONS[2]) as other:
+        next(other)
+    for _ in range(3):
+        next(answers[0]), next(answers[1])
+        assert statuses(batches) == {mode: 2}
+
+
 HELD = {"max_tokens": 60, "drafter": "prompt-lookup", "decoding": "speculative"}
 
 
@@ -260,7 +284,7 @@ def test_an_error_of_an_answer_that_is_held_is_its_own(ask, together, batches, m
     held = ask(QUESTIONS[1], **HELD)
     next(held)
     ((row,),) = (group.answers for group in batches._groups.values())
-    monkeypatch.setattr(row, "compute_cache_without_last_token", lambda: 1 / 0)
+    monkeypatch.setattr(row, "sync_cache", lambda: 1 / 0)
     assert tokens_of(ask(QUESTIONS[0], **HELD)) == expected and not statuses(batches)
     with pytest.raises(ZeroDivisionError):
         next(held)
@@ -355,7 +379,7 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     second = ask(QUESTIONS[1])
     next(first), next(second), next(first)
     with monkeypatch.context() as broken:
-        broken.setattr(Batch, "_launch_next_call", lambda self: 1 / 0)
+        broken.setattr(Batch, "_launch", lambda self: 1 / 0)
         for answer in (first, second):
             with pytest.raises(RuntimeError):
                 list(answer)
@@ -394,7 +418,7 @@ def take_turn(answer):
 def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypatch, drafter):
     """Pieces are bounded in time, and calls get as much of it: 10 tokens here, and 5 calls."""
     sizes = []
-    read = loop.append_piece_and_wait
+    read = loop.append_piece
     now = 0.0
 
     def clock():
@@ -409,7 +433,7 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
         return read(model, tokens, cache, taps)
 
     monkeypatch.setattr(batches, "_clock", clock)
-    monkeypatch.setattr(loop, "append_piece_and_wait", slowly)
+    monkeypatch.setattr(loop, "append_piece", slowly)
     monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.02)
     monkeypatch.setattr(prompt_pieces, "LEAST_PIECE", 2)
     monkeypatch.setattr(prompt_pieces, "UNTIMED_PIECE", 4)
@@ -441,9 +465,9 @@ def test_first_pieces_overtake_every_second_time(ask, monkeypatch, old, num_at_o
     """One long prompt, and others of one piece that come before each turn, or at once: they are
     begun in the order in which they came, and the long one goes on."""
     pieces = []
-    read = loop.append_piece_and_wait
+    read = loop.append_piece
     monkeypatch.setattr(
-        loop, "append_piece_and_wait", lambda *given: pieces.append(given[1][0]) or read(*given)
+        loop, "append_piece", lambda *given: pieces.append(given[1][0]) or read(*given)
     )
     answers = [ask([old, 3] * 90)]
     while not pieces:

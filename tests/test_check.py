@@ -43,7 +43,7 @@ def timed(monkeypatch):
         asked.append([*sizes])
         return CallTimings({n: COSTS[n] for n in sizes if n in COSTS}, [0.02] * 3)
 
-    monkeypatch.setattr(head_start, "measure_costs_in_plain_calls", measure)
+    monkeypatch.setattr(head_start, "measure_costs", measure)
     return asked
 
 
@@ -119,12 +119,12 @@ def test_real_calls_are_timed(run, adapter, kept, monkeypatch):
 def test_what_answers_taught_is_said(run, adapter, timed, kept):
     model, _ = ssmlx.load(str(base_of(adapter)), adapter=adapter, dtype="float32")
     known, prior = learned.learned_of(model)
-    known.costs.learn_cost_and_return_change(("streams", 4), 0, 1.7)
+    known.costs.learn(("streams", 4), 0, 1.7)
     prior.learn("streams", 0, 50.0, 100.0)
     taught = known.costs.frozen(0).calls(("streams", 4))
     share = prior.ratio("streams", 0)
     known.keep()
-    known.write_if_new()
+    known.write()
     kept()
     lines = run("--adapter", adapter)[1].splitlines()
     assert any(mentions(line, f"{share:.2f}", "streams") for line in lines)
@@ -259,11 +259,11 @@ def test_a_head_start_is_worth_less_than_what_answers_taught(base, adapter, time
     model, tokenizer = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     known, _ = learned.learned_of(model)
     plan = ssmlx.generation.plan.make_plan(model)
-    head_start.time_calls_before_first_answer(model, tokenizer, plan)
+    head_start.time_head_start(model, tokenizer, plan)
     assert known.costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
     assert known.costs.plain_seconds(0) == 0.02
     assert Learned(known.path).costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
-    known.costs.learn_cost_and_return_change(("streams", 4), 0, 1.7)
-    found = head_start.time_and_store_costs(model, [3, 4, 5], (2, 4), seconds=0)
+    known.costs.learn(("streams", 4), 0, 1.7)
+    found = head_start.time_costs(model, [3, 4, 5], (2, 4), seconds=0)
     assert found == {2: 1.25, 4: known.costs.frozen(0).calls(("streams", 4))}
     assert found[4] > COSTS[4]

@@ -344,7 +344,7 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
 def test_verbose_shows_what_was_learned(run, loaded, adapter):
     model, _ = loaded[str(adapter)]
     known, prior = learned_of(model)
-    known.costs.set_head_start_where_unlearned({("streams", 2): 1.25, ("streams", 4): 1.75})
+    known.costs.set_head_start({("streams", 2): 1.25, ("streams", 4): 1.75})
     known.costs.learn_plain_seconds(0, [0.5] * 3)
     prior.learn("streams", 0, 50.0, 100.0)
     share = prior.ratio("streams", 0)
@@ -363,9 +363,7 @@ def test_verbose_shows_what_was_learned_of_text_drafts(run, loaded):
     for line in (costs, accepted):
         assert mentions(line, "prompt-lookup") and not re.search(r"\d", line)
     known, prior = learned_of(loaded[None][0])
-    known.costs.learn_cost_and_return_change(
-        ("rows", 4), 0, known.costs.frozen(0).calls(("rows", 4))
-    )
+    known.costs.learn(("rows", 4), 0, known.costs.frozen(0).calls(("rows", 4)))
     known.costs.learn_plain_seconds(0, [0.5] * 3)
     prior.learn("prompt-lookup 1", 0, 3.0, 10.0)
     prior.learn("prompt-lookup 9", 0, 9.0, 10.0)

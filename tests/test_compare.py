@@ -229,8 +229,8 @@ def test_what_default_learns_stays_in_a_folder_of_the_run(command, tmp_path, mon
     # Whether so few calls teach a cost is chance; it is written when the process ends.
     (learned,) = (one for path, one in _BY_PATH.items() if kept in path.parents)
     assert learned.costs.plain_seconds(0) is not None
-    learned.costs.learn_cost_and_return_change(("streams", 4), 0, 1.5)
-    learned.write_if_new()
+    learned.costs.learn(("streams", 4), 0, 1.5)
+    learned.write()
     assert not Path(own).exists() and list((kept / "costs").glob("*.json"))
     code, out, _ = command(*more, "--costs", kept, "--fresh")
     known = rows_of(saved(tmp_path))["default"]["num_costs"]

@@ -19,7 +19,7 @@ from ssmlx.decoding.call import plain_call, verify_tree
 from ssmlx.decoding.draft_shape import Never
 from ssmlx.decoding.drafting import scratch_rows
 from ssmlx.decoding.loop import plain_decode, speculative_decode
-from ssmlx.decoding.ranking import top_columns_and_values
+from ssmlx.decoding.ranking import top_columns
 from ssmlx.decoding.sampling import RowPositions, Sampling, last_tokens
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter
@@ -117,7 +117,7 @@ def test_top_columns_are_a_stable_sorts(size, kind):
     given = mx.array(values, mx.bfloat16 if kind == "bfloat16" else mx.float32)
     values = np.array(given.astype(mx.float32))
     for count in (1, 2, 7, 60, 256):
-        columns, best = top_columns_and_values(given, min(count, size))
+        columns, best = top_columns(given, min(count, size))
         expected = np.argsort(-values, axis=1, kind="stable")[:, :count]
         assert np.array_equal(columns, expected)
         assert np.array_equal(best, np.take_along_axis(values, expected, axis=1))
@@ -162,14 +162,14 @@ def test_sampling_reads_the_logits_three_times(filters, dtype):
     sampler = Sampling(SamplingConfig(temp=0.8, seed=1, **FILTERS[filters]), size)
     places = tree_places(rows)
     found = passes(
-        lambda logits: sampler.sample_or_mark_unresolved(logits, places),
+        lambda logits: sampler.sample(logits, places),
         mx.zeros((rows, size), dtype),
         size=rows * size,
     )
     assert len(found) <= 3, found
     # What was counted as one kernel is one.
     text = io.StringIO()
-    mx.export_to_dot(text, sampler.sample_or_mark_unresolved(mx.zeros((rows, size)), places))
+    mx.export_to_dot(text, sampler.sample(mx.zeros((rows, size)), places))
     names = re.findall(r'label ="(\w+)"', text.getvalue())
     assert "Log" not in names and any("Log" in name for name in names if "Compiled" in name)
 

@@ -48,10 +48,10 @@ from ssmlx.decoding.drafting import DraftingText, scratch_rows
 from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
 from ssmlx.decoding.prune import (
     may_drop_nodes,
+    nodes_over_threshold,
     nodes_within_budget,
     surviving_nodes,
     transition_logprobs,
-    wait_for_nodes_over_threshold,
 )
 from ssmlx.decoding.sampling import (
     GREEDY,
@@ -187,11 +187,11 @@ def test_threshold_semantics():
     """The paper's rule is on edges, not on path probabilities; an equal one stays."""
     chain = tree_from_parents([1, 2, 3, 4], [0, 0, 1, 2])
     edges = mx.log(mx.array([1.0, 0.5, 0.25, 0.5]))
-    assert wait_for_nodes_over_threshold(chain, edges, 0.2).tolist() == [0, 1, 2, 3]
-    assert wait_for_nodes_over_threshold(chain, edges, 0.3).tolist() == [0, 1]
-    assert wait_for_nodes_over_threshold(chain, edges, 0.6).tolist() == [0]
+    assert nodes_over_threshold(chain, edges, 0.2).tolist() == [0, 1, 2, 3]
+    assert nodes_over_threshold(chain, edges, 0.3).tolist() == [0, 1]
+    assert nodes_over_threshold(chain, edges, 0.6).tolist() == [0]
     impossible = mx.array([0.0, -math.inf, 0.0, 0.0])
-    assert wait_for_nodes_over_threshold(chain, impossible, 0.0).tolist() == [0, 1, 2, 3]
+    assert nodes_over_threshold(chain, impossible, 0.0).tolist() == [0, 1, 2, 3]
 
 
 def test_what_can_be_pruned():
@@ -1018,7 +1018,7 @@ def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
     noise = sampling.noise(first, 4)
     at = RowPositions(first, depths, 4, mx.zeros((4, 0), mx.int32))
     best = mx.argmax(logits + noise[depths], axis=1)
-    assert sampling.sample_or_mark_unresolved(logits, at).tolist() == best.tolist()
+    assert sampling.sample(logits, at).tolist() == best.tolist()
     assert mx.array_equal(sampling.noise(first, 4, some), noise[:, some])
     assert mx.array_equal(sampling.noise(first + 1, 3), noise[1:])
     assert GREEDY.noise(first, 4) is None
@@ -1142,7 +1142,7 @@ def test_draws_follow_mlx_lms_distribution(settings):
     sampling = Sampling(SamplingConfig(**settings, seed=4), VOCAB)
     rows = 4000
     spread = RowPositions(mx.array([0]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
-    ours = sampling.sample_or_mark_unresolved(mx.broadcast_to(logits, (rows, VOCAB)), spread)
+    ours = sampling.sample(mx.broadcast_to(logits, (rows, VOCAB)), spread)
     mx.random.seed(0)
     sampler = mlx_lm.sample_utils.make_sampler(**settings)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -1191,7 +1191,7 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
     assert np.array_equal(ours, theirs)
     sampling = Sampling(config, size)
     spread = RowPositions(mx.array([7]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
-    tokens = sampling.sample_or_mark_unresolved(logits, spread)
+    tokens = sampling.sample(logits, spread)
     expected = mx.argmax(sampling.add_gumbel_noise(theirs / config.temp, spread), axis=-1)
     is_open = tokens < 0
     assert np.array_equal(mx.where(is_open, 0, tokens), mx.where(is_open, 0, expected))
@@ -1199,10 +1199,7 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
     counts = (theirs > -math.inf).sum(axis=1)
     assert np.array_equal(is_open, (counts >= NUM_CANDIDATES) & sampling.may_leave_unresolved)
     for row in range(rows):
-        assert (
-            sampling.resolve_row_over_full_vocab(tokens, logits, spread, mx.array([row]))[row]
-            == expected[row]
-        )
+        assert sampling.resolve_row(tokens, logits, spread, mx.array([row]))[row] == expected[row]
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"min_p": 0.05, "repetition_penalty": 1.3}])

@@ -748,15 +748,6 @@ def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
         assert make_plan(model, drafter=given).kind == kind
     config = GenerateConfig(drafter="draft-model")
     assert make_plan(model, config, drafter=[heads, draft]).kind == "draft-model"
-    # An older name.
-    tokenizer = make_tokenizer(VOCAB)
-    always = {"decoding": "speculative", "seed": 1}
-    answers = [
-        list(stream_generate(model, tokenizer, PROMPT, max_tokens=12, **always, **given))
-        for given in ({"drafter": draft}, {"draft_model": draft})
-    ]
-    texts = [[one.tokens for one in answer] for answer in answers]
-    assert texts[0] == texts[1] and answers[0][-1].draft_calls > 0
 
 
 @pytest.mark.parametrize(("given", "named"), [
@@ -1060,17 +1051,16 @@ def test_a_session_reuses_its_caches(base, loaded, folders, kind):
     """The text's, of which those that read it are told, and a draft model's own."""
     model, tokenizer = loaded
     draft = None
-    drafts_with = {}
+    drafter = None
     if kind == "draft-model":
         vocab_size = model.backbone.vocab_size
-        draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")
-        drafts_with = {"draft_model": draft}
+        drafter = draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")
     elif kind in HEAD_KINDS:
-        drafts_with = {"heads": ssmlx.load_heads(folders[kind], model)}
+        drafter = ssmlx.load_heads(folders[kind], model)
     config = GenerateConfig(max_tokens=8, temp=1.0, seed=1, repetition_penalty=1.2)
     bare = ssmlx.ChatSession(model, tokenizer, config)
     always = replace(config, drafter=kind, decoding="speculative")
-    session = ssmlx.ChatSession(model, tokenizer, always, **drafts_with)
+    session = ssmlx.ChatSession(model, tokenizer, always, drafter=drafter)
     for text in ("w1 w2", "w3", "w4 w5"):
         held = offset_of(draft)
         *_, last = session.reply(text)

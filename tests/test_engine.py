@@ -135,6 +135,19 @@ async def ask_in_a_task(engine, folders, expected, seed, count):
     return wrong
 
 
+def test_an_answer_holds_nothing_after_its_block(engine, folders):
+    async def read_one():
+        async with ask(engine, folders, "streams", max_tokens=60) as segments:
+            await anext(segments)
+            assert engine.memory_pool.running > 0
+            thread.submit(run_on_mlx_thread, lambda: time.sleep(0.5))
+            time.sleep(0.1)  # the thread has begun that
+        return engine.memory_pool.running
+
+    with ThreadPoolExecutor(1) as thread:
+        assert asyncio.run(read_one()) == 0
+
+
 def test_threads_hear_what_each_would_hear_alone(engine, folders):
     expected = expected_answers(engine, folders, [words(3, i) for i in range(4)])
     with ThreadPoolExecutor(8) as pool:

@@ -277,7 +277,7 @@ def test_rows_stand_at_places_of_their_own(name, tied):
         cache = model.make_cache()
         prefill(model, prompt[:-1], cache)
         rows.append(Row(model, GREEDY, cache, prompt))
-        batch.queue_to_join(rows[-1])
+        batch.add(rows[-1])
         for _ in range(WINDOW):
             batch.step()
     for row in rows:

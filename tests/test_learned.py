@@ -9,7 +9,7 @@ import ssmlx
 from ssmlx.decoding import stopwatch
 from ssmlx.decoding.stopwatch import Stopwatch
 from ssmlx.generation import learned
-from ssmlx.generation.learned import Learned, geometry_digest, learned_of, streams_or_lora_digest
+from ssmlx.generation.learned import Learned, adapter_digest, geometry_digest, learned_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 
@@ -96,7 +96,7 @@ def test_what_is_learned_outlives_answers_and_processes(monkeypatch):
     known, prior = learned_of(model)
     again = Learned(known.path)
     assert again.costs.to_dict()["costs"] == known.costs.to_dict()["costs"] != []
-    assert again.prior(streams_or_lora_digest(model)).to_dict() == prior.to_dict() != {"ratios": []}
+    assert again.prior(adapter_digest(model)).to_dict() == prior.to_dict() != {"ratios": []}
 
 
 def test_nothing_is_learned_where_calls_are_to_be_the_same():
@@ -159,10 +159,10 @@ BROKEN = {
 def test_a_file_that_cannot_be_believed_is_as_none(tmp_path, spoil, capfd):
     path = tmp_path / "costs.json"
     known = Learned(path)
-    known.costs.set_head_start_where_unlearned({("streams", 4): 2.25}, 0)
+    known.costs.set_head_start({("streams", 4): 2.25}, 0)
     known.prior("an adapter").learn("streams", 0, 9.0, 12.0)
     known.keep()
-    known.write_if_new()
+    known.write()
     again = Learned(path)
     assert again.costs.frozen(0).calls(("streams", 4)) == 2.25
     assert again.prior("an adapter").to_dict() == known.prior("an adapter").to_dict()
@@ -179,5 +179,5 @@ def test_what_cannot_be_written_is_lost_and_nothing_else(tmp_path):
     (tmp_path / "file").write_text("")
     known = Learned(tmp_path / "file" / "costs.json")
     known.keep()
-    known.write_if_new()
+    known.write()
     assert (tmp_path / "file").read_text() == ""

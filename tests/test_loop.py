@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -637,6 +638,24 @@ def test_a_draft_models_start_is_no_calls_time(monkeypatch):
             num_empty += 1
     assert num_empty > 4 and drafter.draft_calls > 4
     assert [one.seconds for one in turns.calls] == [None, *[1.0] * 6]
+
+
+def test_drafting_after_a_plain_call_is_no_calls_time(monkeypatch):
+    """Nothing was read since that drafting began when the call that verifies it has been read."""
+    clock = FakeClock()
+    monkeypatch.setattr(stopwatch, "now", clock)
+    # To launch is to compute, as it mostly is on a CPU.
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: clock.spend(1.0) or mx.eval(*arrays))
+    model = make_model()
+    (drafter, *_) = drafters_of(model, "second-pass")
+    turns = Turns([None, None, *[drafter.largest] * 3, None, *[drafter.largest] * 2])
+    steps = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], controller=turns
+    )
+    first_tokens(steps, 30)
+    follows_plain = [b.shape is not None and a.shape is None for a, b in pairwise(turns.calls)]
+    assert follows_plain.count(True) == 2
+    assert [one.seconds is None for one in turns.calls] == [True, *follows_plain]
 
 
 def test_what_was_read_is_given_out_before_a_drafter_starts(monkeypatch):

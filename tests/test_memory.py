@@ -146,7 +146,7 @@ def test_a_draft_model_and_its_cache_are_told():
         make_tokenizer(VOCAB),
         PROMPT,
         decoding="speculative",
-        draft_model=draft,
+        drafter=draft,
         max_tokens=8,
     )
     memory = last_of(responses).memory

@@ -182,6 +182,18 @@ def test_tokens_are_plain_decodings(name, count, settings):
         assert decoded(model, count, **more, **settings)[0] == expected
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_penalties_of_a_draft_see_the_tokens_drafted_before(name):
+    """The head guesses as the model would without penalties, and so with them, at every level."""
+    model, head = copying_model(name)
+    always = {"decoding": "speculative", "drafter": ["mtp", head]}
+    settings = {"repetition_penalty": 5.0, "frequency_penalty": 1.0}
+    expected, _ = decoded(model, 24, decoding="plain", **settings)
+    found, calls = decoded(model, 24, **always, **settings)
+    assert found == expected and len(set(expected[:4])) == 4
+    assert set(calls[1:-1]) == {1 + TOKENS}
+
+
 class Scripted(Sampling):
     """Ranks tokens so that of each chain as many are right as a script says, over and over."""
 
@@ -472,7 +484,7 @@ def test_a_controller_drafts_where_it_pays(cost, drafts):
         table = CostTable()
         for nodes in (2, 3, 4):
             for _ in range(8):
-                table.learn_cost_and_return_change(("mtp", nodes), 0, 1 + cost * (nodes - 1))
+                table.learn(("mtp", nodes), 0, 1 + cost * (nodes - 1))
         source = plan.drafters[0]
         controller = Controller(table, AcceptancePrior(), [source], reads_seconds=False)
         totals = DraftTotals()

@@ -113,6 +113,21 @@ def test_what_nobody_has_any_more_does_not_count():
     assert gone == [] and pool.kept == 100
 
 
+def test_a_prompt_that_was_used_again_is_not_the_first_that_goes():
+    model = make_model()
+    pool = MemoryPool(2**30)
+    prompts = ssmlx.PromptCache()
+    prompts.count_in(pool)
+    texts = [prompt(40), prompt(40, 1)]
+    for text in texts:
+        cache = model.make_cache()
+        run_on_mlx_thread(lambda text=text, cache=cache: prefill(model, text, cache))
+        prompts.put(model, text, cache)
+    prompts.take(model, texts[0])
+    run_on_mlx_thread(lambda: pool.make_room(pool.limit - pool.kept // 2))
+    assert [prompts.take(model, text)[1] > 0 for text in texts] == [True, False]
+
+
 @pytest.mark.parametrize("gib", [0, -1.0, float("nan"), float("inf")])
 def test_memory_that_none_can_have_is_refused(base, gib):
     assert mentions(refusal(ssmlx.Engine, str(base), memory_gb=gib), "memory")
@@ -201,7 +216,7 @@ def test_a_claim_that_was_refused_is_refused_again(unbounded, text_bytes):
     before = holding.count_bytes()
     for _ in range(2):
         with pytest.raises(NoRoomError):
-            holding.claim_memory(3 * STEP)
+            holding.claim(3 * STEP)
     assert holding.count_bytes() == before
 
 

@@ -21,11 +21,13 @@ from real import questions, run_module, write_data
 from refusals import mentions, refusal
 
 from ssmlx.commands import train
+from ssmlx.decoding.call import decide_and_accept
+from ssmlx.decoding.sampling import Sampling, row_positions
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_out_and_in
 from ssmlx.model.ranks import Group, partial_product, shard_over_ranks
-from ssmlx.settings import AcceptanceConfig, PruneConfig
+from ssmlx.settings import ACCEPTANCES, AcceptanceConfig, GenerateConfig, PruneConfig
 from ssmlx.training.record import LOG_FILE, read_log_entries
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +86,38 @@ def test_models_that_cannot_be_split_are_refused_in_one_line():
     assert mentions(refusal(shard_over_ranks, few, three), "num_key_value_heads", "2")
     odd = tiny.make_base(num_attention_heads=6, num_key_value_heads=6, intermediate_size=50)
     assert mentions(refusal(shard_over_ranks, odd, three), "3")
+
+
+@pytest.mark.parametrize("kind", ACCEPTANCES)
+def test_every_rank_accepts_what_rank_0_does(kind, monkeypatch):
+    """Though each has rounded the logits in its own way."""
+    tree = tiny.tree_from_parents([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])
+    sampler = Sampling(GenerateConfig(temp=1.0, seed=1), tiny.VOCAB)
+    positions = row_positions(tree, mx.array([7]), mx.zeros(0, mx.int32))
+    model = tiny.make_model()
+    sums = []
+
+    def answered(seed, rank):
+        model.backbone.group = FakeGroup(rank, 2)
+        numbers = iter(range(9))
+
+        def all_sum(flat, group):
+            if group.rank() == 0:
+                sums.append(flat)
+                return flat
+            return sums[next(numbers)] + flat
+
+        monkeypatch.setattr(mx.distributed, "all_sum", all_sum)
+        logits = mx.random.normal((5, tiny.VOCAB), key=mx.random.key(seed))
+        config = AcceptanceConfig(kind=kind, epsilon=0.01)
+        tokens, accepted = decide_and_accept(model, tree, logits, sampler, positions, config)
+        found = (tokens, accepted.path, accepted.new_tokens, accepted.num_accepted)
+        return [one.tolist() for one in found]
+
+    own = answered(seed=1, rank=0)
+    del sums[:]
+    assert answered(seed=0, rank=0) != own
+    assert answered(seed=1, rank=1) == answered(seed=0, rank=0)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -24,7 +24,8 @@ from ssmlx.generation import segments
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
 from ssmlx.server.app import make_app
-from ssmlx.server.handler import Limits, RequestHandler
+from ssmlx.server.concurrency import AnswerSlots, RequestSlots
+from ssmlx.server.handler import Limits, PrometheusMetrics, RequestHandler
 from ssmlx.settings import PromptLookupConfig
 
 CHAT = "/v1/chat/completions"
@@ -422,6 +423,20 @@ def test_too_much_is_refused(serve):
         (found,) = ask_all(serve(config, limits=limits), [chat(words(50))])
         assert (found.status_code, found.json()["error"]["type"]) == (status, kind)
         assert (found.headers.get("x-should-retry") == "false") == (status == 504)
+
+
+def test_a_request_that_ends_before_its_first_answer_keeps_no_slot():
+    async def free_after(num_answers):
+        slots = AnswerSlots(1, PrometheusMetrics().open)
+        await slots.take()
+        request = RequestSlots(slots, asyncio.get_running_loop().time() + 60)
+        for _ in range(num_answers):
+            async with request.wait_for_and_hold_slot():
+                assert slots.num_free == 0
+        request.close()
+        return slots.num_free
+
+    assert [asyncio.run(free_after(count)) for count in range(3)] == [1, 1, 1]
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):

@@ -72,14 +72,14 @@ def test_choices_share_their_prompt_and_their_calls(client, monkeypatch):
     alone = [choices(client, prompt=words(50), **{**SAMPLED, "seed": 3 + n})[0] for n in range(3)]
     pieces = []
     rows = []
-    read = loop.append_piece_and_wait
+    read = loop.append_piece
     step = Batch.step
 
     def reading(model, tokens, cache, taps):
         pieces.extend(tokens)
         return read(model, tokens, cache, taps)
 
-    monkeypatch.setattr(loop, "append_piece_and_wait", reading)
+    monkeypatch.setattr(loop, "append_piece", reading)
     monkeypatch.setattr(Batch, "step", lambda self: rows.append(len(self.members)) or step(self))
     monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_fastest_call", PLAIN_CALL)
     monkeypatch.setattr("ssmlx.policy.costs.FrozenCosts.calls", lambda self, kind: 1.001)

@@ -45,7 +45,7 @@ def app(engine):
 def pieces(monkeypatch):
     """The pieces of prompts that were processed, each of which takes 0.1 s."""
     done = []
-    read = loop.append_piece_and_wait
+    read = loop.append_piece
 
     def slowly(*given):
         time.sleep(0.1)
@@ -53,7 +53,7 @@ def pieces(monkeypatch):
         done.append(given)
         return found
 
-    monkeypatch.setattr(loop, "append_piece_and_wait", slowly)
+    monkeypatch.setattr(loop, "append_piece", slowly)
     return done
 
 
@@ -118,7 +118,7 @@ def test_an_error_behind_the_headers_is_an_event_and_the_clients_own(app, monkey
     def failing(*given):
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(loop, "append_piece_and_wait", failing)
+    monkeypatch.setattr(loop, "append_piece", failing)
     for path, body in ASKED.items():
         start, *told = asyncio.run(drive(app, {**body, "stream": True}, path=path))
         text = b"".join(one["body"] for one in told).decode()

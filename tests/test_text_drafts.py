@@ -32,8 +32,8 @@ def table_of(extra: float) -> CostTable:
     table = CostTable()
     for nodes in (2, 4, 8, 16, 32):
         for _ in range(8):
-            table.learn_cost_and_return_change(("rows", nodes), 0, 1 + extra * (nodes - 1))
-            table.learn_cost_and_return_change(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
+            table.learn(("rows", nodes), 0, 1 + extra * (nodes - 1))
+            table.learn(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
     return table
 
 
@@ -90,13 +90,13 @@ def test_an_expected_text_is_drafted_from_its_beginning(bare):
 def test_where_nothing_pays_no_plain_call_waits(bare, monkeypatch):
     """Each is launched before the one before it is read, as in plain decoding."""
     waited = []
-    real = _SpeculativeLoop.build_and_launch_call
+    real = _SpeculativeLoop.launch_tree
 
-    def build_and_launch_call(self, *given):
+    def launch_tree(self, *given):
         waited.append(given)
         return real(self, *given)
 
-    monkeypatch.setattr(_SpeculativeLoop, "build_and_launch_call", build_and_launch_call)
+    monkeypatch.setattr(_SpeculativeLoop, "launch_tree", launch_tree)
     _, lengths, drafts = answer(bare, 60, row_cost=3.0)
     assert lengths == [1] * 60 and not drafts and not waited
     _, _, drafts = answer(bare, 60)

@@ -4,7 +4,7 @@ import pytest
 from tiny import let_calls_take
 
 from ssmlx.generation import time_calls
-from ssmlx.generation.time_calls import measure_costs_in_plain_calls
+from ssmlx.generation.time_calls import measure_costs
 
 TEXT = [3, 4, 5, 6, 7, 8, 9, 3, 4, 5]
 
@@ -16,22 +16,22 @@ def model(loaded):
 
 def test_a_slow_tree_is_dear(model, monkeypatch):
     let_calls_take(monkeypatch, lambda nodes: 0.5 if nodes == 4 else 0.1)
-    costs = measure_costs_in_plain_calls(model, TEXT, (4, 2, 3), seconds=0).costs
+    costs = measure_costs(model, TEXT, (4, 2, 3), seconds=0).costs
     assert costs == pytest.approx({2: 1.0, 3: 1.0, 4: 5.0})
 
 
 def test_nothing_larger_is_timed_than_what_can_pay(model, monkeypatch):
     let_calls_take(monkeypatch, lambda nodes: 0.8 if nodes >= 4 else 0.1)
-    costs = measure_costs_in_plain_calls(model, TEXT, (2, 4, 8, 16), seconds=0).costs
+    costs = measure_costs(model, TEXT, (2, 4, 8, 16), seconds=0).costs
     assert costs == pytest.approx({2: 1.0, 4: 8.0}) and costs[4] > 1 + model.num_streams
 
 
 def test_the_first_round_ends_where_its_time_does(model, monkeypatch):
     let_calls_take(monkeypatch, lambda nodes: 0.1)
-    long = measure_costs_in_plain_calls(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=1.5)
+    long = measure_costs(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=1.5)
     assert long.plain_seconds == pytest.approx([0.1] * 3)
     assert [*long.costs] == [2, 4]  # each size takes half a second
-    none = measure_costs_in_plain_calls(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=0.05)
+    none = measure_costs(model, TEXT, (2, 4, 8), seconds=0, first_round_seconds=0.05)
     assert not none.costs and not none.plain_seconds
 
 
@@ -41,5 +41,5 @@ def test_the_least_of_the_rounds_counts(model, monkeypatch):
     rounds = iter([0.0, 0.5, 0.9, 1.1])
     monkeypatch.setattr(time_calls, "_time_few_calls", lambda *_: [next(times)])
     monkeypatch.setattr(time_calls.time, "perf_counter", lambda: next(rounds))
-    timings = measure_costs_in_plain_calls(model, TEXT, (2, 3), seconds=1.0)
+    timings = measure_costs(model, TEXT, (2, 3), seconds=1.0)
     assert timings.costs == {2: 1.5, 3: 2.5} and timings.plain_seconds == [1.0, 3.0, 8.0]

@@ -21,7 +21,7 @@ from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
-from ssmlx.generation.segments import check_prompt_length
+from ssmlx.generation.segments import check_prompt
 from ssmlx.loading.identity import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
 
@@ -103,7 +103,7 @@ class Experiment:
         if self.task and self.task.max_prompt_tokens:
             prompts = [leave_out_middle(one, self.task.max_prompt_tokens) for one in prompts]
         for prompt in prompts:
-            check_prompt_length(plain, len(prompt))
+            check_prompt(plain, prompt)
         for system in self.systems:
             target.make_new_drafters(system)
         return target, prompts

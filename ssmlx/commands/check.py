@@ -84,7 +84,7 @@ def time_unknown_costs_before_answers(
     Raises:
         InputError: the settings do not fit the model or what is loaded.
     """
-    from ..generation.head_start import time_calls_before_first_answer
+    from ..generation.head_start import time_head_start
     from ..generation.plan import make_plan
     from ..mlx_thread import run_on_mlx_thread
 
@@ -94,9 +94,7 @@ def time_unknown_costs_before_answers(
     note.start()
     try:
         run_on_mlx_thread(
-            lambda: time_calls_before_first_answer(
-                model, tokenizer, make_plan(model, config, drafter=loaded)
-            )
+            lambda: time_head_start(model, tokenizer, make_plan(model, config, drafter=loaded))
         )
     finally:
         note.cancel()
@@ -285,12 +283,12 @@ def time_tree_sizes_and_estimate_speedup(
         accepted.
     """
     from ..decoding.draft_shape import DraftShape
-    from ..generation.head_start import STREAMS, time_and_store_costs
+    from ..generation.head_start import STREAMS, time_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
     from ..policy.offers import CurveOffer
 
-    time_and_store_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
+    time_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
     learned, prior = learned_of(model)
     costs = learned.costs.frozen(len(text)).known
     share = prior.ratio(STREAMS, len(text))

@@ -125,13 +125,13 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     from ..api import answer_record, stream_generate, summary_line
     from ..drafters.text_index import EarlierAnswers
     from ..generation.plan import make_plan
-    from ..generation.segments import check_prompt_length
+    from ..generation.segments import check_prompt
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
     how = (model, tokenizer, args.template, args.template_args)
     encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
-        check_prompt_length(model, len(tokens))
+        check_prompt(model, tokens)
     kept.read_if_there_require_same_model(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers

@@ -29,43 +29,35 @@ MOST_UNREAD = 32
 Mask = Callable[[Sequence[int], mx.array], mx.array]
 """The tokens of an answer so far, and logits [1, V], to the logits that its next one is of."""
 Chosen = tuple[mx.array, mx.array | None]
-"""A token [1], and what `Sampling.token_logprobs_or_none` has of it."""
+"""A token [1], and what `Sampling.token_logprobs` has of it."""
 
 
 @dataclass(eq=False)
 class Row:
-    """An answer that a batch decodes, endlessly; `unread` holds what its reader has not taken
-    yet."""
+    """An answer that a batch decodes, endlessly."""
 
     model: StreamFusedModel
     sampler: Sampling
-    cache: TextCache  # empty while it is in a batch that shares calls
-    text: list[int]  # that is known, tokens that were not read yet among it
+    cache: TextCache  # empty while the row is in a batch that shares calls
+    text: list[int]  # known tokens, read by the answer's reader or not
     take: Take = take_all
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
-    unread: deque[Step] = field(default_factory=deque)
-    position: int = 0  # of the token that the next call of a batch decides behind
+    unread: deque[Step] = field(default_factory=deque)  # what its reader has not taken yet
+    position: int = 0  # of the token that the batch's next call decides after
     tail: mx.array | None = None  # [C] the last tokens before it
 
-    def compute_cache_without_last_token(self) -> None:
-        """Have its cache hold its text but the last token, computed; waits for the device."""
+    def sync_cache(self) -> None:
+        """Have the cache hold the text but its last token; waits for the device."""
         self.cache.keep_first(len(self.text) - 1)
         mx.eval(self.cache.state)
 
-    def sample_masked_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
-        """Decide the token after `token`, by the row's own settings, mask and noise.
-
-        Changes `tail`, whose last token is `token` then, and nothing else.
-
-        Args:
-            token: [1] the row's newest token.
-            logits: [1, V] of the target after it.
-
-        Returns:
-            The next token [1], and what `Sampling.token_logprobs_or_none` has of it: None where the
-            settings ask for no log probabilities. Both lazy.
-        """
+    def sample(
+        self,
+        token: mx.array,  # [1] the newest token
+        logits: mx.array,  # [1, V] after it
+    ) -> Chosen:
+        """Decide the token after `token`, lazily; `tail` moves on by `token`."""
         sampler = self.sampler
         only = indices(1)
         assert self.tail is not None
@@ -75,14 +67,10 @@ class Row:
         chosen = sample_on_rank0(self.model, logits, sampler, positions)
         chosen = resolve_row_on_rank0(self.model, chosen, logits, sampler, positions, only)
         self.tail = positions.tail_at(only)
-        return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
+        return chosen, sampler.token_logprobs(logits, positions, only, chosen)
 
-    def committed_rows_as_kv_caches(self) -> list[KVCache]:
-        """The row's committed keys and values, as one of mlx-lm's caches for each layer.
-
-        They hold slices of its cache's buffers. Empty caches where no token is committed, as of a
-        text of one token.
-        """
+    def kv_caches(self) -> list[KVCache]:
+        """The committed keys and values by layer, as slices of the cache's buffers."""
         caches = [KVCache() for _ in range(self.model.num_layers)]
         if self.cache.offset:
             for layer, cache in enumerate(caches):
@@ -93,16 +81,15 @@ class Row:
 class Batch:
     """Plain decoding of several texts by one model, with one call for a token of each.
 
-    Where the model cannot keep texts of different lengths apart, each text has calls of its own.
+    If the model cannot keep texts of different lengths apart, each text has calls of its own.
     """
 
     def __init__(self, model: StreamFusedModel) -> None:
         self._model = model
         self._joining: list[Row] = []
-        self._forget_rows_and_calls()
+        self._clear()
 
-    def _forget_rows_and_calls(self) -> None:
-        """Forget all rows, their caches and the calls under way."""
+    def _clear(self) -> None:
         self._rows: list[Row] = []
         self._caches: list[BatchKVCache] = []
         self._newest = indices(0)  # [b] the newest token of each row
@@ -111,49 +98,35 @@ class Batch:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether one call has a row for each text; else each text has calls and a cache of its
-        own.
-        """
+        """Whether one call has a row for each text; else each text has its own calls and cache."""
         return self._model.backbone.capabilities.has("batches")
 
     @property
     def members(self) -> list[Row]:
-        """The answers that the next call has a row for, those that are joining among them."""
+        """The rows of the next call, joining ones included."""
         return self._rows + self._joining
 
     @property
     def padding_bytes(self) -> int:
-        """About how many bytes padding takes in the shared caches.
-
-        All rows of these are as long as the longest text, and grow by `BatchKVCache.step` tokens at
-        once; room for one such step counts as filled. 0 without rows, or where calls are not
-        shared.
-        """
+        """About what padding takes in the shared caches, whose rows are as long as the longest."""
         keys = self._caches[0].keys if self._caches else None
         if keys is None or not self._rows:
             return 0
         length = keys.shape[2]
+        # They grow by `BatchKVCache.step` tokens at once; room for one step counts as filled.
         filled = sum(min(length, len(row.text) + BatchKVCache.step) for row in self._rows)
         num_bytes = sum(one.nbytes for one in self._caches)
         return int(num_bytes * (1 - filled / (length * len(self._rows))))
 
-    def queue_to_join(self, row: Row) -> None:
-        """Give an answer a row in the calls to come, from the next `step` on.
-
-        Its cache must hold its text but the last token. Sets the row's `position` and `tail` by its
-        text.
-        """
+    def add(self, row: Row) -> None:
+        """Give an answer, whose cache lacks its last token, a row from the next `step` on."""
         row.position = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
-    def remove_and_restore_cache(self, row: Row) -> None:
-        """Take an answer out of the batch; its cache holds its text but the last token again.
-
-        Its tokens of calls under way are dropped; waits for the device. An answer that is still
-        joining has not given its cache away, and only stops joining. Does nothing for an answer
-        that is not in the batch.
-        """
+    def remove(self, row: Row) -> None:
+        """Take an answer out; its cache holds all but the last token again. Waits."""
+        # A row that is still joining has not given its cache away.
         if row in self._joining:
             self._joining.remove(row)
         if row not in self._rows:
@@ -163,11 +136,12 @@ class Batch:
             found = [cache.extract(number) for cache in self._caches]
             own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
             row.cache.restore(own)
-        row.compute_cache_without_last_token()
+        row.sync_cache()
         self._rows.remove(row)
         if not self._rows:
-            self._forget_rows_and_calls()
+            self._clear()
             return
+        # Its tokens of calls under way are dropped.
         for rows, *_ in self._calls:
             rows[:] = [None if one is row else one for one in rows]
         keep = [n for n in range(len(self._rows) + 1) if n != number]
@@ -176,54 +150,39 @@ class Batch:
             cache.filter(keep)
 
     def step(self) -> list[Row]:
-        """Admit rows that are joining, and read the next token of every row into its `unread`.
+        """Admit joining rows, and read the next token of every row; returns the rows that left.
 
-        One answer or more must have a row or be joining. Two tokens are read where a call was still
-        under way when a row joined.
-
-        Returns:
-            The rows that have left the batch: those that are over, or whose reader is `MOST_UNREAD`
-            tokens behind.
-
-        Raises:
-            Exception: what a call has raised; the batch is empty then.
+        A row leaves when its answer is over, or its reader is `MOST_UNREAD` tokens behind. If a
+        call fails, the batch is empty.
         """
         try:
-            return self._launch_and_read_calls()
+            return self._step()
         except Exception:
             self._joining = []
-            self._forget_rows_and_calls()
+            self._clear()
             raise
 
-    def _launch_and_read_calls(self) -> list[Row]:
-        """Admit those that join, launch calls, and read the oldest; see `step`.
-
-        Mostly a call runs while the one before it is read. Where a text has just joined, a row has
-        a mask, or calls are not shared, each call is read at once.
-        """
+    def _step(self) -> list[Row]:
+        """As `step`: mostly, a call runs while the one before it is read."""
         # A first token is waited for, and a mask has to know the tokens before it.
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
-        self._admit_joining_rows()
+        self._admit()
         if waits or not self._calls:
-            self._launch_next_call()
+            self._launch()
         if not waits:
-            self._launch_next_call()  # to run while the tokens of the one before are read
+            self._launch()  # to run while the tokens of the one before are read
         gone: list[Row] = []
         while len(self._calls) > (0 if waits else 1):
-            gone += self._read_oldest_call()
+            gone += self._read()
         return gone
 
-    def _admit_joining_rows(self) -> None:
-        """Make rows of the answers that are joining.
-
-        Where calls are shared, their keys and values are moved into the shared caches, and their
-        own caches are empty then. Does nothing where none is joining.
-        """
+    def _admit(self) -> None:
         rows = self._joining
         if not rows:
             return
         if self.shares_calls:
-            layers = zip(*(row.committed_rows_as_kv_caches() for row in rows), strict=True)
+            # Their keys and values move into the shared caches; their own caches are empty then.
+            layers = zip(*(row.kv_caches() for row in rows), strict=True)
             merged = [BatchKVCache.merge(list(layer)) for layer in layers]
             for row in rows:
                 row.cache.restore(TreeCache(row.model.num_layers))
@@ -235,12 +194,7 @@ class Batch:
         self._rows = self.members
         self._joining = []
 
-    def _launch_next_call(self) -> None:
-        """Build the next call of all rows, decide its tokens, and start computing them.
-
-        Where calls are not shared, each row has a call of its own. The rows' newest tokens are the
-        decided ones then, the rows' `position` is one further on, and the call is under way.
-        """
+    def _launch(self) -> None:
         rows = self._rows
         newest = self._newest
         backbone = self._model.backbone
@@ -255,10 +209,7 @@ class Batch:
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
-            chosen = [
-                row.sample_masked_and_move_tail(*pair)
-                for row, pair in zip(rows, pairs, strict=True)
-            ]
+            chosen = [row.sample(*pair) for row, pair in zip(rows, pairs, strict=True)]
             self._newest = mx.concatenate([token for token, _ in chosen])
             logprobs = [one for _, one in chosen]
         mx.async_eval(self._newest, [one for one in logprobs if one is not None])
@@ -266,15 +217,8 @@ class Batch:
             row.position += 1
         self._calls.append(([*rows], self._newest, logprobs))
 
-    def _read_oldest_call(self) -> list[Row]:
-        """Wait for the oldest call; add each row's token to its text, and a step to its `unread`.
-
-        Rows that have left the batch since the launch get nothing.
-
-        Returns:
-            Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind: they have
-            left the batch.
-        """
+    def _read(self) -> list[Row]:
+        """Wait for the oldest call, and return the rows that left, see `step`."""
         rows, tokens, logprob_rows = self._calls.popleft()
         gone: list[Row] = []
         for row, token, row_logprobs in zip(rows, to_list(tokens), logprob_rows, strict=True):
@@ -287,5 +231,5 @@ class Batch:
             if part.is_last or len(row.unread) >= MOST_UNREAD:
                 gone.append(row)
         for row in gone:
-            self.remove_and_restore_cache(row)
+            self.remove(row)
         return gone

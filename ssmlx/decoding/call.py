@@ -40,30 +40,26 @@ NO_PRUNING = PruneConfig()
 class TargetCall:
     """A target call that was built: its results are arrays that MLX may not have computed yet."""
 
-    states: Verified | None  # what a drafter may read of it; None once it is released
-    tail: mx.array  # [C] the last tokens before the next root, as the sampler needs them
-    # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`; [1] the token alone of a
-    # plain call
+    states: Verified | None  # what a drafter may read of it; None once released
+    tail: mx.array  # [C] the last tokens before the next root, for the sampler
+    # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`; [1] of a plain call
     for_host: mx.array
-    # [P, 1 + 2 T] log probabilities of the new tokens, see `Sampling.token_logprobs_or_none`
-    token_logprobs: mx.array | None
-    # whether `plain_call` built it. Its one row was appended to the committed tokens as it was
-    # built. Of any other call the host has to read how many rows are accepted, and then commit
-    # these, even of a bare root.
+    token_logprobs: mx.array | None  # [P, 1 + 2 T] of the new tokens, see `own_and_top_logprobs`
+    # built by `plain_call`, which committed its row at once. The rows of any other call are
+    # committed when the host knows how many were accepted, even those of a bare root.
     is_plain: bool
     num_nodes: int  # of the verified tree, before pruning
     num_drafted: int  # drafted tokens among them
 
     @property
     def verified(self) -> Verified:
-        """What a drafter may read of the call; raises ValueError after `release`."""
+        """What a drafter may read of the call; ValueError after `release`."""
         if self.states is None:
             raise ValueError("the call's states were released")
         return self.states
 
     def release(self) -> None:
-        """Drop the call's hidden states, so that MLX can free them; a tree was drafted from
-        them."""
+        """Drop the call's hidden states, so that MLX can free them."""
         self.states = None
 
     def arrays_to_read(self) -> list[mx.array]:
@@ -72,22 +68,14 @@ class TargetCall:
         return [self.for_host, self.tail, *logprobs]
 
     def read_tokens(self) -> list[int]:
-        """Read the tokens that the call advanced by; waits for the device. May be called again.
-
-        Returns:
-            The ids of the accepted drafted tokens, and the target's own one behind them, so one or
-            more; of a plain call that one.
-        """
+        """The accepted drafted tokens, then the target's own one; waits for the device."""
         if self.is_plain:
             return to_list(self.for_host)
         num_accepted, *new_tokens = to_list(self.for_host)
         return new_tokens[: num_accepted + 1]
 
-    def read_logprobs_or_none(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
-        """Read an entry for each of `tokens`, which `read_tokens` returned; waits for the device.
-
-        None where the sampler's settings ask for no log probabilities.
-        """
+    def read_logprobs(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+        """One for each of `tokens`, which `read_tokens` returned; waits for the device."""
         if self.token_logprobs is None:
             return None
         return read_logprobs(tokens, self.token_logprobs)
@@ -95,32 +83,13 @@ class TargetCall:
 
 def plain_call(
     model: StreamFusedModel,
-    token: mx.array,
-    tail: mx.array,
-    cache: TextCache,
+    token: mx.array,  # [1] the newest token, not in the cache yet
+    tail: mx.array,  # [C] the last tokens before it
+    cache: TextCache,  # holds the tokens before `token`; has no uncounted paths
     sampler: Sampling = GREEDY,
-    taps: tuple[int, ...] = (),
+    taps: tuple[int, ...] = (),  # layers whose input a drafter reads
 ) -> TargetCall:
-    """Build a target call on one token, without a draft; the token's row is committed at once.
-
-    Nothing is computed yet. A model without stages runs by its own call.
-
-    Args:
-        model: the target.
-        token: [1] the newest token, which is not in the cache yet.
-        tail: [C] the last tokens before it, for samplers that need them.
-        cache: holds the tokens before it, and holds its row then. Paths that are not counted yet
-            would be dropped.
-        sampler: decides the next token.
-        taps: numbers of the layers whose input a drafter reads.
-
-    Returns:
-        The call, whose one token is never left unresolved.
-
-    Raises:
-        InputError, ValueError: taps are asked for that the model does not give, see
-            `Backbone.append`.
-    """
+    """Build a target call on one token, without a draft; its row is committed at once."""
     tree = root_tree(token)
     positions = row_positions(tree, cache.root_position, tail)
     output = model.append(token, cache, taps)
@@ -140,20 +109,7 @@ def verify(
     tail: mx.array | None = None,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:
-    """Build a target call on a draft tree: by `verify_as_chain` where `cache` is a `StateCache`, as
-    of a model that is called as a whole, else by `verify_tree`.
-
-    Args:
-        model, tree, cache, sampler, acceptance, tail, taps: see these.
-        streams_per_node, prune: for `verify_tree` alone; no other model has streams or an early
-            exit.
-
-    Returns:
-        The call, not committed.
-
-    Raises:
-        InputError, ValueError: as these.
-    """
+    """Build a target call on a draft tree, or on its nodes as a chain for a `StateCache`."""
     if isinstance(cache, StateCache):
         return verify_as_chain(
             model, tree, cache, sampler=sampler, acceptance=acceptance, tail=tail, taps=taps
@@ -174,41 +130,21 @@ def verify(
 
 def verify_tree(
     model: StreamFusedModel,
-    tree: Tree,
-    cache: TreeCache,
+    tree: Tree,  # N nodes that were drafted, or a bare root
+    cache: TreeCache,  # holds the tokens before the root
     *,
-    streams_per_node: int = 0,
-    prune: PruneConfig = NO_PRUNING,
+    streams_per_node: int = 0,  # G, if streams draft in this pass
+    prune: PruneConfig = NO_PRUNING,  # which nodes to drop at the insertion layer
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
-    tail: mx.array | None = None,
-    taps: tuple[int, ...] = (),
+    tail: mx.array | None = None,  # [C] the last tokens before the root
+    taps: tuple[int, ...] = (),  # layers whose input a drafter reads
 ) -> TargetCall:
     """Build a target call on a draft tree (Speculative Streaming, 3.2.1 to 3.2.3 and figure 7).
 
     Nothing is computed yet, unless pruning is by a threshold, which waits for the device. The cache
-    makes room where it has none.
-
-    Args:
-        model: the target.
-        tree: N nodes that were drafted, or a bare root.
-        cache: holds the tokens before the root. It gets the accepted path's rows as a path that
-            is not counted yet: `TreeCache.commit_accepted` commits it, once the host has read the
-            call.
-        streams_per_node: G, streams that run beside each node, where they draft in this pass.
-        prune: which nodes to drop at the insertion layer.
-        sampler: decides the target's tokens.
-        acceptance: when a drafted token counts as the target's.
-        tail: [C] the last tokens before the root, for samplers that need them; as if there were
-            none unless given.
-        taps: numbers of the layers whose input a drafter reads.
-
-    Returns:
-        The call, not committed. Its `verified` is of the M nodes that pruning left; its
-        `num_nodes` and `num_drafted` are those of `tree`, before pruning.
-
-    Raises:
-        InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
+    gets the accepted path as one that is not counted yet: `commit_accepted` commits it, once the
+    host has read the call.
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
@@ -250,40 +186,16 @@ def verify_tree(
 
 def verify_as_chain(
     model: StreamFusedModel,
-    tree: Tree,
-    cache: StateCache,
+    tree: Tree,  # two nodes or more
+    cache: StateCache,  # changed at once, though nothing is committed or computed yet
     *,
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
-    tail: mx.array | None = None,
-    taps: tuple[int, ...] = (),
+    tail: mx.array | None = None,  # [C] the last tokens before the root
+    taps: tuple[int, ...] = (),  # the final norm's at most
 ) -> TargetCall:
-    """Build a target call on the N nodes of `tree`, each taken as the child of the one before it.
-
-    What is proposed for a model that is called as a whole is a chain. Of any other tree a part is
-    wrong guesses, which are rejected. The cache is changed at once, though nothing is committed or
-    computed yet.
-
-    Args:
-        model: the target.
-        tree: what was drafted, two nodes or more.
-        cache: holds the tokens before the root; `commit_accepted` says how many nodes join.
-        sampler: decides the target's tokens.
-        acceptance: when a drafted token counts as the target's.
-        tail: [C] the last tokens before the root, for samplers that need them; as if there were
-            none unless given.
-        taps: numbers of the layers whose input a drafter reads: the final norm's at most.
-
-    Returns:
-        The call, not committed. Its `verified` is of the chain, without any hidden states: what
-        enters the final norm is among its taps. Its counts of nodes and of drafted tokens are those
-        of `tree`.
-
-    Raises:
-        InputError: the model gives no such taps.
-        ValueError: the tree is a root alone, or what a layer keeps cannot be taken back, see
-            `StateCache.verify`.
-    """
+    """Build a target call on N nodes, each taken as the child of the one before it."""
+    # Of a tree that is no chain a part is wrong guesses, which are rejected.
     chain = chain_tree(tree.tokens)
     tail = last_tokens((), sampler.context_size) if tail is None else tail
     positions = row_positions(chain, cache.root_position, tail)
@@ -293,34 +205,17 @@ def verify_as_chain(
 
 
 def assemble_call(
-    tree: Tree,
-    output: CallOutput,
-    decided: tuple[mx.array, Acceptance],
+    tree: Tree,  # the M nodes that were verified
+    output: CallOutput,  # of the model for them; the call does not hold its logits
+    decided: tuple[mx.array, Acceptance],  # by `decide_and_accept`
     positions: RowPositions,
     cache: TextCache,
     sampler: Sampling,
     *,
-    drafted: Tree | None = None,
+    drafted: Tree | None = None,  # `tree` before pruning
     is_plain: bool = False,
 ) -> TargetCall:
-    """Put together what every call leaves: for the host, for a drafter, and for the next call.
-
-    Nothing is computed yet, and nothing is committed.
-
-    Args:
-        tree: the M nodes that were verified.
-        output: what the model gave for them.
-        decided: what `decide_and_accept` decided on its logits.
-        positions: of the nodes.
-        cache: of the text; passed on to drafters, not changed.
-        sampler: which decided; its settings say whether the new tokens get log probabilities.
-        drafted: the tree as it was drafted, whose nodes are counted; `tree` unless given.
-        is_plain: see `TargetCall`.
-
-    Returns:
-        The call. It holds what of `output` a drafter may read, of streams the last accepted node's
-        alone, and not the logits.
-    """
+    """Put together what a call leaves for the host, for a drafter, and for the next call."""
     target_tokens, accepted = decided
     if drafted is None:
         drafted = tree
@@ -341,9 +236,7 @@ def assemble_call(
     for_host = target_tokens
     if not is_plain:
         for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs_or_none(
-        output.logits, positions, accepted.path, accepted.new_tokens
-    )
+    logprobs = sampler.token_logprobs(output.logits, positions, accepted.path, accepted.new_tokens)
     return TargetCall(
         states=verified,
         tail=positions.tail_at(accepted.last),
@@ -356,7 +249,7 @@ def assemble_call(
 
 
 class PrunedTree(NamedTuple):
-    """What pruning left of a tree of N nodes: M nodes, all N where it dropped none."""
+    """What pruning left of a tree of N nodes: M nodes, all N if it dropped none."""
 
     tree: Tree  # of the kept nodes
     hidden: mx.array  # [1, M, D] their hidden states
@@ -364,25 +257,13 @@ class PrunedTree(NamedTuple):
 
 
 def prune_tree(
-    model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig, noise: Noise = None
+    model: StreamFusedModel,
+    tree: Tree,  # N nodes
+    hidden: mx.array,  # [1, N, D] before the insertion layer
+    config: PruneConfig,
+    noise: Noise = None,  # [P, V] at each depth, see `Sampling.noise`
 ) -> PrunedTree:
-    """Drop improbable nodes before the upper layers (Speculative Streaming, section 3.2.3).
-
-    Pruning by a threshold waits for the device. Where the model is split over ranks, rank 0
-    decides.
-
-    Args:
-        model: with an early-exit adapter, where pruning is on.
-        tree: of N nodes.
-        hidden: [1, N, D] their hidden states before the insertion layer.
-        config: which nodes to keep.
-        noise: [P, V] the sampling noise at each depth, see `Sampling.noise`; None in greedy
-            decoding.
-
-    Returns:
-        The kept nodes. Where pruning is off or cannot drop a node: `tree` and `hidden` themselves,
-        and all N numbers.
-    """
+    """Drop improbable nodes before the upper layers (section 3.2.3); rank 0 decides."""
     if not may_drop_nodes(tree, config):
         return PrunedTree(tree, hidden, indices(tree.num_nodes))
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
@@ -394,76 +275,43 @@ def prune_tree(
 
 
 def sample_on_rank0(
-    model: StreamFusedModel, logits: mx.array, sampler: Sampling, positions: RowPositions
+    model: StreamFusedModel,
+    logits: mx.array,  # [R, V]
+    sampler: Sampling,
+    positions: RowPositions,
 ) -> mx.array:
-    """Decide the token after each row of a call, see `Sampling.sample_or_mark_unresolved`.
-
-    Args:
-        model: the target; where it is split over ranks, rank 0 decides.
-        logits: [R, V].
-        sampler: decides.
-        positions: of the R rows.
-
-    Returns:
-        [R] int32 tokens; negative where they are left to `resolve_row_on_rank0`.
-    """
-    return model.backbone.broadcast_from_rank0(
-        sampler.sample_or_mark_unresolved(logits, positions)
-    )[0]
+    """[R] the token after each row, see `Sampling.sample`."""
+    return model.backbone.broadcast_from_rank0(sampler.sample(logits, positions))[0]
 
 
 def resolve_row_on_rank0(
     model: StreamFusedModel,
-    tokens: mx.array,
-    logits: mx.array,
+    tokens: mx.array,  # [R] from `sample_on_rank0`
+    logits: mx.array,  # [R, V]
     sampler: Sampling,
     positions: RowPositions,
-    row: mx.array,
+    row: mx.array,  # [1] its number
 ) -> mx.array:
-    """Decide one row among all V tokens, where `sample_on_rank0` left it unresolved.
-
-    Args:
-        model: the target; where it is split over ranks, rank 0 decides.
-        tokens: [R] as `sample_on_rank0` returned them.
-        logits: [R, V] that it was given.
-        sampler: that it was given.
-        positions: that it was given.
-        row: [1] the row's number.
-
-    Returns:
-        [R] int32: `tokens` with that row decided, unchanged where it was; other rows may stay
-        unresolved. `tokens` itself where the sampler never leaves any.
-    """
+    """[R] `tokens`, with one row decided among all V tokens if it was unresolved."""
     if not sampler.may_leave_unresolved:
         return tokens
-    return model.backbone.broadcast_from_rank0(
-        sampler.resolve_row_over_full_vocab(tokens, logits, positions, row)
-    )[0]
+    return model.backbone.broadcast_from_rank0(sampler.resolve_row(tokens, logits, positions, row))[
+        0
+    ]
 
 
 def decide_and_accept(
     model: StreamFusedModel,
-    tree: Tree,
-    logits: mx.array,
+    tree: Tree,  # M nodes
+    logits: mx.array,  # [M, V]
     sampler: Sampling,
     positions: RowPositions,
     acceptance: AcceptanceConfig,
 ) -> tuple[mx.array, Acceptance]:
     """Decide the target's token after each node, and accept drafted nodes by the rule.
 
-    Where the model is split over ranks, rank 0 decides.
-
-    Args:
-        model: the target.
-        tree: of M nodes.
-        logits: [M, V] of the target after each.
-        sampler: decides.
-        positions: of the nodes.
-        acceptance: the rule, exact or typical.
-
-    Returns:
-        [M] the target's token after each node, of which only those along the path are sure to be
-        resolved (not negative); and the accepted path, whose `new_tokens` are resolved.
+    [M] tokens, of which only those along the path are sure to be resolved, and the accepted path.
+    Rank 0 decides.
     """
     if acceptance.kind == "exact":
         target_tokens = sample_on_rank0(model, logits, sampler, positions)
@@ -486,17 +334,12 @@ def decide_and_accept(
     return agreed[0], Acceptance(*agreed[1:])
 
 
-def stream_rows_of_node(rows: mx.array, node: mx.array, num_nodes: int) -> mx.array:
-    """Take the rows of one node's streams out of those of all nodes' streams.
-
-    Args:
-        rows: [1, M * G, D] node by node.
-        node: [1] the node's number.
-        num_nodes: M.
-
-    Returns:
-        [1, G, D] in the order of the streams.
-    """
+def stream_rows_of_node(
+    rows: mx.array,  # [1, M * G, D] node by node
+    node: mx.array,  # [1] its number
+    num_nodes: int,  # M
+) -> mx.array:
+    """[1, G, D] the rows of one node's streams."""
     num_streams = rows.shape[1] // num_nodes
     own = node[:, None] * num_streams + indices(num_streams)
     return rows[:, own[0]]

@@ -1,7 +1,4 @@
-"""What decides how much is drafted, as a decoding loop asks it.
-
-Plain values: neither MLX nor a drafter is imported here.
-"""
+"""What decides how much is drafted, as a decoding loop asks it; no MLX, no drafters."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,30 +6,30 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What is drafted for a call: which drafter, and how large a tree."""
+    """Which drafter drafts for a call, and how large a tree."""
 
-    drafter: str  # its registered name, such as "streams"
+    drafter: str  # registered name, such as "streams"
     nodes: int  # rows that the next call verifies, the root included
     levels: int  # levels below the root
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A target call that was done, as the controller learns from it."""
+    """A target call that is done, as the controller learns from it."""
 
-    # of the verified tree, as `next` gave it (it may have fewer nodes); None for a bare root
+    # verified tree, as `next` gave it (it may have fewer nodes); None for a bare root
     shape: DraftShape | None
-    tokens: int  # that it advanced by
-    context: int  # committed tokens before it
-    seconds: float | None  # None where nothing says what it took
-    drafted: DraftShape | None = None  # what it drafted for the next call
+    tokens: int  # that the answer advanced by
+    context: int  # committed tokens before the call
+    seconds: float | None  # None if nothing says how long it took
+    drafted: DraftShape | None = None  # what was drafted after it, for the next call
 
 
 class DraftController(Protocol):
     """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`."""
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """What to draft behind the call under way; None for nothing. Asking changes nothing.
+        """What to draft after the call under way; None for nothing. Asking changes nothing.
 
         Args:
             is_read: whether the call's tokens are read already. Drafters that need host tokens know
@@ -40,21 +37,19 @@ class DraftController(Protocol):
         """
 
     def record(self, call: CallRecord) -> None:
-        """Learn from a call that was done; called once for each, in order."""
+        """Learn from a call that is done; called once for each, in order."""
 
 
 @dataclass(frozen=True)
 class Always:
-    """A controller that drafts the same shape at every call, and learns nothing."""
+    """A controller that drafts the same shape at every call."""
 
     shape: DraftShape
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """`shape`, whatever `is_read` says."""
         return self.shape
 
-    def record(self, call: CallRecord) -> None:
-        """Nothing."""
+    def record(self, call: CallRecord) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,8 +57,6 @@ class Never:
     """A controller that drafts nothing: plain decoding."""
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """None: nothing is drafted."""
         return None
 
-    def record(self, call: CallRecord) -> None:
-        """Nothing."""
+    def record(self, call: CallRecord) -> None: ...

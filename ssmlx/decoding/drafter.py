@@ -1,4 +1,4 @@
-"""What every drafter is given, and what it must give: the decoding loop knows no more of it.
+"""What every drafter is given, and what it must give; the decoding loop knows no more of it.
 
 The drafters themselves are the files of `ssmlx/drafters/`.
 """
@@ -33,32 +33,30 @@ class Needs:
     """Whether `propose` reads values of tokens, such as to look them up. Then each call is read
     before it drafts; otherwise the next tree is drafted while the call runs."""
     follows_from_start: bool = False
-    """Whether it is started behind the prompt's call and follows every token from then on, because
+    """Whether it is started after the prompt's call and follows every token from then on, because
     what it offers (`OfferSource`) depends on the text. Otherwise it is started when the controller
     first lets it draft."""
 
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What a target call leaves for drafting, on the device: M nodes, and the path accepted of
-    them.
-    """
+    """What a target call on M nodes leaves for drafting; arrays on the device."""
 
     tree: Tree  # the M nodes that were verified
-    # [M] the target's token after each of them, see `Sampling.sample_or_mark_unresolved`
+    # [M] the target's token after each, see `Sampling.sample`
     target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
-    # [1, M, D] last hidden states of the nodes, before the final norm; None of a model without
+    # [1, M, D] last hidden states of the nodes, before the final norm; None for a model without
     # stages, where a drafter taps the final norm instead
     node_hidden: mx.array | None
-    # [1, G, D] those of the last accepted node's streams; None where the call carried no streams
+    # [1, G, D] those of the last accepted node's streams; None if the call carried no streams
     stream_hidden: mx.array | None
-    # [1, M, D] hidden states of the nodes before the insertion layer; None of a model without
+    # [1, M, D] hidden states of the nodes before the insertion layer; None for a model without
     # streams
     insertion_hidden: mx.array | None
     position: mx.array  # [1] the root's position in the text
     cache: TextCache  # holds the accepted path: as its newest path, or committed already
-    # by layer [1, M, D]: the input of the layers that a drafter taps
+    # [1, M, D] by layer: the inputs of the layers that a drafter taps
     taps: Taps = field(default_factory=dict)
 
     @property
@@ -73,30 +71,23 @@ class Verified:
 
     @property
     def last_hidden(self) -> mx.array:
-        """[1, 1, D] last hidden state of the last accepted node, which predicted `root`.
-
-        Raises:
-            ValueError: of a model without stages.
-        """
+        """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
         if self.node_hidden is None:
             raise ValueError("a model without stages gives last hidden states as a tap alone")
         return self.node_hidden[:, self.acceptance.last]
 
     def accepted_taps(self) -> Taps:
-        """By layer [1, P, D]: the taps of the accepted path's nodes alone, the root's first.
-
-        Rows after number `num_accepted` repeat the last accepted node's.
-        """
+        """[1, P, D] by layer: the taps of the accepted path; rows after it repeat the last."""
         return {layer: rows[:, self.acceptance.path] for layer, rows in self.taps.items()}
 
 
 class Drafter(Protocol):
     """Proposes the tree that the next call verifies.
 
-    Siblings of a tree carry different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a
-    usual size and is never accepted. Whatever is proposed, the answer is the target's own.
+    Siblings carry different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a usual
+    size and is never accepted. Whatever is proposed, the answer is the target's own.
 
-    A drafter may also have an `offer()`, with which it says at each call what it could draft now
+    A drafter may also have an `offer()`, which says at each call what it could draft now
     (`ssmlx.policy.offers.OfferSource`); one without is taken to bring as much at every call.
 
     Attributes:
@@ -123,46 +114,46 @@ class Drafter(Protocol):
     def cache_bytes(self) -> int: ...
 
     def start(self, tokens: Sequence[int]) -> Iterator[None] | None:
-        """Begin behind a text, and forget what another one left.
+        """Begin after a text, and forget any other.
 
-        A loop calls it once: where the drafter needs taps, before the prompt is processed; where it
-        follows the text (`needs.follows_from_start`), behind that; else when it is first to draft.
-        An answer that comes back from a batch has a new loop.
+        A loop calls it once: before the prompt is processed if the drafter needs taps, after it if
+        it follows the text (`needs.follows_from_start`), else when it is first to draft. An answer
+        that comes back from a batch has a new loop.
 
         Args:
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.
 
         Returns:
-            None; or, where that takes calls of a model, an iterator that yields None before each of
+            None; or, if that takes calls of a model, an iterator that yields None before each of
             them, for others to go first. The loop runs it to its end.
         """
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Take in tokens that the text has gone on by.
+        """Take in tokens that the text went on by.
 
         A drafter that needs host tokens and has started follows every call at once, with the taps
-        that it needs; others follow when they next draft, without taps, but for the tokens of calls
-        that they drafted behind, which `propose` showed them. A drafter that needs taps also
-        follows each piece of the prompt.
+        that it needs. Others follow when they next draft, without taps; the tokens of calls that
+        they drafted after were shown by `propose`. A drafter that needs taps also follows each
+        piece of the prompt.
 
         Args:
             tokens: ids; those that nobody knows are `PAD_TOKEN`.
             position: the first one's position in the text.
             taps: for each token, what entered the tapped layers at the position before it, [1, R,
-                D]; None where the calls did not keep them.
+                D]; None if the calls did not keep them.
         """
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Draft a tree for the next call.
 
-        What reads values of `verified` waits for the target: only drafters that need host tokens
-        do, and the loop has read them by then.
+        Reading values of `verified` waits for the target: only drafters that need host tokens do
+        so, and the loop has read them by then.
 
         Args:
-            verified: the call to draft behind.
+            verified: the call to draft after.
             shape: how large a tree; fewer nodes are fine.
 
         Returns:
-            A tree whose root is `verified.root`; a bare root where there is nothing to draft. A
+            A tree whose root is `verified.root`; a bare root if there is nothing to draft. A
             drafter that needs host tokens knows it: the last token that `start` or `follow` gave.
         """

@@ -11,35 +11,29 @@ from .drafter import Drafter, Taps
 
 
 def scratch_rows(drafters: Iterable[Drafter]) -> int:
-    """S, the rows that a cache has to keep before the committed ones, for these drafters.
-
-    It is the most that any of them needs: for the nodes of its largest tree and their streams, and,
-    unless it needs host tokens, for the path of the call before, which is not committed yet. 0
-    without drafters.
-    """
+    """Rows that a cache must keep before the committed ones, for the neediest of `drafters`."""
     return max((_scratch_rows_of(drafter) for drafter in drafters), default=0)
 
 
 def _scratch_rows_of(drafter: Drafter) -> int:
-    """S of one drafter: the nodes of its largest tree with their streams, and a path of the largest
-    depth unless it needs host tokens.
-    """
+    # The path of the call before is not committed yet, unless that call is read first.
     path = 0 if drafter.needs.host_tokens else drafter.largest.levels + 1
     return drafter.largest.nodes * (1 + drafter.needs.streams) + path
 
 
 @dataclass
 class DraftingText:
-    """The drafters of an answer, the text, and how much of it each of them has seen."""
+    """The drafters of an answer, its text, and how much of it each of them has seen."""
 
     model: StreamFusedModel
     drafters: Mapping[str, Drafter]
-    tokens: list[int]  # of the text, up to the last call that was read; unknown ones PAD_TOKEN
-    _seen: dict[str, int] = field(default_factory=dict)  # tokens, by the drafters that have started
+    tokens: list[int]  # of the text, up to the last call that was read; unknown ones are PAD_TOKEN
+    # tokens shown to each drafter that has started
+    _seen: dict[str, int] = field(default_factory=dict)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Numbers of the layers whose input some drafter needs, ascending."""
+        """Layers whose input some drafter needs, ascending."""
         return tuple(sorted({layer for one in self.drafters.values() for layer in one.needs.taps}))
 
     @property
@@ -47,19 +41,12 @@ class DraftingText:
         """G, the most streams beside every node that some drafter needs in the verifying pass."""
         return max((one.needs.streams for one in self.drafters.values()), default=0)
 
-    def extend_and_let_host_drafters_follow(
-        self, tokens: list[int], taps: Taps | None = None
+    def extend(
+        self,
+        tokens: list[int],
+        taps: Taps | None = None,  # [1, R, D] by layer: R >= len(tokens) nodes before these tokens
     ) -> None:
-        """Append tokens that were read to the text.
-
-        Drafters that have started and need host tokens `follow` them here; others before they next
-        draft, see `start_or_catch_up`.
-
-        Args:
-            tokens: that a call advanced by.
-            taps: by layer, [1, R, D] of the nodes before these tokens, of which the first count;
-                None or empty where no drafter needs any.
-        """
+        """Append tokens that were read; started drafters that need host tokens follow at once."""
         first = len(self.tokens)
         self.tokens.extend(tokens)
         for name, drafter in self.drafters.items():
@@ -69,18 +56,12 @@ class DraftingText:
                     own = {layer: taps[layer][:, : len(tokens)] for layer in drafter.needs.taps}
                 self._follow_up_to(name, len(self.tokens), own)
 
-    def start_or_catch_up(self, name: str, num_held_back: int = 0) -> Iterator[None]:
-        """Show a drafter what it has not seen of the text; start it if it has not started.
-
-        Nothing is done before the first value is asked for.
-
-        Args:
-            name: the drafter's.
-            num_held_back: how many of the text's last tokens it is not shown.
-
-        Yields:
-            What the drafter's `start` yields: None before each call of a model.
-        """
+    def catch_up(
+        self,
+        name: str,
+        num_held_back: int = 0,  # of the text's last tokens, not shown
+    ) -> Iterator[None]:
+        """Show a drafter what it has not seen; yields before each call that its `start` makes."""
         known = len(self.tokens) - num_held_back
         if name in self._seen:
             self._follow_up_to(name, known)
@@ -89,50 +70,31 @@ class DraftingText:
         yield from self.drafters[name].start(self.tokens[:known]) or ()
 
     def has_started(self, name: str) -> bool:
-        """Whether a drafter has been shown the text's beginning."""
         return name in self._seen
 
-    def start_text_followers(self) -> Iterator[None]:
-        """Start the drafters whose `needs.follows_from_start` is set, if they have not started.
-
-        Yields:
-            What their `start` yields: None before each call of a model.
-        """
+    def start_followers(self) -> Iterator[None]:
+        """Start the drafters that follow the text from its start; yields as their `start` does."""
         for name, drafter in self.drafters.items():
             if drafter.needs.follows_from_start and name not in self._seen:
-                yield from self.start_or_catch_up(name)
+                yield from self.catch_up(name)
 
     def needs_host_tokens(self, shape: DraftShape) -> bool:
-        """Whether a call has to be read before `shape` is drafted behind it."""
+        """Whether a call has to be read before `shape` is drafted after it."""
         return self.drafters[shape.drafter].needs.host_tokens
 
-    def start_drafters_with_taps(self, num_cached: int) -> Iterator[None]:
-        """Start the drafters that need taps, before the prompt is processed.
-
-        They are given the first `num_cached` + 1 tokens of the text.
-
-        Args:
-            num_cached: tokens of the text that the cache holds; they and the one behind have no
-                taps.
-
-        Yields:
-            What their `start` yields: None before each call of a model.
-        """
+    def start_with_taps(self, num_cached: int) -> Iterator[None]:
+        """Before the prompt is processed: cached tokens, and the one after them, have no taps."""
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
                 self._seen[name] = num_cached + 1
                 yield from drafter.start(self.tokens[: num_cached + 1]) or ()
 
-    def show_prompt_piece_with_taps(self, first_position: int, taps: Taps) -> None:
-        """Show the drafters that need taps a piece of the prompt that was processed.
-
-        They `follow` the R tokens from position `first_position` + 1 on, each with the taps of the
-        row before it: not the piece's first token, but the one behind its last.
-
-        Args:
-            first_position: the position of the piece's first token in the text.
-            taps: by layer, [1, R, D] its input at the piece's R rows.
-        """
+    def follow_prompt(
+        self,
+        first_position: int,
+        taps: Taps,  # [1, R, D] by layer: its input at the piece's R rows
+    ) -> None:
+        """Each token is shown with the taps of the row before it: so from the piece's second on."""
         rows = next(iter(taps.values())).shape[1]
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
@@ -144,16 +106,12 @@ class DraftingText:
                 )
                 self._seen[name] = first_position + 1 + rows
 
-    def propose(self, call: TargetCall, shape: DraftShape) -> Tree:
-        """Draft the tree that the next call verifies, by the drafter that `shape` names.
-
-        Args:
-            call: the call that it follows, its states not released yet.
-            shape: drafter, and how large a tree.
-
-        Returns:
-            The drafter's tree, on every rank rank 0's where the model is split over ranks.
-        """
+    def propose(
+        self,
+        call: TargetCall,  # whose states are not released yet
+        shape: DraftShape,
+    ) -> Tree:
+        """The tree that the next call verifies; on every rank, rank 0's."""
         tree = self.drafters[shape.drafter].propose(call.verified, shape)
         backbone = self.model.backbone
         if backbone.group is None:
@@ -162,18 +120,10 @@ class DraftingText:
         return replace(tree, tokens=tokens, depths=depths, paths=paths)
 
     def mark_seen(self, name: str) -> None:
-        """Note that drafter `name` has seen the whole text; the drafter itself is not called.
-
-        It drafted behind the last call, and `propose` showed it that call's tokens.
-        """
+        """Note that `propose` showed a drafter the last call's tokens."""
         self._seen[name] = len(self.tokens)
 
     def _follow_up_to(self, name: str, num_tokens: int, taps: Taps | None = None) -> None:
-        """Let drafter `name`, which has started, follow the text's first `num_tokens` tokens.
-
-        Only tokens that it has not seen are shown, with the `taps` before them; none where it has
-        seen so many.
-        """
         missed = self.tokens[self._seen[name] : num_tokens]
         if missed:
             self.drafters[name].follow(missed, self._seen[name], taps)

@@ -1,6 +1,4 @@
-"""The decoding loops, on token ids: speculative decoding, and plain decoding beside it.
-
-Both yield the same thing, so that one is the other's oracle and baseline.
+"""The decoding loops, on token ids: speculative decoding, and plain decoding, its oracle.
 
 Speculative Streaming for a chain (k = 1), in the symbols of the paper's section 3.2; row 0 of a
 call is the root, row t the drafted token ~y[t]:
@@ -10,7 +8,7 @@ call is the root, row t the drafted token ~y[t]:
         M[0..] = layers 1 .. N - Ns on (root, ~y)  # lower: row t sees the text and rows <= t
         S[t, j] = f(M[t]) + P[j], j = 1 .. gamma   # insert: streams start (eq. 3)
         M, S = layers N - Ns + 1 .. N on M and S   # upper (eqs. 1 and 2)
-        y[t + 1] = argmax H(M[t])                  # the target's own token behind row t
+        y[t + 1] = argmax H(M[t])                  # the target's own token after row t
         delta = the most for which ~y[1 .. delta] = y[1 .. delta]    # accept (A.1)
         yield y[1 .. delta + 1]                    # the accepted tokens, and the correction
         the cache keeps rows 0 .. delta            # hold, commit
@@ -18,7 +16,7 @@ call is the root, row t the drafted token ~y[t]:
         ~y[j] = argmax H(S[delta, j]), j = 1 .. gamma                # propose
 
 Beyond it: ~y is a tree, whose improbable nodes leave before `insert` (3.2.3); streams of row delta
-alone run, in a second pass behind the call, unless `schedule=fused`; a sampled y is drawn by noise
+alone run, in a second pass after the call, unless `schedule=fused`; a sampled y is drawn by noise
 that belongs to its place; and a controller may have another drafter propose ~y, or nothing.
 """
 
@@ -46,34 +44,25 @@ StepSize = int | Callable[[], int]
 
 @dataclass(frozen=True)
 class PromptPlace:
-    """A place in a prompt where a piece ends, for the text up to there to be kept.
+    """A place in a prompt where a piece ends, for the text up to there to be kept."""
 
-    Attributes:
-        offset: tokens of the whole text before it.
-        keep: called when the cache holds these and no more, also before anything is processed; not
-            where it holds more from the beginning. What it raises ends the loop.
-    """
-
-    offset: int
+    offset: int  # tokens of the whole text before it
+    # called when the cache holds these and no more, also before anything is processed; not if it
+    # holds more from the beginning. What it raises ends the loop.
     keep: Callable[[], None]
 
 
-def free_outgrown_buffers(cache: TextCache, added: int) -> None:
-    """Clear MLX's buffer cache where the committed tokens have passed a multiple of `CACHE_STEP`.
-
-    mlx-lm does so too: a growing cache leaves buffers behind that are too small for it.
-
-    Args:
-        cache: its committed tokens are counted; it stays as it is.
-        added: tokens that it has grown by since the last call of this function.
-    """
+def free_outgrown_buffers(
+    cache: TextCache,
+    added: int,  # tokens that `cache` has grown by since the last call
+) -> None:
+    """Clear MLX's cache of buffers now and then, of those that `cache` has outgrown."""
+    # As mlx-lm does, whenever the text passes a multiple of `CACHE_STEP`.
     if cache.offset % CACHE_STEP < added:
         mx.clear_cache()
 
 
 def prefill(model: StreamFusedModel, tokens: list[int], cache: TextCache) -> None:
-    """Run `tokens` through the model and commit them to the cache, in pieces of the default
-    size."""
     for _ in prefill_in_pieces(model, tokens, cache, PREFILL_STEP_SIZE):
         pass
 
@@ -84,27 +73,15 @@ def prefill_in_pieces(
     cache: TextCache,
     step_size: StepSize,
     *,
-    taps: tuple[int, ...] = (),
+    taps: tuple[int, ...] = (),  # layers whose input is wanted
+    # called after each piece: its first token's index in `tokens`, and [1, R, D] by layer
     on_taps: Callable[[int, Taps], None] | None = None,
     place: PromptPlace | None = None,
 ) -> Iterator[None]:
     """Run a prompt through the model and commit it to the cache, a piece at a time.
 
-    So whoever drives a decoding loop can stop between pieces, show progress, or let others go
-    first. Each piece is waited for, and MLX's buffer cache is cleared behind it.
-
-    Args:
-        model: the target.
-        tokens: of the prompt; they may be none.
-        cache: holds what comes before them; gets their keys and values.
-        step_size: see `StepSize`.
-        taps: layers whose input is wanted.
-        on_taps: called behind each piece, with its first token's index in `tokens` and the taps of
-            its R rows, [1, R, D] by layer; None for not.
-        place: where a piece ends, see `PromptPlace`; None for nowhere.
-
-    Yields:
-        None before each piece and behind the last; nothing where there are no tokens.
+    Yields before each piece and after the last, so that whoever drives a loop can stop, show
+    progress, or let others go first.
     """
     first = 0
     until_place = -1 if place is None else place.offset - cache.offset
@@ -115,7 +92,7 @@ def prefill_in_pieces(
         size = step_size() if callable(step_size) else step_size
         if first < until_place:
             size = min(size, until_place - first)
-        found = append_piece_and_wait(model, tokens[first : first + size], cache, taps)
+        found = append_piece(model, tokens[first : first + size], cache, taps)
         if on_taps is not None:
             on_taps(first, found)
         mx.clear_cache()
@@ -126,14 +103,10 @@ def prefill_in_pieces(
         yield
 
 
-def append_piece_and_wait(
+def append_piece(
     model: StreamFusedModel, tokens: list[int], cache: TextCache, taps: tuple[int, ...]
 ) -> Taps:
-    """Run a piece of a prompt through the model, commit it to the cache, and wait for it.
-
-    Returns:
-        By layer of `taps`, [1, R, D] its input at the R tokens, lazy.
-    """
+    """[1, R, D] by layer of `taps`: its input at the piece's R tokens, lazy."""
     # The taps alone: whoever held the logits while this is computed would hold what they are of.
     found = model.backbone.append(mx.array(tokens), cache, taps).taps
     mx.eval(cache.state)
@@ -142,33 +115,19 @@ def append_piece_and_wait(
 
 def plain_decode(
     model: StreamFusedModel,
-    prompt: list[int],
-    cache: TextCache,
+    prompt: list[int],  # one token or more, which follow those in `cache`
+    cache: TextCache,  # drops uncounted paths; at each yield it holds every token so far
     *,
-    context: Sequence[int] = (),
+    context: Sequence[int] = (),  # the tokens that `cache` holds, for samplers that read the text
     sampler: Sampling = GREEDY,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
     take: Take = take_all,
     place: PromptPlace | None = None,
 ) -> Steps:
-    """Decode plainly, endlessly: the same model without drafting.
+    """Decode without drafting, endlessly: the oracle and the baseline of `speculative_decode`.
 
-    It never ends by itself: whoever iterates stops. As in mlx-lm, the next call is under way while
-    its predecessor's token is read; a call whose token nobody asks for is wasted.
-
-    Args:
-        model: the target.
-        prompt: one token or more; they follow what `cache` already holds.
-        cache: paths that it has not counted yet are dropped. When a token is yielded, it holds the
-            prompt and every token so far, that one included.
-        context: the tokens that `cache` holds, for samplers that read the text.
-        sampler: decides the target's tokens; greedy unless given.
-        prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
-        take: called once with the token of each call, before it is yielded.
-        place: see `prefill_in_pieces`.
-
-    Yields:
-        None while the prompt is processed, then a step of one token for each target call.
+    As in mlx-lm, the next call is under way while a token is read; a call whose token nobody asks
+    for is wasted.
     """
     cache.keep_first(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
@@ -179,7 +138,7 @@ def plain_decode(
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
         mx.async_eval(upcoming.arrays_to_read())
         tokens = call.read_tokens()
-        yield Step(tuple(tokens), take(tokens), call.read_logprobs_or_none(tokens))
+        yield Step(tuple(tokens), take(tokens), call.read_logprobs(tokens))
         free_outgrown_buffers(cache, 1)
         call = upcoming
 
@@ -196,45 +155,22 @@ def speculative_decode(
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: StepSize = PREFILL_STEP_SIZE,
+    # called with the tokens of each call before they are yielded. If the answer ends with them, no
+    # call is launched after them but a plain one after a plain one.
     take: Take = take_all,
     place: PromptPlace | None = None,
 ) -> Steps:
     """Decode with drafts, endlessly: process the prompt, then verify a draft tree in each call.
 
-    It never ends by itself: whoever iterates stops. Each call verifies the tree that was drafted
-    behind its predecessor, or a bare root where nothing was; `controller` says what is drafted
-    behind it.
-
     While a call runs, the next tree is drafted and its verification is built. Tokens are read when
-    a tree is verified; while the drafting still runs, the next call is launched behind it, and only
-    then are the tokens given out. So a GPU always has work, and the cache is written in place: MLX
+    a tree is verified; while the drafting still runs, the next call is launched after it, and only
+    then are the tokens yielded. So a GPU always has work, and the cache is written in place: MLX
     would copy it for a call that is launched while another may still read it. Drafters that need
     host tokens, and pruning by threshold, have to wait for the tokens first. So does the prompt's
-    call: its token is the one that somebody waits for, and is given out before drafting starts.
+    call: its token is the one that somebody waits for, and is yielded before drafting starts.
 
-    Args:
-        model: a model with streams, or with any drafter that needs none.
-        prompt: one token or more; they follow what `cache` already holds.
-        cache: paths that it has not counted yet are dropped. When a step is given out, it holds the
-            prompt and every token so far, or all but the last.
-        drafters: what may draft, each under the name in its `largest` shape; one or more unless
-            there is a `controller`.
-        controller: what to draft behind each call; unless given, always the first drafter's
-            largest tree.
-        context: the tokens that `cache` holds, or the last of them, for drafters and samplers that
-            read the text.
-        prune: which nodes to drop half-way up; off unless given.
-        sampler: decides the target's tokens; greedy unless given.
-        acceptance: when a drafted token counts as the target's; exact unless given.
-        prefill_step_size: prompt tokens of a forward pass, see `StepSize`.
-        take: called once with the tokens of each call, before they are yielded. Where the answer
-            ends with them, the next call is not launched, and is not wasted.
-        place: see `prefill_in_pieces`.
-
-    Yields:
-        None while the prompt is processed and where a drafter starts, never between reading a call
-        and giving out its step: where the loop is closed then, nothing is lost. A step for each
-        target call.
+    Yields None while the prompt is processed and while a drafter starts, never between reading a
+    call and yielding its step: if the loop is closed then, nothing is lost.
     """
     loop = _SpeculativeLoop(
         model,
@@ -248,7 +184,7 @@ def speculative_decode(
         take=take,
     )
     cache.keep_first(cache.offset)
-    yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size, place)
+    yield from loop.process_prompt(prompt, prefill_step_size, place)
     yield from loop.run_calls(prompt[-1])
 
 
@@ -259,8 +195,8 @@ class _RunningCall:
     call: TargetCall
     pending: PendingCall
     shape: DraftShape | None = None  # of the tree that it verifies; None for a bare root
-    drafting: Sequence[mx.array] = ()  # that tree, where the device drafts it
-    is_prompts: bool = False  # whether it is the first one, behind the prompt
+    drafting: Sequence[mx.array] = ()  # that tree, if the device drafts it
+    is_prompts: bool = False  # whether it is the first one, after the prompt
 
 
 class _SpeculativeLoop:
@@ -270,8 +206,8 @@ class _SpeculativeLoop:
         self,
         model: StreamFusedModel,
         cache: TextCache,
-        tokens: list[int],
-        drafters: Mapping[str, Drafter],
+        tokens: list[int],  # the whole text, those that the cache holds among them
+        drafters: Mapping[str, Drafter],  # by name
         controller: DraftController,
         *,
         prune: PruneConfig,
@@ -279,11 +215,6 @@ class _SpeculativeLoop:
         acceptance: AcceptanceConfig,
         take: Take,
     ) -> None:
-        """Keep what an answer is decoded with, and begin its text with `tokens`; nothing runs yet.
-
-        `tokens` are the whole text, those that the cache holds among them. `drafters` are by name;
-        their class says what the other arguments are, see `speculative_decode`.
-        """
         self.model = model
         self.cache = cache
         self.text = DraftingText(model, drafters, tokens)
@@ -294,32 +225,18 @@ class _SpeculativeLoop:
         self.take = take
         self.watch = Stopwatch()
 
-    def process_prompt_and_start_drafters(
+    def process_prompt(
         self, prompt: list[int], step_size: StepSize, place: PromptPlace | None
     ) -> Iterator[None]:
-        """Commit the prompt but its last token to the cache, and start drafters.
-
-        Those that need taps are started before, and follow each piece. Then the one that drafts
-        first, where it needs host tokens.
-
-        Args:
-            prompt: one token or more.
-            step_size: prompt tokens of a forward pass, see `StepSize`.
-            place: where a piece is made to end, and whose `keep` is called when the cache holds the
-                text up to there; None for nowhere.
-
-        Yields:
-            None: before each piece and behind the last, and before each call of a model that a
-            drafter makes to start.
-        """
+        """Commit the prompt but its last token; start drafters that see it, or draft first."""
         known = self.cache.offset
         taps = self.text.taps
 
         def follow(first: int, found: Taps) -> None:
-            self.text.show_prompt_piece_with_taps(known + first, found)
+            self.text.follow_prompt(known + first, found)
 
         if taps:
-            yield from self.text.start_drafters_with_taps(known)
+            yield from self.text.start_with_taps(known)
         yield from prefill_in_pieces(
             self.model,
             prompt[:-1],
@@ -331,21 +248,17 @@ class _SpeculativeLoop:
         )
         drafts = self.controller.next()
         if drafts is not None and self.text.needs_host_tokens(drafts):
-            yield from self.text.start_or_catch_up(drafts.drafter)
+            yield from self.text.catch_up(drafts.drafter)
 
-    def run_calls(self, root: int) -> Steps:
-        """Run target calls, endlessly.
-
-        Args:
-            root: the prompt's last token, which the first call starts from.
-
-        Yields:
-            A step for each call; None where a drafter starts.
-        """
+    def run_calls(
+        self,
+        root: int,  # the prompt's last token
+    ) -> Steps:
+        """Run target calls, endlessly."""
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
-        first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
+        first = self.build(root_tree(mx.array([root], mx.int32)), tail)
         running = _RunningCall(first, self.launch(first), is_prompts=True)
-        yield from self.text.start_text_followers()
+        yield from self.text.start_followers()
         while True:
             # `running` is under way; all before it are read. "Ahead" is before it is read.
             num_tokens = len(self.text.tokens)
@@ -355,7 +268,7 @@ class _SpeculativeLoop:
             elif drafts is None or self.text.needs_host_tokens(drafts):
                 running = yield from self.read_first(running)
             elif self.may_build_ahead(running):
-                running = yield from self.draft_and_build_ahead(running, drafts)
+                running = yield from self.build_ahead(running, drafts)
             else:
                 running = yield from self.draft_ahead(running, drafts)
             if metal.time_pending_shape():
@@ -363,187 +276,110 @@ class _SpeculativeLoop:
             free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
 
     def may_build_ahead(self, running: _RunningCall) -> bool:
-        """Whether the next call may be built before `running` is read.
-
-        Not behind the prompt's call, whose token is given out first; nor where pruning would wait
-        for the device, or the cache has to know how many tokens were accepted.
-        """
+        """Whether the next call may be built before `running` is read."""
+        # The prompt's token is yielded first; a threshold waits for the device; some caches have to
+        # know how many tokens were accepted.
         waits = running.is_prompts or self.prune.kind == "threshold"
         return self.cache.can_build_ahead and not waits
 
     def launch_plain_ahead(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
-        """Launch a plain call behind a plain call, then read and give out that one's token.
-
-        Args:
-            running: the plain call under way; its row is committed.
-
-        Yields:
-            Its step.
-
-        Returns:
-            The plain call that was launched.
-        """
+        """Launch a plain call after a plain call, then read that one and yield its step."""
         call = running.call
-        upcoming = self.build_call(root_tree(call.verified.root), call.tail)
+        upcoming = self.build(root_tree(call.verified.root), call.tail)
         following = _RunningCall(upcoming, self.launch(upcoming))
-        step, seconds = self.read_call_and_extend_text(running)
-        self.report_to_controller(running, step, seconds, drafts=None)
+        step, seconds = self.read(running)
+        self.report(running, step, seconds, drafts=None)
         yield from self.watch.yield_untimed(step)
         return following
 
     def read_first(self, running: _RunningCall) -> Generator[Step | None, None, _RunningCall]:
-        """Read a call, then draft, build and launch the next one by what its tokens say.
-
-        The controller decides again what is drafted, as drafters that had to wait for the tokens
-        know more now.
-
-        Args:
-            running: the call under way.
-
-        Yields:
-            See `give_out_and_launch`.
-
-        Returns:
-            The call that was launched.
-        """
-        step, seconds = self.read_call_and_extend_text(running)
+        """Read a call, then draft, build and launch the next one by what its tokens say."""
+        step, seconds = self.read(running)
+        # Asked again: drafters that had to wait for the tokens know more now.
         drafts = self.controller.next(is_read=True)
-        self.report_to_controller(running, step, seconds, drafts)
-        return (yield from self.give_out_and_launch(running, step, drafts))
+        self.report(running, step, seconds, drafts)
+        return (yield from self.advance(running, step, drafts))
 
     def draft_ahead(
         self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
-        """Draft while a call is under way and read it; then build and launch the next one.
-
-        Args:
-            running: the call under way.
-            drafts: what to draft behind it, by a drafter that needs no host tokens.
-
-        Yields:
-            None where the drafter starts; then see `give_out_and_launch`.
-
-        Returns:
-            The call that was launched.
-        """
-        yield from self.text.start_or_catch_up(drafts.drafter)
+        """Draft while a call is under way and read it; then build and launch the next one."""
+        yield from self.text.catch_up(drafts.drafter)
         tree = self.text.propose(running.call, drafts)
-        step = self.read_release_and_report_call(running, drafts)
-        return (yield from self.give_out_and_launch(running, step, drafts, tree))
+        step = self.read_drafted(running, drafts)
+        return (yield from self.advance(running, step, drafts, tree))
 
-    def draft_and_build_ahead(
+    def build_ahead(
         self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
-        """Draft and build the next call while a call is under way; read that one and launch.
-
-        The drafting is launched at once, the next call behind the read: MLX writes in place only
-        into what nobody else holds, so the snapshot of the cache is dropped before. Where the
-        answer ends with the tokens read, the built call is dropped instead, and the cache gets
-        back what it held before it was built, and then the accepted rows; should the answer be
-        asked to go on, the call is built anew on the same tree.
-
-        Args:
-            running: the call under way.
-            drafts: what to draft behind it, by a drafter that needs no host tokens.
-
-        Yields:
-            None where the drafter starts; then the call's step.
-
-        Returns:
-            The call that was launched.
-        """
+        """Draft and build the next call while a call is under way; read that one and launch."""
         call = running.call
-        yield from self.text.start_or_catch_up(drafts.drafter)
+        yield from self.text.catch_up(drafts.drafter)
         tree = self.text.propose(call, drafts)
+        # MLX writes in place only into what nobody else holds, so this is dropped before the
+        # launch.
         before = self.cache.snapshot()
-        upcoming = self.build_call(tree, call.tail)
+        upcoming = self.build(tree, call.tail)
         mx.eval(running.drafting)  # done, mostly; else what the tree is drafted with is copied
         mx.async_eval(tree.arrays)
-        step = self.read_release_and_report_call(running, drafts)
+        step = self.read_drafted(running, drafts)
         if step.part.is_last:
+            # The built call is dropped; should the answer be asked to go on, it is built anew.
             self.cache.restore(before)
             del before, upcoming
-            return (yield from self.give_out_and_launch(running, step, drafts, tree))
+            return (yield from self.advance(running, step, drafts, tree))
         del before
         if call.is_plain:
             mx.eval(tree.arrays)  # the first drafting may have read all that the cache holds
         pending = self.launch(upcoming, follows_unread_drafting=call.is_plain)
-        self.commit_accepted_rows(call, step)
+        self.commit(call, step)
         yield from self.watch.yield_untimed(step)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts), tree.arrays)
 
-    def give_out_and_launch(
+    def advance(
         self,
         running: _RunningCall,
         step: Step,
         drafts: DraftShape | None,
-        tree: Tree | None = None,
+        tree: Tree | None = None,  # None if it is yet to be drafted
     ) -> Generator[Step | None, None, _RunningCall]:
-        """Give out what a call brought, and build and launch the next one.
-
-        The call's rows are committed first.
-
-        Args:
-            running: the call, which was read and reported.
-            step: what it brought.
-            drafts: what is drafted behind it; None for nothing.
-            tree: what was drafted; None where that is to come.
-
-        Yields:
-            The step: before anything else is begun where the call is the first or the last, or a
-            drafter has to start, else behind the launch. None where a drafter starts.
-
-        Returns:
-            The call that was launched.
-        """
+        """Yield what a read call brought, and build and launch the next one."""
+        # The first token is waited for, and nothing may follow the last.
         is_given_first = step.part.is_last or running.is_prompts
         if drafts is not None and not self.text.has_started(drafts.drafter):
             is_given_first = True  # that may take as long as many calls
-        self.commit_accepted_rows(running.call, step)
+        self.commit(running.call, step)
         if is_given_first:
             yield from self.watch.yield_untimed(step)
         if tree is None:
-            tree = yield from self.draft_behind_read_call(running.call, len(step.tokens), drafts)
-        following = self.build_and_launch_call(running, tree, drafts)
+            tree = yield from self.draft(running.call, len(step.tokens), drafts)
+        following = self.launch_tree(running, tree, drafts)
         if not is_given_first:
             yield from self.watch.yield_untimed(step)
         return following
 
-    def draft_behind_read_call(
-        self, call: TargetCall, num_tokens: int, drafts: DraftShape | None
+    def draft(
+        self,
+        call: TargetCall,
+        num_tokens: int,  # that the call advanced by
+        drafts: DraftShape | None,
     ) -> Generator[None, None, Tree]:
-        """Draft behind a call that was read.
-
-        Args:
-            call: what is drafted behind.
-            num_tokens: that it advanced by.
-            drafts: what to draft; None for nothing.
-
-        Yields:
-            None where the drafter starts; the time counts for no call.
-
-        Returns:
-            The tree: a bare root where nothing is drafted.
-        """
+        """Draft after a call that was read; a bare root if nothing is to be drafted."""
         if drafts is None:
             return root_tree(call.verified.root)
         # What a call advanced by is shown to those that draft on the device by the call itself.
         unseen = 0 if self.text.needs_host_tokens(drafts) else num_tokens
-        yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
+        yield from self.watch.exclude_time(self.text.catch_up(drafts.drafter, unseen))
         tree = self.text.propose(call, drafts)
         self.text.mark_seen(drafts.drafter)
         return tree
 
-    def build_call(self, tree: Tree, tail: mx.array) -> TargetCall:
-        """Build the call that verifies `tree`.
-
-        A plain call for a bare root, unless streams run beside each node, or the cache holds a path
-        that is not counted yet. Nothing is computed yet, unless pruning waits for the device.
-
-        Args:
-            tree: a draft, or a bare root.
-            tail: [C] the last tokens before the root, as the sampler needs them.
-        """
+    def build(
+        self,
+        tree: Tree,
+        tail: mx.array,  # [C] the last tokens before the root
+    ) -> TargetCall:
+        """Build the call that verifies `tree`; a plain call for a bare root, if possible."""
         streams = self.text.num_streams
         # A plain call appends to the committed tokens, so it cannot follow a path that is unread.
         cache = self.cache
@@ -562,109 +398,59 @@ class _SpeculativeLoop:
         )
 
     def launch(self, call: TargetCall, *, follows_unread_drafting: bool = False) -> PendingCall:
-        """Start computing what `call` decides, without waiting for it.
-
-        The cache is computed with it unless it is a plain call.
-
-        Args:
-            call: as `build_call` returned it.
-            follows_unread_drafting: see `Stopwatch.launch`.
-
-        Returns:
-            What `Stopwatch.read` needs.
-        """
+        """Start computing what `call` decides, and the cache unless it is a plain call."""
         state = [] if call.is_plain else [self.cache.state]
         return self.watch.launch(
             call.arrays_to_read(), *state, follows_unread_drafting=follows_unread_drafting
         )
 
-    def read_call_and_extend_text(self, running: _RunningCall) -> tuple[Step, float | None]:
-        """Wait for a call, extend the text by its tokens, which shows them to drafters that have
-        started and need host tokens, and take them for the answer.
-
-        The cache is not changed, and the controller is told nothing.
-
-        Args:
-            running: the call under way.
-
-        Returns:
-            What it brought, and the seconds that it took: None where nobody knows, see
-            `Stopwatch.read`.
-        """
+    def read(self, running: _RunningCall) -> tuple[Step, float | None]:
+        """Wait for a call; the text and the answer take its tokens. Its seconds, if known."""
         call = running.call
         tokens, seconds = self.watch.read(running.pending, call.read_tokens)
-        self.text.extend_and_let_host_drafters_follow(tokens, call.verified.accepted_taps())
+        self.text.extend(tokens, call.verified.accepted_taps())
         draft = None
         if running.shape is not None:
             drafter = running.shape.drafter
             draft = DraftResult(drafter, call.num_nodes, call.num_drafted, len(tokens) - 1)
-        logprobs = call.read_logprobs_or_none(tokens)
+        logprobs = call.read_logprobs(tokens)
         return Step(tuple(tokens), self.take(tokens), logprobs, draft), seconds
 
-    def read_release_and_report_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
-        """Read a call that was drafted behind, drop its hidden states, and report it.
-
-        The drafter counts as having seen its tokens: `propose` was shown the call.
-
-        Args:
-            running: the call under way.
-            drafts: what was drafted behind it.
-
-        Returns:
-            What it brought.
-        """
-        step, seconds = self.read_call_and_extend_text(running)
+    def read_drafted(self, running: _RunningCall, drafts: DraftShape) -> Step:
+        """Read and report a call after which a tree was drafted, and drop its hidden states."""
+        step, seconds = self.read(running)
         self.text.mark_seen(drafts.drafter)
         running.call.release()
-        self.report_to_controller(running, step, seconds, drafts)
+        self.report(running, step, seconds, drafts)
         return step
 
-    def report_to_controller(
-        self, running: _RunningCall, step: Step, seconds: float | None, drafts: DraftShape | None
+    def report(
+        self,
+        running: _RunningCall,
+        step: Step,
+        seconds: float | None,
+        drafts: DraftShape | None,  # what is drafted after it
     ) -> None:
-        """Tell the controller of a call that was read: not its seconds if it is the prompt's.
-
-        Args:
-            running: the call.
-            step: what it brought; the text ends with its tokens.
-            seconds: that it took; None where nobody knows.
-            drafts: what is drafted behind it; None for nothing.
-        """
         context = len(self.text.tokens) - len(step.tokens) - 1
+        # The prompt's call takes longer than any other.
         timed = None if running.is_prompts else seconds
         self.controller.record(CallRecord(running.shape, len(step.tokens), context, timed, drafts))
 
-    def commit_accepted_rows(self, call: TargetCall, step: Step) -> None:
-        """Have the cache keep the rows of a call's accepted path; a plain call's is kept already.
-
-        Args:
-            call: that was read.
-            step: what it brought.
-        """
+    def commit(self, call: TargetCall, step: Step) -> None:
+        # A plain call's row is committed already.
         if not call.is_plain:
             self.cache.commit_accepted(len(step.tokens))
 
-    def build_and_launch_call(
+    def launch_tree(
         self, running: _RunningCall, tree: Tree, drafts: DraftShape | None
     ) -> _RunningCall:
-        """Build and launch the call that verifies `tree`, behind a call that was read.
-
-        Waits for the drafting, where the device does it, before the call is launched.
-
-        Args:
-            running: the call that was read, and whose rows are committed.
-            tree: drafted behind it, or a bare root.
-            drafts: the tree's shape; None where nothing was to be drafted.
-
-        Returns:
-            The call that was launched.
-        """
+        """Build and launch the call that verifies `tree`, after a call whose rows are committed."""
         call = running.call
         drafting: Sequence[mx.array] = ()
         if drafts is not None and not self.text.needs_host_tokens(drafts):
             drafting = tree.arrays
             mx.async_eval(drafting)
-        upcoming = self.build_call(tree, call.tail)
+        upcoming = self.build(tree, call.tail)
         mx.eval(drafting)
         follows_unread_drafting = bool(drafting) and call.is_plain
         pending = self.launch(upcoming, follows_unread_drafting=follows_unread_drafting)
@@ -672,5 +458,5 @@ class _SpeculativeLoop:
 
 
 def _shape_unless_bare(tree: Tree, drafts: DraftShape | None) -> DraftShape | None:
-    """`drafts`; None where `tree` is a bare root, as of a drafter that had no draft."""
+    # A drafter that had no draft gave a bare root.
     return drafts if tree.num_nodes > 1 else None

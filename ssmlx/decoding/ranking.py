@@ -11,43 +11,28 @@ Noise = mx.array | None
 
 
 def rank_candidates(
-    logits: mx.array, count: int, vocab: mx.array | None = None
+    logits: mx.array,  # [G, V], or [G, Vd] with a draft vocabulary
+    count: int,
+    # [Vd] the token of each column, if it is not the column's number
+    vocab: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The likeliest tokens of each row; of equal ones those of the lowest columns.
-
-    Args:
-        logits: [G, V]; [G, Vd] with a draft vocabulary.
-        count: K, at most the number of columns.
-        vocab: [Vd] the token of each column; the column's number unless given.
-
-    Returns:
-        [G, K] tokens, likeliest first, and [G, K] their float32 log probabilities, normalised over
-        all columns.
-    """
-    columns, values = top_columns_and_values(logits, count)
+    """[G, K] likeliest tokens, best first, and [G, K] float32 log probabilities."""
+    columns, values = top_columns(logits, count)
     tokens = columns if vocab is None else vocab[columns]
     return tokens, values - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
 
 
 def with_noise(logits: mx.array, noise: Noise) -> mx.array:
-    """Float32 `logits` plus `noise`, of one shape; `logits` as they are where `noise` is None."""
     return logits if noise is None else logits.astype(mx.float32) + noise
 
 
-def top_columns_and_values(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The largest values of each row, without a sort of whole rows.
-
-    A sort of a row takes many passes on a GPU. All that is wanted stands in the K blocks of columns
-    with the largest maxima, so about sqrt(V K) numbers are sorted, twice.
-
-    Args:
-        values: [R, V].
-        count: K, at most V.
-
-    Returns:
-        [R, K] columns and [R, K] their values in float32, largest first; of equal values the lowest
-        columns.
-    """
+def top_columns(
+    values: mx.array,  # [R, V]
+    count: int,
+) -> tuple[mx.array, mx.array]:
+    """[R, K] columns and [R, K] float32 values, largest first; ties by the lowest column."""
+    # A sort of whole rows takes many passes on a GPU. The K largest stand in the K blocks of
+    # columns with the largest maxima, so about sqrt(V K) numbers are sorted, twice.
     rows, size = values.shape
     # Of a block: a power of two, of which most vocabularies' sizes are multiples.
     width = 1 << (math.isqrt(size // count).bit_length() - 1)

@@ -1,6 +1,6 @@
 """How the target decides on a token: penalties, filters, temperature, and the noise.
 
-A row's decision is an argmax: of the processed logits where decoding is greedy, else of log
+A row's decision is an argmax: of the processed logits if decoding is greedy, else of log
 probabilities / temperature + Gumbel noise, which draws from exactly that distribution. The noise
 of a position in the text is a function of the seed and the position. A draft tree's nodes at one
 depth share it, as only one of them can turn out to be the text; whatever a drafter proposes, the
@@ -24,10 +24,10 @@ from ..errors import InputError
 from ..model.shapes import expect_shape, indices, to_int, to_list
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
-from .ranking import Noise, rank_candidates, top_columns_and_values
+from .ranking import Noise, rank_candidates, top_columns
 
 NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
-UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample_or_mark_unresolved`
+UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample`
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,11 @@ class RowPositions:
     first: mx.array  # [1] position of the root, the number of tokens before it
     depths: mx.array  # [R] how far below the root each row stands
     num_levels: int  # P, one more than the largest depth
-    # [R, C] the last C tokens up to and with each row's own; PAD_TOKEN where the text has not
-    # so many
+    # [R, C] the last C tokens up to and with each row's own; PAD_TOKEN before the text's first
     recent: mx.array
 
     def tail_at(self, row: mx.array) -> mx.array:
-        """[C] the last C tokens up to and with that of row number `row` [1]; [0] where C is 0."""
+        """[C] the last C tokens up to and with that of row number `row` [1]; [0] if C is 0."""
         return self.recent[row].flatten() if self.recent.size else indices(0)
 
 
@@ -67,7 +66,7 @@ class RankedTokens(NamedTuple):
     """The best tokens of each of R rows, see `Sampling.rank_tokens`."""
 
     tokens: mx.array  # [R, count] best first
-    # [R] bool, or [] for all: whether the filters may keep more tokens than were looked at
+    # [R] bool, or [] for all: whether filters may keep more tokens than were looked at
     may_keep_more: mx.array
 
 
@@ -77,19 +76,12 @@ def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
     return mx.array([PAD_TOKEN] * (size - len(known)) + known, mx.int32)
 
 
-def row_positions(tree: Tree, first: mx.array, tail: mx.array) -> RowPositions:
-    """Say where a tree's nodes stand in the text, and which tokens are the last ones up to each.
-
-    Args:
-        tree: of N nodes.
-        first: [1] the root's position, the number of tokens before it.
-        tail: [C] the last C tokens before the root, PAD_TOKEN where there are none; [0] where
-            nothing looks at recent tokens.
-
-    Returns:
-        For R = N rows; each row's recent tokens are the last C of `tail` and the node's path, its
-        own token included.
-    """
+def row_positions(
+    tree: Tree,
+    first: mx.array,  # [1] the root's position
+    tail: mx.array,  # [C] the last C tokens before the root; [0] if nothing looks at recent tokens
+) -> RowPositions:
+    """Where a tree's N nodes stand in the text; the recent tokens of each end with its own path."""
     num_nodes = tree.num_nodes
     num_levels = tree.paths.shape[1]
     size = tail.shape[0]
@@ -102,33 +94,15 @@ def row_positions(tree: Tree, first: mx.array, tail: mx.array) -> RowPositions:
 
 
 class Sampling:
-    """How the target decides on a token of `vocab_size` (V) tokens, under `SamplingConfig`.
+    """How the target decides on a token, under `SamplingConfig`.
 
-    Args:
-        config: temperature, filters, bias, penalties, seed, and how many log probabilities to
-            return. It is greedy where it leaves the temperature to the model, and has no filter
-            that it leaves to it.
-        vocab_size: V.
-
-    Raises:
-        InputError: a token of the logit bias is V or more.
-
-    Attributes:
-        context_size: C, how many recent tokens it needs of each row; 0 without penalties.
-        may_leave_unresolved: whether `sample_or_mark_unresolved` may leave a row to
-            `resolve_row_over_full_vocab`.
-        is_argmax: whether a token is the argmax of the logits, and nothing else is returned.
+    It is greedy, or without a filter, if `config` leaves that to the model.
     """
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
-        """Check the logit bias, and keep the settings; the noise's seed is drawn when it is first
-        needed.
-
-        InputError where the bias names a token that is not below `vocab_size`. Top-k of 0, or of V
-        or more, is off; so is top-p of 0, or of 1 or more.
-        """
         self.config = config
         self._vocab_size = vocab_size
+        # C, recent tokens that it needs of each row.
         self.context_size = config.context_size  # C, recent tokens that it needs of each row
         bias = config.logit_bias or {}
         if bias and max(bias) >= vocab_size:
@@ -140,11 +114,12 @@ class Sampling:
         self._bias_tokens = mx.array(list(bias), mx.int32)
         self._bias = mx.array(list(bias.values()), mx.float32)
         numbers = self._numbers = config.numbers()
+        # Top-k of 0, or of V or more, is off; so is top-p of 0, or of 1 or more.
         self._top_k = numbers.top_k if 0 < numbers.top_k < vocab_size else 0
         self._has_nucleus = 0 < numbers.top_p < 1
         filters = self._has_nucleus or numbers.min_p > 0 or self._top_k > 0
         self._filters = numbers.temp > 0 and filters
-        # Whether `resolve_row_over_full_vocab` has to follow `sample_or_mark_unresolved`.
+        # Whether `resolve_row` has to follow `sample`.
         self.may_leave_unresolved = (
             self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
         )
@@ -157,94 +132,68 @@ class Sampling:
 
     @cached_property
     def _seed(self) -> mx.array:
-        """[] uint32 seed of the noise, the same for all of this object's calls.
-
-        The settings' seed, its high 32 bits folded onto the low ones; without one, a number that is
-        drawn from MLX's random state at first use, which waits for the device. 0 in greedy decoding
-        without a seed.
-        """
+        """[] uint32 seed of the noise; if none is set it is drawn, which waits for the device."""
         seed = self.config.seed or 0
         if self.config.seed is None and self._numbers.temp > 0:
             seed = to_int(mx.random.randint(0, 2**31 - 1))
+        # High bits count too: they are folded onto the low ones.
         return mx.array((seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
 
-    def noise(self, first: mx.array, count: int, tokens: mx.array | None = None) -> Noise:
-        """The noise that sampling adds to the logits at some positions, times the temperature.
-
-        It is known before the logits: the same at every call for a position and a token. A drafter
-        whose softmax(a) guesses the greedy token guesses the sampled one by softmax(a + noise).
-
-        Args:
-            first: [1] the first position in the text.
-            count: G, how many positions from `first` on.
-            tokens: [Vd] the ids of which it is wanted; all V unless given.
-
-        Returns:
-            [G, V] or [G, Vd] float32, Gumbel noise times the temperature, row g for position
-            `first` + g; None in greedy decoding.
-        """
+    def noise(
+        self,
+        first: mx.array,  # [1] the first position in the text
+        count: int,  # G, positions from `first` on
+        tokens: mx.array | None = None,  # [Vd] the ids wanted; all V by default
+    ) -> Noise:
+        """[G, V] or [G, Vd] float32 Gumbel noise times the temperature; None in greedy decoding."""
+        # It is known before the logits: a drafter whose softmax(a) guesses the greedy token guesses
+        # the sampled one by softmax(a + noise).
         if not self._numbers.temp:
             return None
         uniform = uniform_noise(self._seed, first + indices(count), self._vocab_size)
         return self._numbers.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
 
-    def apply_bias_and_penalties(self, logits: mx.array, positions: RowPositions) -> mx.array:
-        """Add the logit bias to logits, then apply the penalties, as far as there are any.
-
-        Args:
-            logits: [R, V] of the target.
-            positions: of the R rows, with their recent tokens for the penalties.
-
-        Returns:
-            [R, V], in the dtype of `logits`; `logits` themselves without bias and penalties.
-
-        Raises:
-            ValueError: logits of another number of rows.
-        """
+    def apply_bias_and_penalties(
+        self,
+        logits: mx.array,  # [R, V]
+        positions: RowPositions,
+    ) -> mx.array:
+        """[R, V] in the dtype of `logits`, and `logits` themselves if there are none."""
         expect_shape("logits", logits, positions.depths.shape[0], None)
         if self._bias.size:
             logits = logits.at[:, self._bias_tokens].add(self._bias.astype(logits.dtype))
         return penalise(logits, positions.recent, self.config) if self.context_size else logits
 
-    def logprobs(self, logits: mx.array, positions: RowPositions) -> mx.array:
-        """Log probabilities of the distribution that the target samples a token from.
-
-        Bias and penalties first, then the filters, then the temperature. Where `temp` is 0, it
-        counts as 1.
-
-        Args:
-            logits: [R, V] of the target.
-            positions: of the R rows.
-
-        Returns:
-            [R, V] float32, -inf for tokens that a filter drops.
-        """
+    def logprobs(
+        self,
+        logits: mx.array,  # [R, V]
+        positions: RowPositions,
+    ) -> mx.array:
+        """[R, V] float32 of the distribution that is sampled from; -inf if a filter drops it."""
+        # In mlx-lm's order: bias and penalties, filters, temperature (1 if greedy).
         logprobs = log_softmax(self.apply_bias_and_penalties(logits, positions).astype(mx.float32))
         return log_softmax(filter_logprobs(logprobs, self.config) * self._scale)
 
-    def add_gumbel_noise(self, logprobs: mx.array, positions: RowPositions) -> mx.array:
-        """[R, V] float32: `logprobs` [R, V] plus the Gumbel noise of each row's position.
-
-        Its argmax is a sample from the distribution of `logprobs`.
-        """
+    def add_gumbel_noise(
+        self,
+        logprobs: mx.array,  # [R, V]
+        positions: RowPositions,
+    ) -> mx.array:
+        """[R, V] float32 whose argmax is a sample from the distribution of `logprobs`."""
         return add_gumbel_noise(
             logprobs, mx.array(1.0), self._seed, positions.first + positions.depths
         )
 
-    def sample_or_mark_unresolved(self, logits: mx.array, positions: RowPositions) -> mx.array:
-        """Decide the token after each row: the best score of `rank_tokens`.
+    def sample(
+        self,
+        logits: mx.array,  # [R, V]
+        positions: RowPositions,
+    ) -> mx.array:
+        """[R] int32: the token t after each row, or UNRESOLVED - t if it is not sure.
 
-        With filters and temperature, only some of the likeliest tokens are looked at: as many as
-        top-k keeps, or `NUM_CANDIDATES` without top-k.
-
-        Args:
-            logits: [R, V] of the target.
-            positions: of the R rows.
-
-        Returns:
-            [R] int32 tokens. Where the filters may keep more tokens than were looked at, and top-k
-            is off, the entry is UNRESOLVED - t, t the best token looked at: a negative number that
-            no drafted token equals, so that an accepted path ends there.
+        With filters and without top-k only `NUM_CANDIDATES` likely tokens are looked at, and the
+        filters may keep more than these. No drafted token is negative, so an accepted path ends at
+        such a row.
         """
         tokens, may_keep_more = self.rank_tokens(logits, positions, 1)
         tokens = tokens[:, 0].astype(mx.int32)
@@ -254,45 +203,35 @@ class Sampling:
             else tokens
         )
 
-    def resolve_row_over_full_vocab(
-        self, tokens: mx.array, logits: mx.array, positions: RowPositions, row: mx.array
+    def resolve_row(
+        self,
+        tokens: mx.array,  # [R] from `sample`
+        logits: mx.array,  # [R, V]
+        positions: RowPositions,
+        row: mx.array,  # [1] its number
     ) -> mx.array:
-        """Decide one row that `sample_or_mark_unresolved` left unresolved, among all V tokens.
-
-        Args:
-            tokens: [R] as `sample_or_mark_unresolved` returned them.
-            logits: [R, V] that it was given.
-            positions: of the R rows.
-            row: [1] the number of the row to decide; other unresolved rows stay so.
-
-        Returns:
-            [R] int32: `tokens` with a new token for `row`; unchanged where that was resolved.
-        """
+        """[R] int32: `tokens`, with one unresolved row decided among all V tokens."""
         positions = replace(positions, depths=positions.depths[row], recent=positions.recent[row])
         scores = self.add_gumbel_noise(self.logprobs(logits[row], positions), positions)
         found = mx.argmax(scores, axis=-1).astype(mx.int32)
         return mx.where((tokens < 0) & (indices(tokens.shape[0]) == row), found, tokens)
 
-    def rank_tokens(self, logits: mx.array, positions: RowPositions, count: int) -> RankedTokens:
-        """The best tokens of each row by the scores whose argmax is the token that is decided on.
+    def rank_tokens(
+        self,
+        logits: mx.array,  # [R, V]
+        positions: RowPositions,
+        count: int,
+    ) -> RankedTokens:
+        """The best tokens of each row by the scores whose argmax is the token decided on.
 
-        Greedy: the logits with bias and penalties. Sampled: those divided by the temperature, plus
-        the noise of the row's position; with filters, among the likeliest `count`, top-k many or,
-        without top-k, `NUM_CANDIDATES`, and tokens that a filter drops come last.
-
-        Args:
-            logits: [R, V] of the target.
-            positions: of the R rows.
-            count: how many tokens, at most V.
-
-        Returns:
-            `count` tokens of each row, and whether the filters may keep others.
+        With filters only top-k many are looked at or, without top-k, `NUM_CANDIDATES`; tokens that
+        a filter drops come last.
         """
         logits = self.apply_bias_and_penalties(logits, positions)
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
-            tokens, scores, may_keep_more = rank_filtered_with_noise(
+            tokens, scores, may_keep_more = rank_filtered(
                 logits,
                 self._scale,
                 self._bounds,
@@ -312,45 +251,31 @@ class Sampling:
             )
         if count == 1:
             return RankedTokens(mx.argmax(logits, axis=-1, keepdims=True), mx.array(False))
-        return RankedTokens(top_columns_and_values(logits, count)[0], mx.array(False))
+        return RankedTokens(top_columns(logits, count)[0], mx.array(False))
 
-    def token_logprobs_or_none(
-        self, logits: mx.array, positions: RowPositions, rows: mx.array, tokens: mx.array
+    def token_logprobs(
+        self,
+        logits: mx.array,  # [R, V] of a call
+        positions: RowPositions,
+        rows: mx.array,  # [P] numbers of the rows that the tokens follow
+        tokens: mx.array,  # [P] ids
     ) -> mx.array | None:
-        """Log probabilities of tokens that a call decided on, where the settings ask for them.
-
-        With bias and penalties, without filters and temperature.
-
-        Args:
-            logits: [R, V] of a call.
-            positions: of its R rows.
-            rows: [P] the numbers of the rows that the tokens follow.
-            tokens: [P] the tokens' ids.
-
-        Returns:
-            [P, 1 + 2 T] float32, as `own_and_top_logprobs` gives them, T the number that the
-            settings ask for, at most V; None where they ask for none.
-        """
+        """[P, 1 + 2 T] as `own_and_top_logprobs`; None if the settings ask for none."""
         if self.config.logprobs is None:
             return None
+        # With bias and penalties, without filters and temperature.
         positions = replace(positions, depths=positions.depths[rows], recent=positions.recent[rows])
         return own_and_top_logprobs(
             self.apply_bias_and_penalties(logits[rows], positions), tokens, self.config.logprobs
         )
 
 
-def own_and_top_logprobs(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
-    """Log probabilities of tokens, and the likeliest tokens beside them, in one array.
-
-    Args:
-        logits: [P, V] of any dtype.
-        tokens: [P] ids, one for each row.
-        count: how many of the likeliest tokens; T is this, or V where that is less.
-
-    Returns:
-        [P, 1 + 2 T] float32: the token's own log probability, the ids of the T likeliest tokens,
-        best first, and their log probabilities.
-    """
+def own_and_top_logprobs(
+    logits: mx.array,  # [P, V]
+    tokens: mx.array,  # [P] ids
+    count: int,
+) -> mx.array:
+    """[P, 1 + 2 T] float32: a token's own, the T likeliest ids, best first, and theirs."""
     logits = logits.astype(mx.float32)
     own = mx.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)
     if count := min(count, logits.shape[1]):
@@ -359,14 +284,11 @@ def own_and_top_logprobs(logits: mx.array, tokens: mx.array, count: int) -> mx.a
     return own
 
 
-def read_logprobs(tokens: Sequence[int], rows: mx.array) -> tuple[TokenLogprobs, ...]:
-    """Read an entry for each of a call's tokens; waits for the device.
-
-    Args:
-        tokens: ids.
-        rows: [P, 1 + 2 T] as `Sampling.token_logprobs_or_none` returned them, P at least as many as
-            tokens. Of the T likeliest tokens those that a bias rules out (-inf) are left out.
-    """
+def read_logprobs(
+    tokens: Sequence[int],
+    rows: mx.array,  # [P, 1 + 2 T] as `own_and_top_logprobs`, P >= len(tokens)
+) -> tuple[TokenLogprobs, ...]:
+    """One for each of `tokens`; waits for the device."""
     found = []
     for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):
         pairs = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)
@@ -380,20 +302,15 @@ GREEDY = Sampling(SamplingConfig(), 0)
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """[R, V] log probabilities of `logits` [R, V], in their dtype."""
+    """[R, V] in the dtype of `logits`."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
-    """Drop tokens by top-p, then min-p, then top-k, as far as the settings have them.
-
-    Args:
-        logprobs: [R, V] log probabilities, before the temperature.
-        config: the filters. top-p counts between 0 and 1, min-p above 0, top-k from 1 to V - 1.
-
-    Returns:
-        [R, V]: `logprobs`, not normalised again, and -inf for tokens that are dropped.
-    """
+def filter_logprobs(
+    logprobs: mx.array,  # [R, V] before the temperature
+    config: SamplingConfig,
+) -> mx.array:
+    """[R, V] `logprobs`, not normalised again: -inf for what top-p, min-p, then top-k drop."""
     numbers = config.numbers()
     if 0.0 < numbers.top_p < 1.0:
         floor = nucleus_floor(logprobs, mx.array(numbers.top_p))
@@ -401,24 +318,20 @@ def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
     if numbers.min_p > 0.0:
         logprobs = apply_min_p(logprobs, numbers.min_p)
     if 0 < numbers.top_k < logprobs.shape[-1]:
-        tokens, best = top_columns_and_values(logprobs, numbers.top_k)
+        tokens, best = top_columns(logprobs, numbers.top_k)
         none = mx.full(logprobs.shape, -math.inf)
         logprobs = mx.put_along_axis(none, tokens, best, axis=-1)
     return logprobs
 
 
 @mx.compile
-def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
-    """[R, 1] the bound that a token's log probability has to exceed to be among top-p's.
-
-    Bisects the range twice a round, to about 1e-6, which is what float32 sums resolve. Tokens of
-    log((1 - p) / V) and less are together too few to be kept.
-
-    Args:
-        logprobs: [R, V] normalised log probabilities.
-        top_p: [] above 0 and below 1, else the bound is of no use (NaN at 1): the tokens that
-            exceed the bound are the fewest likeliest ones whose probabilities sum to it or more.
-    """
+def nucleus_floor(
+    logprobs: mx.array,  # [R, V] normalised
+    top_p: mx.array,  # [] above 0 and below 1
+) -> mx.array:
+    """[R, 1] the bound that a token's log probability has to exceed to be among top-p's."""
+    # Bisects the range twice a round, to about 1e-6, which is what float32 sums resolve. Tokens of
+    # log((1 - p) / V) and less are together too few to be kept.
     probs = mx.exp(logprobs)[:, None]
     low = mx.minimum(logprobs.max(axis=-1, keepdims=True), mx.log((1 - top_p) / probs.shape[-1]))
     low = low - 1
@@ -432,44 +345,27 @@ def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
 
 
 @mx.compile
-def rank_filtered_with_noise(
-    logits: mx.array,
-    scale: mx.array,
-    bounds: mx.array,
-    seed: mx.array,
-    first: mx.array,
-    depths: mx.array,
-    num_levels: int,
-    width: int,
-    top_k: int,
+def rank_filtered(
+    logits: mx.array,  # [R, V], with bias and penalties
+    scale: mx.array,  # [] 1 / temperature
+    bounds: mx.array,  # [2] top-p, and the logarithm of min-p
+    seed: mx.array,  # [] uint32
+    first: mx.array,  # [1] the root's position
+    depths: mx.array,  # [R] positions after the root
+    num_levels: int,  # one more than the largest depth
+    width: int,  # K, tokens looked at
+    top_k: int,  # V if it is off
     has_nucleus: bool,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The likeliest tokens of each row, and scores whose argmax is the token that is drawn.
+    """[R, K] likeliest tokens, [R, K] scores, and [R] whether the last one looked at was kept.
 
-    The filters go by the probabilities before the temperature. Each has to keep the likeliest
-    tokens down to some rank and drop all behind it: then a last looked-at token that is dropped
-    shows that no more are kept. The noise is added to the scaled logits (Gumbel-max). It depends on
-    seed, position and token alone, so rows of the same depth share it.
-
-    Args:
-        logits: [R, V], with bias and penalties.
-        scale: [] 1 / temperature.
-        bounds: [2] top-p, and the logarithm of min-p.
-        seed: [] uint32 of the noise.
-        first: [1] the root's position.
-        depths: [R] how many positions behind the root each row stands.
-        num_levels: one more than the largest depth.
-        width: K, how many tokens are looked at.
-        top_k: how many top-k keeps; V where it is off.
-        has_nucleus: whether top-p is on.
-
-    Returns:
-        [R, K] tokens, likeliest first; [R, K] scores with noise, -inf where a filter drops the
-        token, to be compared within a row only; and [R] bool, whether the last token looked at was
-        kept, so that the filters may keep more than these.
+    The argmax of a row's scores is the token drawn (Gumbel-max); -inf if a filter drops it. The
+    noise depends on seed, position and token alone, so rows of one depth share it.
     """
+    # Filters go by the probabilities before the temperature. Each keeps the likeliest tokens down
+    # to some rank: if the last token looked at is dropped, no more are kept.
     size = logits.shape[1]
-    tokens, logprobs = top_columns_and_values(logits, width)
+    tokens, logprobs = top_columns(logits, width)
     kept = logprobs >= logprobs[:, :1] + bounds[1]
     if has_nucleus:
         logprobs = logprobs - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
@@ -485,30 +381,22 @@ def rank_filtered_with_noise(
 
 @mx.compile
 def add_gumbel_noise(
-    logits: mx.array, scale: mx.array, seed: mx.array, positions: mx.array
+    logits: mx.array,  # [R, V]
+    scale: mx.array,  # []
+    seed: mx.array,
+    positions: mx.array,  # [R] in the text
 ) -> mx.array:
-    """[R, V] float32 `logits` [R, V] times `scale`, plus the Gumbel noise of `positions` [R] in
-    the text.
-    """
+    """[R, V] float32 `logits` times `scale`, plus the noise of each row's position."""
     noise = to_gumbel(uniform_noise(seed, positions, logits.shape[1]))
     return logits.astype(mx.float32) * scale + noise
 
 
-def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.array:
-    """Apply repetition, presence and frequency penalties, in this order, as mlx-lm computes them.
-
-    A token that stands among a row's last ones has its logit divided by the repetition penalty
-    (multiplied where it is negative), lowered by the presence penalty once, and by the frequency
-    penalty for each time that it stands there. A penalty of 0 or None is off.
-
-    Args:
-        logits: [R, V].
-        recent: [R, C] each row's last tokens, PAD_TOKEN where there are none.
-        config: the penalties, and how many of the last tokens each looks at.
-
-    Returns:
-        [R, V] new logits; `logits` where all penalties are off.
-    """
+def penalise(
+    logits: mx.array,  # [R, V]
+    recent: mx.array,  # [R, C] each row's last tokens
+    config: SamplingConfig,
+) -> mx.array:
+    """[R, V] after repetition, presence and frequency penalties, in mlx-lm's order."""
 
     def counts(size: int) -> mx.array:
         return count_tokens(recent[:, -size:], logits.shape[1])
@@ -526,25 +414,26 @@ def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.a
     return logits
 
 
-def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] int32: how often each token stands in each row of `recent` [R, C].
-
-    PAD_TOKEN is not counted.
-    """
+def count_tokens(
+    recent: mx.array,  # [R, C]
+    vocab_size: int,
+) -> mx.array:
+    """[R, V] int32: how often each token stands in each row; PAD_TOKEN is not counted."""
     rows = indices(recent.shape[0])[:, None]
     column = mx.where(recent == PAD_TOKEN, vocab_size, recent)
     counts = mx.zeros((recent.shape[0], vocab_size + 1), mx.int32)
     return counts.at[rows, column].add(1)[:, :vocab_size]
 
 
-def uniform_noise(seed: mx.array, positions: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] uniform numbers from 0 to below 1: a function of `seed` [] and `positions` [R] in the
-    text alone.
-    """
+def uniform_noise(
+    seed: mx.array,
+    positions: mx.array,  # [R] in the text
+    vocab_size: int,
+) -> mx.array:
+    """[R, V] uniform numbers from 0 to below 1, by seed and position alone."""
     keys = mx.stack([mx.broadcast_to(seed, positions.shape), positions.astype(mx.uint32)], axis=1)
     return mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys)
 
 
 def to_gumbel(uniform: mx.array) -> mx.array:
-    """Standard Gumbel noise from uniform noise of any shape."""
     return -mx.log(-mx.log(uniform))

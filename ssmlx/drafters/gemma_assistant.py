@@ -1,6 +1,6 @@
 """Gemma 4's assistants: small models that draft from the target's own keys and values.
 
-An assistant has queries alone. Its layers read what the target's last layer with full attention,
+An assistant has only queries. Its layers read what the target's last layer with full attention,
 and its last with a window, keep of the text. For the target's width D, the assistant's width Da, a
 step from the text's last token t at position p is:
 
@@ -9,12 +9,12 @@ step from the text's last token t at position p is:
     logits = y times the assistant's embedding                [1, V]
     h = post_projection(y)                                    [1, 1, D], of the next step
 
-At first h is the target's last hidden state behind its final norm, of the row that predicted t.
-Each step's t is the token that the step before drafted; p stays that of the first.
+At first h is the target's last hidden state after its final norm, of the row that predicted t. Each
+step's t is the token that the step before drafted; p stays that of the first.
 
 The keys and values are those of all tokens before t, in layers with a window of W tokens those of
 the newest W. transformers' loop also leaves the row of one rejected token among them, and in long
-texts one token more than W: neither is wanted, and both change guesses alone.
+texts one token more than W: neither is wanted, and both change only guesses.
 """
 
 from __future__ import annotations
@@ -53,35 +53,24 @@ _PAIR = "choose the assistant that was made for this model"
 
 @dataclass(frozen=True, eq=False)
 class Assistant:
-    """An assistant that was loaded for a target; it is only read, so answers share it.
-
-    Attributes:
-        config: its settings.
-        model: its modules, with weights.
-        layers: by layer type, the number of the target's layer whose keys and values are read.
-        folder: that it was read from.
-        drafter: the registered name of the drafter that it is for.
-    """
+    """An assistant that was loaded for a target; it is only read, so answers share it."""
 
     config: AssistantConfig
     model: AssistantModel
-    layers: Mapping[str, int]
+    layers: Mapping[str, int]  # by layer type, the target's layer whose keys and values are read
     folder: Path
     drafter: str = "mtp"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return sum(array.nbytes for array in module_arrays(self.model))
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that it has, packed ones counted as what they stand for."""
+        """Packed numbers are counted as what they stand for."""
         return int(get_total_parameters(self.model))
 
     def require_fits(self, backbone: Backbone) -> None:
-        """Raise InputError unless `backbone` has the sizes of the target that it is for, and the
-        layers that are read under the same numbers."""
         layers = _layers_to_read(self.config, backbone, self.folder)
         require(
             layers == self.layers,
@@ -91,8 +80,6 @@ class Assistant:
         )
 
     def visible_keys_and_values(self, cache: TextCache) -> KeysAndValues:
-        """The keys and values that its layers see of the text that `cache` holds: all of a layer
-        with full attention, the newest `sliding_window` of one with a window."""
         found = {}
         for kind, layer in self.layers.items():
             keys, values = cache.keys_and_values(layer)
@@ -106,25 +93,19 @@ class Assistant:
 class AssistantDrafter:
     """Drafts a chain, each token by a step of an assistant.
 
-    The steps are one graph: no drafted token is read by the host. Where the target samples, guesses
+    The steps are one graph: no drafted token is read by the host. If the target samples, guesses
     are drawn under the same settings and with the same noise for each position.
-
-    Args:
-        assistant: loaded for the target.
-        backbone: the target.
-        max_tokens: K, the most tokens of a chain.
-        sampling: how guesses are ranked.
     """
 
     cache_bytes = 0
 
     def __init__(
-        self, assistant: Assistant, backbone: Backbone, max_tokens: int, sampling: Sampling
+        self,
+        assistant: Assistant,
+        backbone: Backbone,
+        max_tokens: int,  # K, the most tokens of a chain
+        sampling: Sampling,  # how guesses are ranked
     ) -> None:
-        """Check that the assistant fits the target, and start on an empty text.
-
-        InputError where it does not fit.
-        """
         assistant.require_fits(backbone)
         self.largest = DraftShape(assistant.drafter, 1 + max_tokens, max_tokens)
         self._last_layer = len(backbone.layers)
@@ -137,25 +118,17 @@ class AssistantDrafter:
         self.start([])
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin with the text `tokens`."""
         self._text = list(tokens)
         self._unaccepted = UnacceptedDrafts("the assistant", _PAIR)
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Append `tokens` to the text; behind a chain, all but the last count as accepted.
-
-        Logs a warning, once, where none of many drafted tokens was accepted. Neither `position` nor
-        `taps` is looked at.
-        """
         self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._text.extend(tokens)
 
     def offer(self) -> LevelsOffer | None:
-        """A chain of up to K tokens, at every call; None once it was told that none is accepted."""
         return None if self._unaccepted.is_told else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Draft a chain of as many tokens as `shape` has levels, K at most, without waiting."""
         backbone = self._backbone
         row = verified.taps[self._last_layer][:, verified.acceptance.last]
         hidden = backbone.final_norm(row)
@@ -181,29 +154,23 @@ class AssistantDrafter:
         return tree
 
 
-def scaled_embedding(backbone: Backbone, token: mx.array) -> mx.array:
-    """[1, 1, D] what Gemma's layers are given of `token` [1]: its embedding times a constant."""
+def scaled_embedding(
+    backbone: Backbone,
+    token: mx.array,  # [1]
+) -> mx.array:  # [1, 1, D]
+    """What Gemma's layers are given: the embedding times a constant."""
     scale: float = backbone.parts.decoder.embed_scale
     return backbone.token_embeddings(token[None]) * scale
 
 
 def load_assistant(
-    folder: Path, values: Mapping[str, Any], backbone: Backbone, dtype: str = "auto"
+    folder: Path,
+    values: Mapping[str, Any],  # its config.json
+    backbone: Backbone,
+    dtype: str = "auto",  # as `ssmlx.load` takes it
 ) -> Assistant:
-    """Read an assistant from its folder and check that it is for a target.
-
-    Where the target's weights are packed and the assistant's are not, these are packed alike. All
-    are computed, in the target's dtype.
-
-    Args:
-        folder: with config.json and all files of weights.
-        values: its config.json, of a model type in `MODEL_TYPES`.
-        backbone: the target.
-        dtype: as `ssmlx.load` takes it.
-
-    Raises:
-        InputError: the assistant is of another target, or its settings or weights are broken.
-    """
+    """Computed, in the target's dtype. If the target's weights are packed and the assistant's are
+    not, these are packed alike."""
     config = AssistantConfig.from_config_json(folder / "config.json", values)
     layers = _layers_to_read(config, backbone, folder)
     model = load_assistant_model(folder, config, dtype)
@@ -215,15 +182,8 @@ def load_assistant(
 
 
 def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -> dict[str, int]:
-    """Find the target's layers whose keys and values an assistant reads.
-
-    Returns:
-        By layer type, the number of the last layer that keeps keys and values of its own.
-
-    Raises:
-        InputError: the target is no Gemma 4, lacks a layer of a type that is read, or its sizes are
-            not those that the assistant is for.
-    """
+    """By layer type, the number of the target's last layer that keeps keys and values of its
+    own."""
     kind = model_type(backbone.model)
     require(
         kind.startswith("gemma4"),

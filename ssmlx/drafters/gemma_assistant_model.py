@@ -23,8 +23,8 @@ from ..loading.tensors import check_tensors
 from ..model.lm_head import row_weights
 from ..settings import check_settings, setting
 
+# What config.json of an assistant's folder says.
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-"""What config.json of an assistant's folder says."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATION = "gelu_pytorch_tanh"
 _ROPES = {
@@ -38,67 +38,42 @@ _ROPES = {
 _TOKEN_ORDERING = "masked_embedding.token_ordering"
 _DO = "download it again, or choose an assistant of Gemma 4"
 
+# By layer type: keys [1, H, R, Dh] and values [1, H, R, Dh] of the target's last such layer.
 KeysAndValues = Mapping[str, tuple[mx.array, mx.array]]
-"""By layer type: keys [1, H, R, Dh] and values [1, H, R, Dh] of the target's last such layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig:
-    """An assistant's settings, as its config.json has them; checked by `from_config_json`.
+    """An assistant's settings, as its config.json has them; checked by `from_config_json`."""
 
-    Attributes:
-        backbone_hidden_size: D, the target's width.
-        use_ordered_embeddings: whether logits are computed for some clusters of tokens alone.
-        num_centroids: clusters that the vocabulary is divided into.
-        centroid_intermediate_top_k: clusters that logits are computed for.
-        tie_word_embeddings: whether the embedding is the head.
-        hidden_size: Da, its own width.
-        num_hidden_layers: its layers.
-        layer_types: of each layer, which of the target's keys and values it reads.
-        intermediate_size: of its feed-forward networks.
-        num_attention_heads: heads of its queries.
-        head_dim: Dh, their width in layers with a window.
-        global_head_dim: Dh in layers with full attention.
-        vocab_size: V.
-        sliding_window: newest tokens that layers with a window read.
-        rms_norm_eps: of its norms.
-        rope_parameters: rotary embeddings by layer type.
-        quantization: `group_size`, `bits` and maybe `mode` of packed weights; None where they are
-            not packed.
-    """
-
-    backbone_hidden_size: int = setting(least=1, most=2**17)
+    backbone_hidden_size: int = setting(least=1, most=2**17)  # D, the target's width
+    # only tokens of some clusters get logits
     use_ordered_embeddings: bool = setting(False, choices=(True, False))
+    # clusters that the vocabulary is divided into
     num_centroids: int = setting(2048, least=1, most=2**20)
+    # clusters that logits are computed for
     centroid_intermediate_top_k: int = setting(32, least=1, most=2**20)
-    tie_word_embeddings: bool = setting(True, choices=(True, False))
-    hidden_size: int = setting(least=1, most=2**17)
+    tie_word_embeddings: bool = setting(True, choices=(True, False))  # the embedding is the head
+    hidden_size: int = setting(least=1, most=2**17)  # Da, its own width
     num_hidden_layers: int = setting(least=1, most=256)
+    # of the target's keys and values that each layer reads
     layer_types: tuple[str, ...] = setting(choices=LAYER_TYPES)
     intermediate_size: int = setting(least=1, most=2**20)
     num_attention_heads: int = setting(least=1, most=1024)
-    head_dim: int = setting(256, least=2, most=2**14)
-    global_head_dim: int = setting(512, least=2, most=2**14)
-    vocab_size: int = setting(262_144, least=2, most=2**24)
+    head_dim: int = setting(256, least=2, most=2**14)  # Dh in layers with a window
+    global_head_dim: int = setting(512, least=2, most=2**14)  # Dh in layers with full attention
+    vocab_size: int = setting(262_144, least=2, most=2**24)  # V
+    # newest tokens that layers with a window read
     sliding_window: int = setting(512, least=1, most=2**31)
     rms_norm_eps: float = setting(1e-6, above=0, most=1)
     rope_parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ROPES)
+    # `group_size`, `bits` and maybe `mode` of packed weights
     quantization: Mapping[str, Any] | None = None
 
     @classmethod
     def from_config_json(cls, path: Path, values: Mapping[str, Any]) -> AssistantConfig:
-        """Make and check settings of an assistant's config.json, which is not read here.
-
-        What the file leaves out has transformers' defaults. Settings of a model that this class
-        does not describe, such as experts, are refused.
-
-        Args:
-            path: of the file, for messages.
-            values: its JSON object.
-
-        Raises:
-            InputError: a setting is missing, or not allowed.
-        """
+        """What the file leaves out has transformers' defaults; settings of another model, such as
+        experts, are refused."""
         text: Any = values.get("text_config")
         require(
             isinstance(text, dict),
@@ -114,7 +89,7 @@ class AssistantConfig:
         return config
 
     def mlx_lm_layer_args(self) -> gemma4_text.ModelArgs:
-        """The settings of mlx-lm's layers: every layer is given its keys and values."""
+        """Every layer is given its keys and values."""
         names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
         more = ("head_dim", "global_head_dim", "vocab_size", "sliding_window", "rms_norm_eps")
         return gemma4_text.ModelArgs(
@@ -131,7 +106,6 @@ class AssistantConfig:
         return self.global_head_dim if layer_type == "full_attention" else self.head_dim
 
     def _require_consistent(self, path: Path) -> None:
-        """Raise InputError where settings of the file `path` do not go with each other."""
         require(
             len(self.layer_types) == self.num_hidden_layers,
             f"{path} has {len(self.layer_types)} layer_types",
@@ -159,7 +133,6 @@ class AssistantConfig:
 
 
 def _is_known_rope(rope: Mapping[str, Any]) -> bool:
-    """Whether the settings of a rotary embedding are of a kind that assistants have."""
     numbers = {
         "rope_theta": (1.0, 1e12),
         "partial_rotary_factor": (0.0, 1.0),
@@ -177,7 +150,6 @@ def _is_known_rope(rope: Mapping[str, Any]) -> bool:
 
 
 def _refuse_other_layers(path: Path, given: Mapping[str, Any]) -> None:
-    """Raise InputError where an assistant's settings ask for layers of another kind."""
     layers = given.get("num_hidden_layers")
     allowed: dict[str, tuple[Any, ...]] = {
         "hidden_activation": (_ACTIVATION,),
@@ -208,7 +180,8 @@ class _Body(nn.Module):
 
 
 class _Clusters(nn.Module):
-    """Clusters of tokens: a row that finds each, and its tokens, one cluster behind the other."""
+    """A row that finds each cluster of tokens, and the clusters' tokens, one cluster after the
+    other."""
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
@@ -217,11 +190,8 @@ class _Clusters(nn.Module):
 
 
 class AssistantModel(nn.Module):
-    """An assistant's modules, under the names of published tensors.
-
-    Args:
-        config: its settings. Weights are random until they are loaded.
-    """
+    """An assistant's modules, under the names of published tensors; random weights until they are
+    loaded."""
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
@@ -238,31 +208,22 @@ class AssistantModel(nn.Module):
 
     def __call__(
         self,
-        embedded: mx.array,
-        hidden: mx.array,
-        position: mx.array,
-        keys_and_values: KeysAndValues,
+        embedded: mx.array,  # [1, 1, D] the last token's row of the target's embedding, scaled
+        hidden: mx.array,  # [1, 1, D] the target's normed state; then what the step before returned
+        position: mx.array,  # [1] where the root stands in the text, in every step
+        keys_and_values: KeysAndValues,  # the target's; all are seen, none is added
     ) -> tuple[mx.array, mx.array]:
-        """Run a step.
-
-        Args:
-            embedded: [1, 1, D] the last token's row of the target's embedding, scaled.
-            hidden: [1, 1, D] the target's normed hidden state; then what the step before returned.
-            position: [1] where the root stands in the text, in every step.
-            keys_and_values: the target's; all of them are seen, and none is added.
-
-        Returns:
-            [1, V] logits of the next token, and [1, 1, D] the next step's `hidden`.
-        """
+        """A step: [1, V] logits of the next token, and [1, 1, D] the next step's `hidden`."""
         x = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
         for layer in self.model.layers:
             x, _, _ = layer(x, shared_kv=keys_and_values[layer.layer_type], offset=position)
         normed = self.model.norm(x)
         return self._logits_of_head_or_clusters(normed[:, 0]), self.post_projection(normed)
 
-    def _logits_of_head_or_clusters(self, normed: mx.array) -> mx.array:
-        """[1, V] logits of `normed` [1, Da]: of all tokens; or where the assistant has clusters, of
-        the likeliest clusters' tokens, and -inf for the others."""
+    def _logits_of_head_or_clusters(
+        self,
+        normed: mx.array,  # [1, Da]
+    ) -> mx.array:  # [1, V]
         logits: mx.array
         if "masked_embedding" in self:
             return self._cluster_logits(normed)
@@ -270,12 +231,13 @@ class AssistantModel(nn.Module):
         logits = head(normed)
         return logits
 
-    def _cluster_logits(self, normed: mx.array) -> mx.array:
-        """[1, V] logits of `normed` [1, Da], -inf but for tokens of the likeliest clusters.
-
-        transformers gives all others a logit just below the least of these. They are so many that a
-        sampled guess would mostly be one of them, so they are ruled out here.
-        """
+    def _cluster_logits(
+        self,
+        normed: mx.array,  # [1, Da]
+    ) -> mx.array:  # [1, V]
+        """-inf except for tokens of the likeliest clusters. transformers gives all others a logit
+        just below the least of these: they are so many that a sampled guess would mostly be one of
+        them."""
         clusters = self.masked_embedding
         order = clusters.token_ordering
         scores = clusters.centroids(normed)
@@ -287,21 +249,12 @@ class AssistantModel(nn.Module):
         return mx.put_along_axis(nothing, tokens[None], found, axis=-1)
 
 
-def load_assistant_model(folder: Path, config: AssistantConfig, dtype: str) -> AssistantModel:
-    """Build an assistant's modules on the weights of its folder.
-
-    Args:
-        folder: with all files of weights, and the config.json that `config` was read from.
-        config: its settings.
-        dtype: of the weights, as `ssmlx.load` takes it; packed ones are unpacked or stay as that
-            says.
-
-    Returns:
-        The modules, their weights checked and not computed yet.
-
-    Raises:
-        InputError: the weights are broken, or do not fit the settings.
-    """
+def load_assistant_model(
+    folder: Path,
+    config: AssistantConfig,  # that the folder's config.json holds
+    dtype: str,  # as `ssmlx.load` takes it, which decides whether packed weights are unpacked
+) -> AssistantModel:
+    """Its weights are checked and not computed yet."""
     tensors = _load_tensors_but_tied_head(folder, config)
     model = _build_unloaded_model(config, tensors.keys(), folder / "config.json")
     _require_tensors_fit(tensors, dict(tree_flatten(model.parameters())), folder)
@@ -315,14 +268,8 @@ def load_assistant_model(folder: Path, config: AssistantConfig, dtype: str) -> A
 
 
 def _load_tensors_but_tied_head(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
-    """The tensors of a folder's model*.safetensors by their names there, not computed.
-
-    Of a config whose embedding is the head, a stored head is left out. Empty where there are no
-    files.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
+    """By their names in model*.safetensors, not computed; a stored head is left out if the
+    embedding is the head."""
     tensors: dict[str, mx.array] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
@@ -336,7 +283,6 @@ def _load_tensors_but_tied_head(folder: Path, config: AssistantConfig) -> dict[s
 
 
 def _unreadable_error(path: Path, error: Exception) -> InputError:
-    """An InputError that says that weights cannot be read, to be raised by the caller."""
     return InputError(
         f"{path} cannot be read ({first_line(error)})",
         expected="the whole weights of an assistant",
@@ -345,18 +291,12 @@ def _unreadable_error(path: Path, error: Exception) -> InputError:
 
 
 def _build_unloaded_model(
-    config: AssistantConfig, stored_names: Collection[str], config_file: Path
+    config: AssistantConfig,
+    # of the folder's tensors: a layer with scales among them is packed
+    stored_names: Collection[str],
+    config_file: Path,  # for messages
 ) -> AssistantModel:
-    """Build the modules of an assistant with random weights, none computed.
-
-    Args:
-        config: its settings.
-        stored_names: of the folder's tensors: a layer with scales among them is packed.
-        config_file: that the settings were read from, for messages.
-
-    Raises:
-        InputError: the settings ask for a packing that MLX has not.
-    """
+    """With random weights, none computed."""
     model = AssistantModel(config)
     if config.quantization is not None:
         packing = {
@@ -382,19 +322,11 @@ def _build_unloaded_model(
 
 
 def _require_tensors_fit(
-    tensors: Mapping[str, mx.array], expected: Mapping[str, mx.array], folder: Path
+    tensors: Mapping[str, mx.array],
+    expected: Mapping[str, mx.array],  # by name, of the wanted shapes and kinds
+    folder: Path,  # for messages
 ) -> None:
-    """Check an assistant's tensors against those of its modules; they are read whole.
-
-    Args:
-        tensors: as read.
-        expected: by name, of the shapes and kinds that are wanted.
-        folder: named in messages.
-
-    Raises:
-        InputError: some are missing, superfluous, of another shape or kind, not finite, or cannot
-            be read.
-    """
+    """Reads the tensors whole."""
     shapes = {name: tuple(array.shape) for name, array in expected.items()}
     whole = [name for name, array in expected.items() if not _is_float(array)]
     try:
@@ -404,7 +336,6 @@ def _require_tensors_fit(
 
 
 def _require_every_token_once(order: mx.array, vocab_size: int, folder: Path) -> None:
-    """Raise InputError unless `order` has each of the ids below `vocab_size` once."""
     all_tokens = mx.arange(vocab_size, dtype=mx.int32)
     require(
         bool(mx.array_equal(mx.sort(order), all_tokens)),
@@ -415,5 +346,4 @@ def _require_every_token_once(order: mx.array, vocab_size: int, folder: Path) ->
 
 
 def _is_float(array: mx.array) -> bool:
-    """Whether an array is of floats."""
     return mx.issubdtype(array.dtype, mx.floating)

@@ -1,6 +1,6 @@
 """What all kinds of drafting heads share: settings, weights, and the drafter over them.
 
-Heads guess the next tokens from the target's newest hidden state, behind its final norm.
+Heads guess the next tokens from the target's newest hidden state, after its final norm.
 """
 
 import math
@@ -41,12 +41,12 @@ class HeadConfig:
 
     @property
     def num_levels(self) -> int:
-        """Levels below the root of the trees that the heads draft, at most."""
+        """Levels below the root of the largest tree."""
         raise NotImplementedError
 
     @property
     def num_guessed(self) -> int:
-        """Tokens that the heads guess among: Vd, or V where that is the whole vocabulary."""
+        """Tokens that the heads guess among: Vd, or V."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
@@ -55,91 +55,69 @@ class HeadConfig:
         raise NotImplementedError
 
     def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trained weights by name; a weight that heads share stands once."""
+        """By name; a weight that heads share stands once."""
         raise NotImplementedError
 
     def shapes_of_all_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name of all tensors of the folder: the weights, and `draft_vocab` if any."""
+        """Of the folder: the weights, and `draft_vocab` if any."""
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
         return {**self.trained_weight_shapes(), **vocab}
 
     @property
     def num_parameters(self) -> int:
-        """Trained numbers, those that heads share counted once."""
+        """Trained numbers, shared ones counted once."""
         return sum(math.prod(shape) for shape in self.trained_weight_shapes().values())
 
 
 class DraftingHeads:
-    """Heads on a base model, which guess tokens from its last hidden state.
-
-    Args:
-        config: their settings.
-        tensors: those of `config.shapes_of_all_tensors()`, in the base model's dtype.
-        backbone: the base model.
-
-    Attributes:
-        drafter: the registered name of the drafter that they are for.
-        nbytes: bytes that they keep in memory beside the base model.
-        draft_vocab: [Vd] int32, the token of each column of their logits; None where these are all
-            tokens.
-        num_parameters: trained numbers.
-    """
+    """Heads on a base model, which guess tokens from its last hidden state."""
 
     drafter: ClassVar[str]
-    nbytes: int
+    nbytes: int  # in memory beside the base model
 
     def __init__(
-        self, config: HeadConfig, tensors: Mapping[str, mx.array], backbone: Backbone
+        self,
+        config: HeadConfig,
+        # those of `config.shapes_of_all_tensors()`, in the base model's dtype
+        tensors: Mapping[str, mx.array],
+        backbone: Backbone,
     ) -> None:
         self.config: Any = config
+        # [Vd] the token of each column of their logits; None for all tokens
         self.draft_vocab = tensors.get("draft_vocab")
         self.num_parameters: int = config.num_parameters
 
     def complete_tree_settings(self, tree: Any) -> Any:
-        """The settings `tree` with defaults filled in, and widths cut to the tokens there are to
-        guess.
-
-        Raises:
-            InputError: these heads cannot draft such a tree.
-        """
+        """With defaults filled in, and widths cut to the tokens there are to guess."""
         raise NotImplementedError
 
     def chain_settings(self, tree: Any) -> Any:
-        """The settings `tree` of a chain: as many levels, and one node at each."""
+        """The settings of a chain of as many levels as those of `tree`."""
         raise NotImplementedError
 
-    def max_levels_and_nodes(self, tree: Any) -> tuple[int, int]:
-        """(levels below the root, nodes with the root) of the trees of these settings, at most.
-
-        `tree` is what `complete_tree_settings` returned.
-        """
+    def max_levels_and_nodes(
+        self,
+        tree: Any,  # as `complete_tree_settings` returns it
+    ) -> tuple[int, int]:
+        """Levels below the root, and nodes including the root, of the largest tree."""
         raise NotImplementedError
 
     def propose_tree(
-        self, root: mx.array, hidden: mx.array, tree: Any, noise: Noise = None
+        self,
+        root: mx.array,  # [1] decided at `hidden`
+        hidden: mx.array,  # [1, D] the last hidden state, after the final norm
+        tree: Any,
+        # [H, Vd] what `Sampling.noise` knows of the decisions that each head guesses
+        noise: Noise = None,
     ) -> Tree:
-        """Draft a tree.
-
-        Args:
-            root: [1] the token that the base model decided on at `hidden`.
-            hidden: [1, D] the base model's last hidden state, behind its final norm.
-            tree: the tree's settings, as `complete_tree_settings` takes them.
-            noise: [H, Vd] what `Sampling.noise` knows of the decisions that each head guesses.
-        """
         raise NotImplementedError
 
 
 class HeadDrafter:
     """Drafts from heads on the hidden state of the last accepted node, always the largest tree.
 
-    Args:
-        backbone: the target's, for its final norm.
-        heads: what guesses.
-        tree: the tree's settings, as the heads' `complete_tree_settings` takes them.
-        sampling: how the target decides.
-        is_chain: whether the target takes no trees. The likeliest tokens are drafted as a chain
-            then, and the hidden state is the tap of the final norm: such a target's calls give no
-            others.
+    If the target takes no trees, the likeliest tokens are drafted as a chain, and the hidden state
+    is the tap of the final norm: such a target's calls give no others.
     """
 
     draft_calls = 0
@@ -154,11 +132,6 @@ class HeadDrafter:
         *,
         is_chain: bool = False,
     ) -> None:
-        """Fill in the tree's settings by the heads', which gives `largest`; nothing runs yet.
-
-        InputError where the heads cannot draft such a tree, or the target does not give the hidden
-        states that a chain needs.
-        """
         self._tap: int | None = None
         if is_chain:
             backbone.capabilities.require("last_hidden", "drafting heads")
@@ -174,17 +147,12 @@ class HeadDrafter:
         self.num_parameters = heads.num_parameters
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: heads see the newest hidden state and their own guesses alone."""
+        """Nothing to do: heads see only the newest hidden state and their own guesses."""
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Nothing to do, as in `start`."""
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Draft the largest tree behind the last accepted node; `shape` is not looked at.
-
-        The heads get that node's hidden state behind the final norm, and where the target samples,
-        the noise of the positions that they guess.
-        """
         if self._tap is None:
             newest = verified.last_hidden
         else:

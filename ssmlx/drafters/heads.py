@@ -2,7 +2,8 @@
 
 heads_config.json    kind, settings, and what identifies the base model
 heads.safetensors    the tensors under their published names (without a common prefix);
-                     shared ones stand once; `draft_vocab` where the settings name one
+                     shared ones stand once; `draft_vocab` if the settings name one
+
 """
 
 import json
@@ -37,33 +38,16 @@ _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What a heads folder holds: the heads' settings and tensors, and which model they are for.
+    """What a heads folder holds."""
 
-    Attributes:
-        config: their settings, whose class is their kind.
-        tensors: those of `config.shapes_of_all_tensors()`.
-        base: identifies the model that they belong to.
-        base_model: what a message calls that model.
-    """
-
-    config: HeadConfig
-    tensors: Mapping[str, mx.array]
-    base: BaseIdentity
-    base_model: str = ""
+    config: HeadConfig  # its class is their kind
+    tensors: Mapping[str, mx.array]  # of `config.shapes_of_all_tensors()`
+    base: BaseIdentity  # the model that they belong to
+    base_model: str = ""  # what a message calls that model
 
 
 def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
-    """Write `CONFIG_FILE` and `WEIGHTS_FILE` into a folder, in place over older ones.
-
-    Args:
-        existing_folder: which is not made here.
-        heads: they are written as they are; whether they fit their settings is not checked.
-
-    Raises:
-        InputError: a weight is not finite, by which time the settings are written; or the weights
-            file cannot be written.
-        OSError: the settings cannot be written.
-    """
+    """In place over older files, and without a check whether tensors and settings fit."""
     values = {
         "format": FORMAT,
         "kind": heads.config.kind,
@@ -77,12 +61,7 @@ def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
 
 
 def read_heads(folder: Path) -> Heads:
-    """Read and check a heads folder; the tensors stay as they are stored, on no model yet.
-
-    Raises:
-        InputError: the folder or a file is missing, of another format, or broken; or a tensor is
-            missing, superfluous or of another shape than the settings say.
-    """
+    """The tensors stay as they are stored, on no model yet."""
     require(
         folder.is_dir(),
         f"no heads folder {folder}",
@@ -108,27 +87,19 @@ def read_heads(folder: Path) -> Heads:
 def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> DraftingHeads:
     """The heads of a folder, ready to draft for `model`, in its dtype.
 
+    InputError if the folder is broken, or its heads are another model's.
+
     Args:
         folder: as `python -m ssmlx.convert --heads` wrote it.
-        model: as `ssmlx.load` returns it, or its backbone. Of an adapter on it, the heads know
-            nothing: those that were trained with one draft best with it.
-
-    Raises:
-        InputError: the folder is broken, or its heads are another model's.
+        model: as `ssmlx.load` returns it, or its backbone. Heads know nothing of an adapter on it:
+            those that were trained with one draft best with it.
     """
     backbone = model if isinstance(model, Backbone) else model.backbone
     return attach_heads(read_heads(Path(folder)), backbone)
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
-    """Make heads ready to draft for `backbone`, with copies of their tensors in its dtype,
-    computed.
-
-    The backbone is not changed.
-
-    Raises:
-        InputError: the heads belong to another model.
-    """
+    """With computed copies of their tensors; the backbone is not changed."""
     heads.base.require_same(
         BaseIdentity.of(backbone),
         "the heads belong",
@@ -143,15 +114,12 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
 def require_head_tensors_fit(
     config: HeadConfig, tensors: Mapping[str, mx.array], source: Path
 ) -> None:
-    """Raise InputError unless `tensors` of the file `source` have the names and shapes of the
-    settings, and the draft vocabulary's ids are in the vocabulary."""
     check_tensors(tensors, config.shapes_of_all_tensors(), source)
     if size := config.draft_vocab_size:
         require_ascending_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:
-    """`load_heads` as `DrafterLoader.load` is called; the tokenizer and `how` are not needed."""
     return load_heads(folder, model)
 
 
@@ -160,7 +128,6 @@ _LOADER = DrafterLoader("heads", "heads=FOLDER", _load)
 
 @register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER, keeps_to_chains=True)
 def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
-    """The drafter of an answer, on the Medusa heads that were loaded."""
     assert inputs.config.tree
     return _build_head_drafter(inputs, inputs.config.tree)
 
@@ -173,15 +140,12 @@ def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     keeps_to_chains=True,
 )
 def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
-    """The drafter of an answer, on the MLP speculator that was loaded."""
     return _build_head_drafter(inputs, inputs.settings)
 
 
 def _build_head_drafter(
     inputs: DrafterInputs, tree: TreeConfig | SpeculatorTreeConfig
 ) -> HeadDrafter:
-    """The drafter of an answer, on the heads that were loaded, whose trees have the settings
-    `tree`; chains where the target takes no trees."""
     return HeadDrafter(
         inputs.model.backbone,
         inputs.loaded,

@@ -15,7 +15,7 @@ new n-grams (a0 b0 c0, a1 b1 c1, ...), which join the pool, and are the next win
 The pool's n-grams that begin with the root are verified beside the window. Both are put into
 one trie, in which equal guesses at the same place are one node. Siblings therefore differ, every
 node is what the target would have to write, and acceptance stays the same walk as for any other
-drafter; the window's own guesses are accepted too where they turn out right.
+drafter; the window's own guesses are accepted too if they turn out right.
 """
 
 import random
@@ -35,28 +35,23 @@ MAX_KEYS = 1 << 16  # first tokens whose n-grams are kept
 
 
 class NgramPool:
-    """N-grams by their first token; those that were seen longest ago are forgotten.
+    """N-grams by their first token; those that were seen longest ago are forgotten."""
 
-    Args:
-        per_key: n-grams that are kept for a first token.
-        max_keys: first tokens whose n-grams are kept.
-    """
-
-    def __init__(self, per_key: int, max_keys: int = MAX_KEYS) -> None:
+    def __init__(
+        self,
+        per_key: int,  # n-grams that are kept for a first token
+        max_keys: int = MAX_KEYS,  # first tokens whose n-grams are kept
+    ) -> None:
         self._per_key = per_key
         self._max_keys = max_keys
         self._ngrams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def __len__(self) -> int:
-        """N-grams that are kept."""
         return sum(len(kept) for kept in self._ngrams.values())
 
     def add_and_forget_oldest(self, ngram: Sequence[int]) -> None:
-        """Keep an n-gram of one token or more as the newest of its first token; it is kept once.
-
-        Of more than `per_key` n-grams of that token the oldest is dropped; of more than `max_keys`
-        first tokens the one that was added to longest ago, with all of its n-grams.
-        """
+        """Added again, an n-gram becomes the newest; a first token is forgotten with all of its
+        n-grams."""
         first, *rest = ngram
         kept = self._ngrams.setdefault(first, OrderedDict())
         self._ngrams.move_to_end(first)
@@ -68,15 +63,13 @@ class NgramPool:
             self._ngrams.popitem(last=False)
 
     def continuations_of(self, first: int) -> Iterator[tuple[int, ...]]:
-        """The tokens behind `first` of each n-gram that begins with it, the newest first."""
+        """What follows `first` in its n-grams, the newest first."""
         return reversed(self._ngrams.get(first, OrderedDict()))
 
 
 class LookaheadDrafter:
-    """Drafts from a window of Jacobi iterations and the n-grams that it left.
-
-    Its trees must reach the target whole: pruning would stop the iterations.
-    """
+    """Drafts from a window of Jacobi iterations and the n-grams that it left. Its trees must reach
+    the target whole: pruning would stop the iterations."""
 
     name = "lookahead"
     needs = Needs(host_tokens=True)
@@ -85,7 +78,6 @@ class LookaheadDrafter:
     cache_bytes = 0
 
     def __init__(self, config: LookaheadConfig) -> None:
-        """Fix the size of the largest tree by the settings, and start on a text of the token 0."""
         self._config = config
         self._num_rows = config.ngram - 1
         self._max_nodes = 1 + (config.window + config.guesses) * self._num_rows
@@ -94,11 +86,7 @@ class LookaheadDrafter:
         self.start((0,))
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Empty the pool, and draw a first window at random from `tokens`, one or more, by a fixed
-        seed.
-
-        The last of them is the root. With `pool_from_prompt`, the text's own n-grams fill the pool.
-        """
+        """The first window is drawn at random from the text, by a fixed seed."""
         config = self._config
         rng = random.Random(0)
         self._pool = NgramPool(config.guesses)
@@ -112,23 +100,12 @@ class LookaheadDrafter:
         self._calls = 0  # that were read since the last tree was drafted
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Note the newest token, and that a call was read."""
         self._root = tokens[-1]
         self._calls += 1
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Draft one tree of the window and of the pool's n-grams that begin with the root.
-
-        The root is the last token that `start` or `follow` was given. Where the call just read
-        verified the whole of the tree that was proposed before, a Jacobi step comes first: its
-        target tokens behind the window's last level complete W n-grams, which join the pool; the
-        window drops its first level, and they become its last. A token that sampling left
-        unresolved counts as its best guess.
-
-        Args:
-            verified: its target tokens are read by the host where a Jacobi step comes first.
-            shape: only its levels count; there may be more nodes.
-        """
+        """If the call just read verified all of the tree proposed before, a Jacobi step comes
+        first, for which the host reads its target tokens."""
         # Whether the call just read verified its own tree, and all of it.
         own = self._tree if self._calls == 1 else None
         if own is not None and verified.tree.num_nodes == own.num_nodes:
@@ -144,10 +121,7 @@ class LookaheadDrafter:
         return self._tree
 
     def _build_tree(self, root: int, num_levels: int) -> Tree:
-        """The tree of the window, then of the pool's n-grams as far as there is room, below `root`.
-
-        Its paths have `num_levels` levels. Notes which of its nodes are the window's last level.
-        """
+        """Notes which nodes are the window's last level."""
         trie = Trie(root, self._max_nodes)
         # The window's nodes first: each has its place, however many guesses there are.
         nodes = [[0] * self._config.window for _ in range(self._num_rows)]
@@ -172,5 +146,4 @@ class LookaheadDrafter:
     shaped_by=(),
 )
 def build(inputs: DrafterInputs) -> LookaheadDrafter:
-    """The drafter of an answer."""
     return LookaheadDrafter(inputs.settings)

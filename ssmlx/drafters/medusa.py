@@ -1,8 +1,8 @@
 """Medusa heads (arXiv 2401.10774): head h guesses the token h + 2 places after a hidden state's.
 
-Each head is a few residual blocks, x + SiLU(W x + b), and a matrix of its own, or the base model's
-LM head where it has none. All heads see the same state and not each other's guesses, so trees
-grow from their ranks exactly as from streams.
+Each head is a few residual blocks, x + SiLU(W x + b), and a matrix of its own, or else the base
+model's LM head. All heads see the same state and not each other's guesses, so trees grow from their
+ranks exactly as from streams.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,6 @@ from .head_drafter import DraftingHeads, HeadConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """The settings of Medusa heads, checked when made."""
-
     kind = "medusa"
     num_heads: int = setting(least=1, most=MAX_DRAFT_TOKENS)  # H
     num_layers: int = setting(least=0, most=MAX_LAYERS)  # residual blocks of each head
@@ -45,8 +43,6 @@ class MedusaConfig(HeadConfig):
         return [f"{head}.{self.num_layers}.weight" for head in own]
 
     def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by published name: of each head's residual blocks, a weight [D, D] and a bias [D];
-        and of the heads that have a matrix of their own, [Vd, D]."""
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
@@ -57,22 +53,11 @@ class MedusaConfig(HeadConfig):
 
 
 class MedusaHeads(DraftingHeads):
-    """Medusa heads on a base model, whose LM head scores for those that have no matrix.
-
-    Args:
-        config, tensors, backbone: see `DraftingHeads`.
-    """
-
     drafter = "medusa"
 
     def __init__(
         self, config: MedusaConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
-        """Stack the weights of all heads, and compute them.
-
-        Heads without a matrix use the LM head of `backbone`, or a copy of its rows for the draft
-        vocabulary. `nbytes` counts the stacked weights and that copy, not the model's own LM head.
-        """
         super().__init__(config, tensors, backbone)
         heads = range(config.num_heads)
         vocab = self.draft_vocab
@@ -102,12 +87,10 @@ class MedusaHeads(DraftingHeads):
         copied = 0 if vocab is None else head_bytes(self._lm_head)  # the LM head's rows
         self.nbytes = copied + sum(array.nbytes for array in kept if array is not None)
 
-    def medusa_logits(self, hidden: mx.array) -> mx.array:
-        """[H, Vd] logits of every head, in the order of heads.
-
-        Args:
-            hidden: [1, D] the base model's last hidden state, behind its final norm.
-        """
+    def medusa_logits(
+        self,
+        hidden: mx.array,  # [1, D] after the final norm
+    ) -> mx.array:  # [H, Vd], in the order of heads
         expect_shape("hidden state", hidden, 1, self.config.hidden_size)
         states = mx.broadcast_to(hidden, (self.config.num_heads, *hidden.shape))  # [H, 1, D]
         for weights, biases in self._blocks:
@@ -123,26 +106,19 @@ class MedusaHeads(DraftingHeads):
         return logits if self._head_order is None else logits[self._head_order]
 
     def complete_tree_settings(self, tree: TreeConfig) -> TreeConfig:
-        """`tree`, made no wider than there are tokens to guess."""
         return tree.no_wider_than(self.config.num_guessed)
 
     def chain_settings(self, tree: TreeConfig) -> TreeConfig:
-        """A full tree of one child a level, with a level for each head; `tree` is not looked at."""
+        """A level for each head, whatever `tree` says."""
         return TreeConfig(kind="full", width=1)
 
     def max_levels_and_nodes(self, tree: TreeConfig) -> tuple[int, int]:
-        """(levels below the root: one a head, nodes with the root) of a tree of these settings."""
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)
 
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: Noise = None
     ) -> Tree:
-        """Draft a tree of the heads' likeliest tokens, those of head h (from 0) at level h + 1.
-
-        Args:
-            root, hidden, noise: see `DraftingHeads.propose_tree`.
-            tree: kind, size and width; the levels are as many as heads.
-        """
+        """The likeliest tokens of head h, from 0, at level h + 1."""
         tree = self.complete_tree_settings(tree)
         count = draft_topology(tree, self.config.num_heads).num_candidates
         logits = with_noise(self.medusa_logits(hidden), noise)

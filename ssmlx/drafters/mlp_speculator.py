@@ -27,8 +27,7 @@ from ..model.tree import Topology, Tree, clip_logprobs, top_nodes, topology_of_p
 from ..settings import MAX_DRAFT_TOKENS, MAX_TREE_NODES, SpeculatorTreeConfig, setting
 from .head_drafter import DraftingHeads, HeadConfig
 
-DEFAULT_WIDTHS = (6, 3, 2)
-"""Branches at each stage in the paper's experiments (section 4.1)."""
+DEFAULT_WIDTHS = (6, 3, 2)  # branches at each stage in the paper's experiments (section 4.1)
 DEFAULT_CANDIDATES = 5  # the published format's
 EPSILON = 1e-6
 _AHEAD_OF_ALL = 1e4  # added to the scores of nodes that must be in the tree
@@ -46,17 +45,12 @@ class MlpSpeculatorConfig(HeadConfig):
     tie_weights: bool = setting(False, choices=(True, False))
     # the hidden state is normed and divided by sqrt 2 first
     scale_input: bool = setting(False, choices=(True, False))
-    # branches at each stage, where the settings say
+    # branches at each stage, if the settings say
     top_k_tokens_per_head: tuple[int, ...] = setting((), least=1)
-    # k, whole candidates to keep, where the settings say
+    # k, whole candidates to keep, if the settings say
     n_candidates: int | None = setting(None, least=1)
 
     def __post_init__(self) -> None:
-        """Check the values; `top_k_tokens_per_head` must be empty, or have a number for each stage.
-
-        Raises:
-            InputError: a value is not allowed.
-        """
         super().__post_init__()
         require(
             len(self.top_k_tokens_per_head) in (0, self.n_predict),
@@ -85,7 +79,7 @@ class MlpSpeculatorConfig(HeadConfig):
 
     @property
     def candidates(self) -> int:
-        """k, whole candidates to keep: as the settings say, or the format's default."""
+        """k, whole candidates to keep."""
         return self.n_candidates or DEFAULT_CANDIDATES
 
     @property
@@ -95,10 +89,8 @@ class MlpSpeculatorConfig(HeadConfig):
         return math.sqrt((1 - state_weight**2) * self.width / 2) / state_weight
 
     def tensor_name(self, part: str, stage: int) -> str:
-        """The published name of the tensor `part`, such as "ln.bias", of a stage.
-
-        With `tie_weights` that is the tensor of the first stage that shares it.
-        """
+        """The published name of the tensor `part`, such as "ln.bias"; with `tie_weights` that of
+        the first stage that shares it."""
         first = 1 if part.startswith("proj") else 0
         kind, _, leaf = part.partition(".")
         return f"{kind}.{min(stage, first) if self.tie_weights else stage}.{leaf}"
@@ -109,10 +101,6 @@ class MlpSpeculatorConfig(HeadConfig):
         return list(dict.fromkeys(self.tensor_name("head.weight", stage) for stage in stages))
 
     def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by published name, of each stage's embedding, projection, norm and head.
-
-        With `tie_weights`, a shared tensor stands once.
-        """
         found: dict[str, tuple[int, ...]] = {}
         for stage in range(self.n_predict):
             shapes: dict[str, tuple[int, ...]] = {
@@ -129,10 +117,9 @@ class MlpSpeculatorConfig(HeadConfig):
 class MlpSpeculator(DraftingHeads):
     """A speculator, which needs nothing of its base model but hidden states.
 
-    Trees are those of a `SpeculatorTreeConfig`, pruned by confidence (section 4.1) to a fixed
-    shape: of the full tree of its widths there stay the `size` nodes of the largest path
-    probability; or, the paper's rule, the `candidates` most probable whole paths, their prefixes
-    merged, and where that leaves some of the `num_candidate_nodes` free, the next best nodes.
+    Trees are pruned by confidence (section 4.1) to a fixed shape: of the full tree of the widths
+    the `size` nodes of the largest path probability; or, the paper's rule, the `candidates` most
+    probable whole paths, their prefixes merged, and the next best nodes as far as these leave room.
     """
 
     drafter = "mlp-speculator"
@@ -144,28 +131,21 @@ class MlpSpeculator(DraftingHeads):
         self._tensors = tensors
         self.nbytes = sum(array.nbytes for array in tensors.values())
 
-    def first_state(self, hidden: mx.array) -> mx.array:
-        """[B, D] the state that stage 0 takes, from final-normed hidden states [B, D].
-
-        With `scale_input` these are RMS-normed once more, and divided by sqrt(2); else unchanged.
-        """
+    def first_state(
+        self,
+        hidden: mx.array,  # [B, D] after the final norm
+    ) -> mx.array:  # [B, D]
         if not self.config.scale_input:
             return hidden
         return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
 
     def next_states_and_logits(
-        self, stage: int, states: mx.array, last_tokens: mx.array
+        self,
+        stage: int,  # from 0
+        states: mx.array,  # [B, D] for stage 0; [B, inner] for others
+        last_tokens: mx.array,  # [B] the last token of each path
     ) -> tuple[mx.array, mx.array]:
-        """Run one stage on B paths.
-
-        Args:
-            stage: its number, from 0.
-            states: [B, D] of `first_state` for stage 0; [B, inner], the stage before's, for others.
-            last_tokens: [B] the last token of each path.
-
-        Returns:
-            [B, inner] the paths' next states, and [B, Vd] the logits of their next tokens.
-        """
+        """One stage on B paths: [B, inner] next states, and [B, Vd] logits of their next tokens."""
         projected = states @ self._tensor("proj.weight", stage).T
         embedded = self._tensor("emb.weight", stage)[last_tokens]
         mixed = projected + self.config.emb_weight * embedded
@@ -177,18 +157,14 @@ class MlpSpeculator(DraftingHeads):
         return self._tensors[self.config.tensor_name(part, stage)]
 
     def rank_nodes_of_full_tree(
-        self, root: mx.array, hidden: mx.array, widths: Sequence[int], noise: Noise = None
+        self,
+        root: mx.array,  # [1]
+        hidden: mx.array,  # [1, D]
+        widths: Sequence[int],  # children of each node, by level
+        noise: Noise = None,  # [H, Vd]
     ) -> tuple[mx.array, mx.array]:
-        """Guess the full tree of `widths`, all paths of a level in one batch.
-
-        Args:
-            root, hidden, noise: see `DraftingHeads.propose_tree`.
-            widths: children of each node, by level; no more than there are stages.
-
-        Returns:
-            Tokens [N] and log probabilities [N] of all nodes, each given its parent's path, breadth
-            first; the root first, with 0.
-        """
+        """Tokens [N] and log probabilities [N] of all nodes, each given its parent's path, breadth
+        first; the root first, with 0. All paths of a level are one batch."""
         expect_shape("hidden state", hidden, 1, self.config.emb_dim)
         expect_shape("root", root, 1)
         state = self.first_state(hidden)
@@ -206,15 +182,7 @@ class MlpSpeculator(DraftingHeads):
         return mx.concatenate(node_tokens), mx.concatenate(edges)
 
     def complete_tree_settings(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
-        """`tree` with defaults from the published settings.
-
-        These are the widths where it has none, and `candidates` where it has neither these nor a
-        size. No width is left above the number of tokens that are guessed among.
-
-        Raises:
-            InputError: it has more widths than there are stages, or none; or its full tree has more
-                than `MAX_TREE_NODES` nodes.
-        """
+        """Widths and `candidates` come from the published settings unless `tree` has them."""
         asked = tree.widths
         stages = self.config.n_predict
         widths = tuple(self.config.widths if asked is None else asked)
@@ -232,12 +200,10 @@ class MlpSpeculator(DraftingHeads):
         return replace(tree, widths=widths, candidates=candidates)
 
     def chain_settings(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
-        """One child a stage, for as many stages as `tree` has widths; for all where it has none."""
         stages = self.config.n_predict if tree.widths is None else len(tree.widths)
         return SpeculatorTreeConfig(widths=(1,) * stages)
 
     def max_levels_and_nodes(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
-        """(levels below the root, nodes with the root) of a tree of these settings, at most."""
         assert tree.widths is not None
         most = num_candidate_nodes(tree.widths, tree.candidates)
         return len(tree.widths), min(most, tree.size or most)
@@ -245,15 +211,6 @@ class MlpSpeculator(DraftingHeads):
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig, noise: Noise = None
     ) -> Tree:
-        """Draft the full tree of the widths, then keep the nodes of the largest path probability.
-
-        As many are kept as `max_levels_and_nodes` says; all where it has no more. With
-        `candidates`, the nodes on that many most probable whole paths are kept first (section 4.1).
-
-        Args:
-            root, hidden, noise: see `DraftingHeads.propose_tree`.
-            tree: the settings; defaults are filled in.
-        """
         tree = self.complete_tree_settings(tree)
         widths = tuple(tree.widths or ())
         size = self.max_levels_and_nodes(tree)[1]
@@ -273,18 +230,17 @@ class MlpSpeculator(DraftingHeads):
 
 
 def num_candidate_nodes(widths: Sequence[int], candidates: int | None) -> int:
-    """Nodes, the root included, of the full tree of `widths`; or, with `candidates`, the most that
-    so many whole paths of it can have."""
+    """Nodes, including the root, of the full tree of `widths`; or the most that so many whole paths
+    of it can have."""
     levels: Iterator[int] = accumulate(widths, mul)
     return 1 + sum(count if candidates is None else min(count, candidates) for count in levels)
 
 
 @lru_cache(maxsize=64)
-def full_tree_topology(widths: tuple[int, ...]) -> Topology:
-    """The topology of the full tree with `widths[i]` children for every node of depth i.
-
-    Nodes are in breadth-first order, and each has a candidate slot of its own.
-    """
+def full_tree_topology(
+    widths: tuple[int, ...],  # children of each node, by depth
+) -> Topology:
+    """Breadth first."""
     ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
     # A node's candidates depend on its path: each has one of its own.
     return replace(topology_of_paths(ranks, max(widths)), slots=indices(len(ranks) - 1))

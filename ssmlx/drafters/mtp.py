@@ -51,10 +51,10 @@ class MtpConfig:
 
     Attributes:
         num_draft_tokens: tokens of the chain, each a call of the head.
-        hidden: which hidden states the head reads: behind the final norm ("after"), as Qwen's
-            were trained, or what enters it ("before"); of its own, behind its norm or before it.
+        hidden: which hidden states the head reads: after the final norm ("after"), as Qwen's were
+            trained, or what enters it ("before"); of its own, after its norm or before it.
         norms: how the weights of its norms are stored: less one ("raw"), or as they multiply
-            ("shifted"); "auto" tells by those of its layer.
+            ("shifted"); "auto" decides by those of its layer.
     """
 
     num_draft_tokens: int = setting(3, least=1, most=_MOST_TOKENS, option="tokens={}")
@@ -69,15 +69,15 @@ class MtpHead(TextCacheOwner["PairCache"]):
     """An MTP head that was loaded for a model: weights, which are only read, and caches of texts.
 
     Caches outlive answers: a chat's next turn takes over what the last one left.
-
-    Args:
-        module: the head, its norms' weights as they are stored.
-        backbone: the target's, of which only width and vocabulary size are kept.
     """
 
     drafter = "mtp"
 
-    def __init__(self, module: MtpModule, backbone: Backbone) -> None:
+    def __init__(
+        self,
+        module: MtpModule,  # its norms' weights as they are stored
+        backbone: Backbone,  # the target; only its sizes are kept
+    ) -> None:
         super().__init__(PairCache)
         self._module = module
         self._by_norms: dict[str, MtpModule] = {}
@@ -90,18 +90,14 @@ class MtpHead(TextCacheOwner["PairCache"]):
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
 
     def cached_module_for(self, stored_norms: StoredNorms) -> MtpModule:
-        """A copy of the head whose norms have the weights that they multiply with, found from how
-        they are stored.
-
-        It is made once for each value of `stored_norms`, and kept.
-        """
+        """With norms that have the weights that they multiply with; made once for each way of
+        storing."""
         if stored_norms not in self._by_norms:
             made = copy_with_one_added_to_raw_norms(self._module, stored_norms)
             self._by_norms[stored_norms] = made
         return self._by_norms[stored_norms]
 
     def require_fits(self, backbone: Backbone) -> None:
-        """Raise InputError unless `backbone` has the sizes of the model that this is for."""
         sizes = backbone.hidden_size, backbone.vocab_size
         require(
             sizes == self._sizes,
@@ -114,32 +110,26 @@ class MtpHead(TextCacheOwner["PairCache"]):
 class PairCache:
     """Keys and values of the head's layer for the pairs of one text, at their places in it.
 
-    Pair i is the hidden state of position i and the token behind it. Pairs may be missing: of
-    tokens that a prompt cache held, for instance, whose hidden states nobody computed.
-
-    Attributes:
-        text: the tokens of the text; unknown ones are `PAD_TOKEN`.
-        places: by row, the number of its pair, ascending.
+    Pair i is the hidden state of position i and the token after it. Pairs may be missing: of tokens
+    that a prompt cache held, for instance, whose hidden states nobody computed.
     """
 
     def __init__(self) -> None:
-        self.text: list[int] = []
-        self.places: list[int] = []
+        self.text: list[int] = []  # unknown tokens are `PAD_TOKEN`
+        self.places: list[int] = []  # by row, the number of its pair, ascending
         self._rows = KVCache()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers."""
         return sum(one.nbytes for one in (self._rows.keys, self._rows.values) if one is not None)
 
     @property
     def state(self) -> list[mx.array]:
-        """Its arrays."""
         return [one for one in (self._rows.keys, self._rows.values) if one is not None]
 
     def set_text_keeping_shared_pairs(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text; of the pairs only those stay that lie in what it shares with the
-        text before, up to the first unknown token."""
+        """Pairs stay within what `tokens` shares with the text before, up to the first unknown
+        token."""
         shared = common_prefix_length(self.text, tokens)
         unknown = next((n for n, one in enumerate(tokens[:shared]) if one == PAD_TOKEN), shared)
         self.places = self.places[: bisect_left(self.places, min(shared, unknown) - 1)]
@@ -147,7 +137,6 @@ class PairCache:
         self.text = list(tokens)
 
     def copy_beginning(self, num_tokens: int) -> "PairCache":
-        """A new cache of the text's first `num_tokens`, 1 or more, with the pairs of these."""
         copied = PairCache()
         copied.text = self.text[:num_tokens]
         copied.places = self.places[: bisect_left(self.places, num_tokens - 1)]
@@ -160,11 +149,10 @@ class PairCache:
         return copied
 
     def keep_first_rows(self, num_rows: int) -> None:
-        """Drop all rows but the first ones."""
         self._rows.trim(self._rows.offset - num_rows)
 
     def writer_from_pair(self, number: int) -> "_RowsAt":
-        """What the head's layer is given as its cache to append rows of the pairs from `number` on;
+        """The cache that the head's layer is given to append rows of the pairs from `number` on;
         `places` is left to the caller."""
         return _RowsAt(self._rows, number)
 
@@ -177,7 +165,6 @@ class _RowsAt:
         self.offset = position
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append rows; returns all keys and values so far."""
         self.offset += keys.shape[2]
         fetched: tuple[mx.array, mx.array] = self._rows.update_and_fetch(keys, values)
         return fetched
@@ -192,7 +179,7 @@ class _Pairs:
 
     @property
     def end(self) -> int:
-        """The number behind the last one's."""
+        """The number after the last one's."""
         return self.first + int(self.hidden.shape[1])
 
 
@@ -200,15 +187,9 @@ class MtpDrafter:
     """Drafts a chain of K tokens by K calls of an MTP head, the first on true hidden states.
 
     The head keeps the text's pairs in a cache of its own: of the prompt as its pieces come, of
-    answers with the next draft. Rows of drafted tokens are dropped behind each draft; what is
-    accepted comes in again with the target's own hidden states.
-    Where the target samples, drafts are drawn under the same settings and the same noise.
-
-    Args:
-        backbone: the target's.
-        head: for it.
-        config: K, and how the head reads hidden states.
-        sampling: how the target decides.
+    answers with the next draft. Rows of drafted tokens are dropped after each draft; what is
+    accepted comes in again with the target's own hidden states. If the target samples, drafts are
+    drawn under the same settings and the same noise.
     """
 
     name = "mtp"
@@ -217,10 +198,6 @@ class MtpDrafter:
     def __init__(
         self, backbone: Backbone, head: MtpHead, config: MtpConfig, sampling: Sampling
     ) -> None:
-        """Start on an empty text, with no cache claimed.
-
-        InputError where the head is for a model of other sizes.
-        """
         head.require_fits(backbone)
         self._backbone = backbone
         self._head = head
@@ -238,18 +215,12 @@ class MtpDrafter:
         self._unaccepted = self._new_unaccepted_drafts()
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Claim a cache, whose rows stay as far as their tokens are those of the text."""
         self._cache = self._head.claim_idle_or_new_cache(tokens, self)
         self._cache.set_text_keeping_shared_pairs(tokens)
         self._pending = []
         self._unaccepted = self._new_unaccepted_drafts()
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Append `tokens` to the text; keep their pairs for the next draft, where there are taps.
-
-        Many pairs, such as a prompt's, are processed at once, but for the last one. Logs a warning,
-        once, where none of many drafted tokens was accepted.
-        """
         self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._cache.text.extend(tokens)
         if taps is None:
@@ -260,16 +231,11 @@ class MtpDrafter:
             self._process_pending_but_last_pair()
 
     def offer(self) -> LevelsOffer | None:
-        """A chain of up to K tokens, at every call; None once it was told that none is accepted."""
         return None if self._unaccepted.is_told else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Draft a chain of as many tokens as `shape` has levels, behind the newest pair.
-
-        Pairs that wait are processed first, and their rows stay in the head's cache; the rows of
-        drafted tokens are taken out again. Of `verified` only the root is read. A bare root where
-        the newest hidden state is not known.
-        """
+        """Pairs that wait are processed first; a bare root if the newest hidden state is not
+        known."""
         cache = self._cache
         newest = len(cache.text) - 2
         if not self._pending or self._pending[-1].end != newest + 1:
@@ -295,7 +261,6 @@ class MtpDrafter:
         return chain_tree(mx.concatenate(chain))
 
     def _new_unaccepted_drafts(self) -> UnacceptedDrafts:
-        """What says that none of an answer's drafted tokens is accepted."""
         other = "before" if self._config.hidden == "after" else "after"
         do = f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head"
         return UnacceptedDrafts("the MTP head", do)
@@ -315,10 +280,7 @@ class MtpDrafter:
         ]
 
     def _process_pending_but_last_pair(self) -> None:
-        """Process the pairs that wait, in pieces; the last one waits on, for the next draft.
-
-        Waits for the device behind each piece.
-        """
+        """The last one waits on, for the next draft. Waits for the device after each piece."""
         *runs, last = self._take_pending_as_joined_runs()
         self._pending = [_Pairs(last.end - 1, evaluated(last.hidden[:, -1:]))]
         if last.hidden.shape[1] > 1:
@@ -330,12 +292,8 @@ class MtpDrafter:
                 # Of all but keys and values nothing is needed, and nothing is computed.
                 mx.eval(self._cache.state)
 
-    def _process_and_get_last_output(self, runs: list[_Pairs]) -> mx.array:
-        """Run pairs of the text through the head, and keep their rows.
-
-        Returns:
-            [1, R, D] the layer's output for the last run, uncomputed.
-        """
+    def _process_and_get_last_output(self, runs: list[_Pairs]) -> mx.array:  # [1, R, D]
+        """The layer's output for the last run, uncomputed; the cache keeps all rows."""
         cache = self._cache
         out = mx.zeros(0)
         for run in runs:
@@ -347,25 +305,23 @@ class MtpDrafter:
             cache.places += range(run.first, run.end)
         return out
 
-    def _run_head(self, tokens: mx.array, hidden: mx.array, first_pair: int) -> mx.array:
-        """Run pairs through the head, which appends their rows to the cache.
-
-        Args:
-            tokens: [R] behind the hidden states.
-            hidden: [1, R, D] as the head reads them.
-            first_pair: its number.
-
-        Returns:
-            [1, R, D] the layer's output.
-        """
+    def _run_head(
+        self,
+        tokens: mx.array,  # [R] after the hidden states
+        hidden: mx.array,  # [1, R, D] as the head reads them
+        first_pair: int,  # its number
+    ) -> mx.array:  # [1, R, D] the layer's output
         self.draft_calls += 1
         embedded = self._backbone.token_embeddings(tokens[None])
         return self._module.run_pairs_before_norm(
             embedded, hidden, self._cache.writer_from_pair(first_pair)
         )
 
-    def _hidden_for_next_pair(self, out: mx.array) -> mx.array:
-        """[1, 1, D] what stands for the target's hidden state behind the last row of `out`."""
+    def _hidden_for_next_pair(
+        self,
+        out: mx.array,  # [1, R, D]
+    ) -> mx.array:  # [1, 1, D]
+        """What stands for the target's hidden state after the last row."""
         newest = out[:, -1:]
         return self._module.norm(newest) if self._config.hidden == "after" else newest
 
@@ -380,11 +336,11 @@ def load_mtp(
     progress: Progress | None = None,
 ) -> MtpHead | Assistant:
     """Load what a model was published with to draft several tokens: its head for multi-token
-    prediction, or an assistant.
+    prediction, or an assistant, to be given as `drafter=` to `ssmlx.stream_generate`.
 
-    Heads are for Qwen3-Next and Qwen3.5, assistants for Gemma 4. Where the model is quantised and
-    the head is not, it is quantised as the model is. The model's own files often lack a head:
-    converters drop it.
+    Heads are for Qwen3-Next and Qwen3.5, assistants for Gemma 4. If the model is quantised and the
+    head is not, it is quantised as the model is. The model's own files often lack a head:
+    converters drop it. InputError if there is none, it is incomplete, or it does not fit the model.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -392,12 +348,6 @@ def load_mtp(
             else a known one in the Hub's cache, see `loading.model_heads.find_local_head`.
         dtype: of an assistant's weights, as `ssmlx.load` takes it; a head has the model's.
         cache_dir, offline, progress: as `ssmlx.load` takes them.
-
-    Returns:
-        The head or the assistant, to be given as `drafter=` to `ssmlx.stream_generate`.
-
-    Raises:
-        InputError: there is none or no whole one, or it does not fit the model.
     """
     model.backbone.capabilities.require("last_hidden", "an MTP head")
     found = None if name else find_local_head(model.backbone)
@@ -419,7 +369,6 @@ def load_mtp(
 
 
 def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> MtpHead | Assistant:
-    """`load_mtp` as `DrafterLoader.load` is called."""
     return load_mtp(model, name or None, **how)
 
 
@@ -431,10 +380,6 @@ def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> 
     joins_text_drafts=True,
 )
 def build(inputs: DrafterInputs) -> MtpDrafter | AssistantDrafter:
-    """The drafter of an answer, on the head or the assistant that was loaded.
-
-    InputError where it does not fit the target, or settings of a head are given with an assistant.
-    """
     backbone = inputs.model.backbone
     config: MtpConfig = inputs.settings
     if not isinstance(inputs.loaded, Assistant):

@@ -2,7 +2,7 @@
 
 With e the embedding of token i + 1, and h_i the hidden state that predicted it:
 
-    x = fc([norm_e(e); norm_h(h_i)])    one row for each pair of a hidden state and the token behind
+    x = fc([norm_e(e); norm_h(h_i)])    one row for each pair of a hidden state and the next token
     x = layer(x)                        a decoder layer of the target's kind, with full attention
     y = norm(x)                         stands for h_(i + 1): with token i + 2 it makes the next row
     logits = target's LM head(y)        of token i + 2
@@ -36,9 +36,9 @@ from ..model.streams import StreamFusedModel
 
 _log = logging.getLogger("ssmlx")
 
+# How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
+# multiplied with, "shifted" by one, as mlx-lm's converter writes them; "auto": to be found out.
 StoredNorms = Literal["auto", "raw", "shifted"]
-"""How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
-multiplied with, "shifted" by one, as mlx-lm's converter writes them; "auto" has to be found out."""
 
 _LAYER_KINDS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
 _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -46,7 +46,7 @@ _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _OTHERS = ("embed_tokens.", "lm_head.")  # copies of the target's, which are not read
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.(\w+)")
-# Settings that the head's folder must share with the target, where both name them.
+# Settings that the head's folder must share with the target, if both name them.
 _SHARED_SETTINGS = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "num_experts_per_tok",
@@ -57,15 +57,13 @@ _OTHER = "choose the head of this very model"
 
 
 class MtpModule(nn.Module):
-    """The head's own weights: all but the target's embedding, final norm and LM head.
+    """The head's own weights: all but the target's embedding, final norm and LM head."""
 
-    Args:
-        args: the settings of its layer, as mlx-lm's class of the target takes them.
-        layer_class: that model's class of decoder layers.
-    """
-
-    def __init__(self, args: Any, layer_class: type[nn.Module]) -> None:
-        """Make `fc`, three norms and one layer with full attention, of random weights."""
+    def __init__(
+        self,
+        args: Any,  # the settings of its layer, as mlx-lm's class of the target takes them
+        layer_class: type[nn.Module],  # that model's class of decoder layers
+    ) -> None:
         super().__init__()
         size = args.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -76,18 +74,11 @@ class MtpModule(nn.Module):
         self.layers = [make_layer(args, layer_idx=args.full_attention_interval - 1)]
 
     def run_pairs_before_norm(
-        self, token_embeddings: mx.array, hidden: mx.array, cache: Any
-    ) -> mx.array:
-        """Run pairs of a hidden state and the token behind it, one behind the other.
-
-        Args:
-            token_embeddings: [1, R, D] of the tokens.
-            hidden: [1, R, D] the hidden states before them.
-            cache: of the layer; has an `offset`, the first row's position, and gets R rows.
-
-        Returns:
-            [1, R, D] the layer's output, before `norm`.
-        """
+        self,
+        token_embeddings: mx.array,  # [1, R, D]
+        hidden: mx.array,  # [1, R, D] the hidden states before these tokens
+        cache: Any,  # of the layer; its `offset` is the first row's position
+    ) -> mx.array:  # [1, R, D] the layer's output, before `norm`
         both = [self.pre_fc_norm_embedding(token_embeddings), self.pre_fc_norm_hidden(hidden)]
         rows = self.fc(mx.concatenate(both, axis=-1))
         mask = "causal" if rows.shape[1] > 1 else None
@@ -95,33 +86,18 @@ class MtpModule(nn.Module):
         return out
 
     def norm_paths(self) -> list[str]:
-        """The paths of all its norms, those of attention's heads among them."""
+        """Includes the norms of attention's heads."""
         own = [f"layers.0.{name}" for name in _LAYER_NORMS]
         return [*_NORMS, *own, *(f"layers.0.self_attn.{name}" for name in _HEAD_NORMS)]
 
 
 def load_mtp_module(
-    model: StreamFusedModel,
-    folder: Path | None = None,
-    config: Mapping[str, Any] | None = None,
+    model: StreamFusedModel,  # the target, whose last hidden states can be had
+    folder: Path | None = None,  # holds the head, or a whole model; the target's own unless given
+    config: Mapping[str, Any] | None = None,  # the content of its config.json; read unless given
 ) -> MtpModule:
-    """Load the MTP head of a model, its norms' weights as they are stored.
-
-    Where the target is quantised and the head is not, it is quantised as the target's layer of the
-    same name is. A head that is stored quantised stays so.
-
-    Args:
-        model: the target, whose last hidden states can be had.
-        folder: holds the head, and nothing else or a whole model; the target's own unless given.
-        config: the content of the config.json in `folder`; read unless given.
-
-    Returns:
-        The module, in the target's dtype, computed.
-
-    Raises:
-        InputError: the target is of another kind, there is no head or no whole one, or it does not
-            fit the target.
-    """
+    """In the target's dtype, computed; its norms' weights are as stored. If the target is quantised
+    and the head is not, it is quantised as the target's layer of the same name is."""
     backbone = model.backbone
     layer_class = _require_known_layer_class(backbone)
     is_beside = folder is not None
@@ -153,18 +129,12 @@ def load_mtp_module(
     return module
 
 
-def copy_with_one_added_to_raw_norms(module: MtpModule, stored_norms: StoredNorms) -> MtpModule:
-    """A copy of a head whose norms have the weights that they multiply with.
-
-    Args:
-        module: its norms' weights as they are stored; it stays as it is.
-        stored_norms: how they are stored. "auto" tells by the norms of its layer: "raw" where their
-            weights are below 0.5 on average.
-
-    Returns:
-        The copy, computed, with 1 added to the weights of all its norms where these are raw; else
-        with the same weights. All other arrays are shared.
-    """
+def copy_with_one_added_to_raw_norms(
+    module: MtpModule,  # its norms' weights as they are stored
+    # "auto" decides by the norms of its layer: "raw" if their weights are below 0.5 on average
+    stored_norms: StoredNorms,
+) -> MtpModule:
+    """A head whose norms have the weights that they multiply with; it shares all other arrays."""
     modules = dict(module.named_modules())
     own = [modules[path] for path in module.norm_paths() if path.startswith("layers.")]
     mean = to_float(mx.mean(mx.concatenate([one.weight.astype(mx.float32) for one in own])))
@@ -180,11 +150,6 @@ def copy_with_one_added_to_raw_norms(module: MtpModule, stored_norms: StoredNorm
 
 
 def _require_known_layer_class(backbone: Backbone) -> type[nn.Module]:
-    """The class of the target's decoder layers.
-
-    Raises:
-        InputError: it is none for which an MTP head is known.
-    """
     found = type(backbone.layers[0]) if backbone.layers else None
     require(
         found in _LAYER_KINDS,
@@ -197,16 +162,10 @@ def _require_known_layer_class(backbone: Backbone) -> type[nn.Module]:
 
 
 def _require_settings_of_target(
-    settings: Mapping[str, Any], folder: Path, backbone: Backbone
+    settings: Mapping[str, Any],  # the content of the head's config.json
+    folder: Path,  # of the head, for messages
+    backbone: Backbone,  # the target
 ) -> None:
-    """Raise InputError where a head's config.json names other sizes, or another kind of model, than
-    the target's settings.
-
-    Args:
-        settings: the content of config.json.
-        folder: of the head, for messages.
-        backbone: the target.
-    """
     inner = settings.get("text_config")
     values = {**settings, **(inner if isinstance(inner, dict) else {})}
     expected = _model_type_without_parts(getattr(backbone.args, "model_type", ""))
@@ -230,24 +189,13 @@ def _require_settings_of_target(
 
 
 def _model_type_without_parts(model_type: str) -> str:
-    """A model type without what it says of parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
+    """Without what it says of parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
     return re.sub(r"(_(text|mtp|moe))+$", "", model_type)
 
 
 def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx.array]:
-    """The tensors of a folder's MTP head by their names without `mtp.`, not read yet.
-
-    Copies of the target's embedding and LM head among them are left out.
-
-    Args:
-        folder: the head's, or a whole model's.
-        may_be_head_alone: whether all tensors of a folder without names in `mtp.` are the head's.
-
-    Raises:
-        InputError: it holds none, its index or a header cannot be read, or a tensor that has to be
-            a matrix has no rows or columns.
-        RuntimeError, OSError: a file is missing or broken.
-    """
+    """By their names without `mtp.`, not read yet, without copies of the target's embedding and LM
+    head."""
     files = tensor_names(folder)
     own = {name: name.partition(MTP_PREFIX)[2] for name in files if is_mtp_name(name)}
     if not own and may_be_head_alone:
@@ -280,14 +228,8 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
 
 
 def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Give tensors of experts the names and shapes that mlx-lm's layers have.
-
-    Those of single experts are stacked, and a joint tensor of gates and ups is split in two. Others
-    stay as they are.
-
-    Raises:
-        InputError: an expert is missing, or has another shape than the others.
-    """
+    """Under the names and in the shapes that mlx-lm's layers have: single experts are stacked, and
+    a joint tensor of gates and ups is split in two."""
     joined: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = {}
     for name, tensor in tensors.items():
@@ -317,21 +259,13 @@ def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _build_unloaded_module(
-    tensors: Mapping[str, mx.array], args: Any, layer_class: type[nn.Module], folder: Path
+    tensors: Mapping[str, mx.array],  # only names and shapes are looked at
+    args: Any,  # the target's settings
+    layer_class: type[nn.Module],
+    folder: Path,
 ) -> MtpModule:
-    """Make the module that these tensors are for, with layers quantised as they are, and random
-    weights.
-
-    Args:
-        tensors: by name; only names and shapes are looked at.
-        args: the target's settings, which are not changed.
-        layer_class: the class of its layers.
-        folder: for messages.
-
-    Raises:
-        InputError: they need a layer that the target lacks, or are quantised in a way that is not
-            known.
-    """
+    """The module that these tensors are for, its layers quantised as they are, with random
+    weights."""
     args = copy.copy(args)
     mlp = "layers.0.mlp."
     has_experts = any(name.startswith(f"{mlp}switch_mlp.") for name in tensors)
@@ -371,8 +305,6 @@ def _build_unloaded_module(
 
 
 def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, folder: Path) -> None:
-    """Raise InputError unless `tensors` have the names and shapes of the module's, and are finite;
-    packed weights are uint32, and all others floats."""
     expected: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
     packed = [name for name, one in expected.items() if one.dtype == mx.uint32]
     wrong = [name for name in packed if name in tensors and tensors[name].dtype != mx.uint32]
@@ -389,12 +321,8 @@ def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, fol
 
 
 def quantise_in_place_like(target: nn.Module, module: nn.Module) -> None:
-    """Quantise the layers of `module` as those of the target with the same names are, in place.
-
-    A layer whose name no layer of the target has, such as `fc`, is quantised as most of the
-    target's are. A layer stays as it is where its width is no multiple of the group size, and all
-    do where the target is not quantised.
-    """
+    """As the layers of `target` with the same names; a layer that the target lacks, such as `fc`,
+    as most of its layers. A layer stays as it is if its width is no multiple of the group size."""
     found: dict[str, dict[str, Any]] = {}
     counts: dict[tuple[Any, ...], int] = {}
     for path, layer in target.named_modules():
@@ -422,5 +350,5 @@ def quantise_in_place_like(target: nn.Module, module: nn.Module) -> None:
 
 
 def _path_in_layer(path: str) -> str:
-    """A module's path behind the number of its layer; the whole path outside of layers."""
+    """What follows the number of its layer; the whole path outside of layers."""
     return re.sub(r"^.*\blayers\.\d+\.", "", path)

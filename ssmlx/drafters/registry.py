@@ -56,7 +56,7 @@ class DrafterInputs:
 
     @property
     def is_chain(self) -> bool:
-        """Whether a chain is to be proposed, since the target takes no trees."""
+        """Whether the target takes no trees, so that a chain has to be proposed."""
         return not self.model.backbone.capabilities.has("trees")
 
     @property
@@ -86,8 +86,7 @@ class DrafterLoader:
     default: str | None = None
 
     def name_or_default_in(self, values: Mapping[str, Any]) -> str | None:
-        """What it is to be loaded by: the value of its key among those of `--drafter`, else its
-        default; None where it has none."""
+        """The key's value among those of `--drafter`, or its default."""
         name: str | None = values.get(self.key.partition("=")[0], self.default)
         return name
 
@@ -125,17 +124,11 @@ class RegisteredDrafter:
 
     @property
     def needed(self) -> Capability:
-        """What a target must be capable of for it to draft."""
+        """What a target must be capable of."""
         return "chains" if self.keeps_to_chains else "trees"
 
     def own_settings_or_default(self, config: GenerateConfig) -> Any:
-        """The drafter's own settings in `config`, or their defaults where it has none.
-
-        None for a drafter without settings (`settings` is None), whatever `config` holds.
-
-        Raises:
-            InputError: the settings in `config` are of another class.
-        """
+        """None for a drafter without settings, whatever `config` holds."""
         if self.settings is None:
             return None
         given = getattr(config, self.config_field)
@@ -149,15 +142,12 @@ class RegisteredDrafter:
         )
         return given
 
-    def require_key_of_loader(self, given_keys: Collection[str] = ()) -> None:
-        """Refuse a drafter that needs something loaded where nothing says what.
-
-        Args:
-            given_keys: the keys of `--drafter` that have a value.
-
-        Raises:
-            InputError: the key of `loader` is not among them, and has no default.
-        """
+    def require_key_of_loader(
+        self,
+        given_keys: Collection[str] = (),  # of `--drafter`
+    ) -> None:
+        """Before anything is loaded: refuse a drafter that needs something loaded if nothing says
+        what."""
         if (
             self.loader is not None
             and self.loader.name_or_default_in(dict.fromkeys(given_keys, "")) is None
@@ -165,7 +155,6 @@ class RegisteredDrafter:
             self.refuse_without_loaded()
 
     def refuse_without_loaded(self) -> NoReturn:
-        """Raise InputError: what it drafts with was not loaded. It must have a `loader`."""
         assert self.loader is not None
         raise InputError(
             f"--drafter {self.name} without {self.loader.what}",
@@ -174,30 +163,17 @@ class RegisteredDrafter:
         )
 
 
+# A name in `ssmlx.settings.DRAFTERS`, with settings as `--drafter` takes them or without; what was
+# loaded to draft with; or several of these.
 DrafterArgument = str | Loaded | Sequence[str | Loaded]
-"""A name in `ssmlx.settings.DRAFTERS`, with settings as `--drafter` takes them or without; what was
-loaded to draft with; or several of these."""
 
 
 def split_drafter_arguments(
-    config: GenerateConfig, *arguments: DrafterArgument | None
+    config: GenerateConfig,
+    *arguments: DrafterArgument | None,  # `drafter=` and the like
 ) -> tuple[GenerateConfig, list[Loaded]]:
-    """Split what a user gave as drafters into settings and what was loaded.
-
-    Args:
-        config: the settings.
-        arguments: `drafter=` and the like: names with or without settings, loaded weights,
-            sequences of these, or None.
-
-    Returns:
-        `config`, with its `drafter` set to the name that was given, if one was, and with the
-        settings behind it; and what was loaded, in order.
-
-    Raises:
-        InputError: two different names are given, or one that no drafter has; the settings behind
-            it are wrong, are given in `config` too, or say what is to be loaded; or something is
-            neither a name nor was loaded to draft.
-    """
+    """The settings with the drafter that is named and what is set after its name, and what was
+    loaded, in order."""
     named: list[str] = []
     loaded: list[Loaded] = []
     for argument in arguments:
@@ -224,11 +200,6 @@ def split_drafter_arguments(
 
 
 def _with_drafter(config: GenerateConfig, text: str) -> GenerateConfig:
-    """Return the settings with a drafter's name and what stands behind it.
-
-    Raises:
-        InputError: `text` is wrong, or sets what `config` sets already, or what is loaded.
-    """
     option = parse_drafter_option(text)
     given = drafting_arguments(option)
     default = GenerateConfig()
@@ -252,12 +223,7 @@ def _with_drafter(config: GenerateConfig, text: str) -> GenerateConfig:
 
 
 def drafting_arguments(option: DrafterOption) -> dict[str, Any]:
-    """Return the arguments of `GenerateConfig` for a drafter's name and the settings behind it;
-    only for what is set there.
-
-    Raises:
-        InputError: a value is out of bounds.
-    """
+    """The arguments of `GenerateConfig` that a drafter's name and the settings after it set."""
     assert option.name is not None
     drafter = registered_drafter(option.name)
     values = option.values
@@ -275,19 +241,12 @@ def drafting_arguments(option: DrafterOption) -> dict[str, Any]:
 
 
 _Build = TypeVar("_Build", bound=Callable[[DrafterInputs], Drafter])
-_registered: dict[str, RegisteredDrafter] = {}
-"""Filled by `register_drafter` as files are imported: of the whole process. No test changes it."""
+_registered: dict[str, RegisteredDrafter] = {}  # filled by `register_drafter` on import
 
 
 def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:
-    """A decorator that registers a function as the `build` of the drafter `name`.
-
-    The function stays as it is. An earlier drafter of that name is replaced.
-
-    Args:
-        name: as in `DRAFTERS`.
-        facts: the other fields of `RegisteredDrafter`.
-    """
+    """Register a function as the `build` of the drafter `name`; `facts` are the other fields of
+    `RegisteredDrafter`."""
 
     def register(build: _Build) -> _Build:
         _registered[name] = RegisteredDrafter(name=name, build=build, **facts)
@@ -297,7 +256,7 @@ def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:
 
 
 def registered_drafter(name: str) -> RegisteredDrafter:
-    """The drafter of a name in `DRAFTERS`, whose file is imported when it is first asked for."""
+    """Its file is imported when it is first asked for."""
     import_module(f".{DRAFTERS[name].module}", __package__)
     return _registered[name]
 
@@ -305,25 +264,12 @@ def registered_drafter(name: str) -> RegisteredDrafter:
 def build_drafter(
     name: str,
     model: StreamFusedModel,
-    config: GenerateConfig,
-    sampling: Sampling,
-    loaded: Sequence[Loaded] = (),
-    end_tokens: Collection[int] = (),
+    config: GenerateConfig,  # with nothing of the draft's shape left open
+    sampling: Sampling,  # how the target decides
+    loaded: Sequence[Loaded] = (),  # for this drafter or for others
+    end_tokens: Collection[int] = (),  # end an answer, or a part of it
 ) -> Drafter:
-    """Build the drafter of a name in `DRAFTERS`, ready to start on one answer.
-
-    Args:
-        name: which drafter.
-        model: the target.
-        config: the settings, with nothing of the draft's shape left open.
-        sampling: how the target decides.
-        loaded: what was loaded to draft with, for this drafter or for others.
-        end_tokens: tokens that end an answer, or a part of it.
-
-    Raises:
-        InputError: what it needs was not loaded, the settings do not fit it or the model, or they
-            ask for pruning where the drafter or the adapter has none.
-    """
+    """Ready to start on one answer."""
     registered = registered_drafter(name)
     own = _find_or_require_loaded(registered, loaded)
     assert config.prune
@@ -347,12 +293,6 @@ def build_drafter(
 def _find_or_require_loaded(
     registered: RegisteredDrafter, loaded: Sequence[Loaded]
 ) -> Loaded | None:
-    """The first of what was loaded that is for this drafter; None where it needs nothing, and
-    nothing is for it.
-
-    Raises:
-        InputError: what it needs was not loaded, or was loaded for another drafter.
-    """
     loader = registered.loader
     name = registered.name
     own = next((one for one in loaded if one.drafter == name), None)

@@ -22,37 +22,27 @@ from ..settings import StreamSchedule, TreeConfig
 from .copies import Copies
 from .registry import DrafterInputs, register_drafter
 
+# Tokens of the text that streams may guess beside the draft vocabulary: each is another row of the
+# LM head, and an answer repeats few names.
 TEXT_TOKENS = 256
-"""Tokens of the text that streams may guess beside the draft vocabulary: each is a row of the LM
-head more, and an answer repeats few names."""
 
 
 class DraftVocab:
-    """The tokens that streams may guess in one answer, and the heads that score them.
+    """The tokens that streams may guess in one answer, and the heads that score them: the draft
+    vocabulary and the text's newest `TEXT_TOKENS` others, such as its names, which answers repeat.
 
-    They are the draft vocabulary and the text's newest `TEXT_TOKENS` others, such as its names,
-    which answers repeat; where the text has fewer, those of the lowest ids fill up. Without a text
-    they are the draft vocabulary; where the model has none, all tokens.
-
-    Args:
-        model: the target with its streams.
-        text: the text before the answer.
-
-    Attributes:
-        tokens: [Vd] int32; None for all tokens.
-        nbytes: bytes of what was added for the text.
+    If the text has fewer, those of the lowest ids fill up. Without a text they are the draft
+    vocabulary; if the model has none, all tokens.
     """
 
-    def __init__(self, model: StreamFusedModel, text: Sequence[int] = ()) -> None:
-        """Take the text's other tokens, the newest first, fill them up to `TEXT_TOKENS` with others
-        of the vocabulary, and make an LM head for them: a computed copy of these rows of the
-        model's.
-
-        Nothing is added without a text, or where the model has no draft vocabulary.
-        """
+    def __init__(
+        self,
+        model: StreamFusedModel,
+        text: Sequence[int] = (),  # before the answer
+    ) -> None:
         self._model = model
-        self.tokens = model.draft_vocab
-        self.nbytes = 0
+        self.tokens = model.draft_vocab  # [Vd] int32; None for all tokens
+        self.nbytes = 0  # of what was added for the text
         self._heads = [model.draft_head or model.backbone.lm_head]
         if not text or self.tokens is None:
             return
@@ -68,22 +58,18 @@ class DraftVocab:
             self.nbytes = self.tokens.nbytes + head_bytes(self._heads[1])
 
     def rank_stream_tokens(
-        self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
+        self,
+        # [1, A * G, D] rows of G streams beside each of A nodes, before the final norm
+        hidden: mx.array,
+        roots: mx.array,  # [A] the token that each node's streams start after
+        count: int,  # K, tokens of each stream
+        # [A * G, Vd] what `Sampling.noise` knows of the decisions that are guessed
+        noise: Noise = None,
     ) -> tuple[mx.array, mx.array]:
-        """Rank the tokens that every stream guesses, among those of the draft vocabulary.
-
-        Args:
-            hidden: [1, A * G, D] rows of G streams beside each of A nodes, before the final norm.
-            roots: [A] the token that each node's streams start behind.
-            count: K, tokens of each stream.
-            noise: [A * G, Vd] what `Sampling.noise` knows of the decisions that are guessed.
-
-        Returns:
-            [A, G, K] tokens, best first, and their log probabilities: [A, G, K]; of conditional
-            streams [A, G, K, K], of each token (last axis) given each of the stream before (in all
-            rows of a first stream, given the root), scaled to the mass that the K tokens have
-            unconditionally.
-        """
+        """[A, G, K] tokens, best first, and their log probabilities: [A, G, K]; of conditional
+        streams [A, G, K, K], of each token (last axis) given each of the stream before (in all rows
+        of a first stream, given the root), scaled to the mass that the K tokens have
+        unconditionally."""
         model = self._model
         num_nodes = roots.shape[0]
         normed = model.backbone.final_norm(hidden).squeeze(0)
@@ -100,16 +86,11 @@ class DraftVocab:
 
 
 @mx.compile
-def renormalise_topk(logprobs: mx.array, added_logits: mx.array) -> mx.array:
-    """Add logits to log probabilities, and scale each row to the mass that these had.
-
-    Args:
-        logprobs: [..., K] of the likeliest tokens; their probabilities sum to 1 or less.
-        added_logits: [..., C, K] for each of C conditions.
-
-    Returns:
-        [..., C, K] log probabilities.
-    """
+def renormalise_topk(
+    logprobs: mx.array,  # [..., K] of the likeliest tokens; probabilities sum to at most 1
+    added_logits: mx.array,  # [..., C, K] for each of C conditions
+) -> mx.array:  # [..., C, K] log probabilities
+    """Add logits, and scale each row to the mass that the log probabilities had."""
     scores = logprobs[..., None, :] + added_logits
     mass = mx.logsumexp(logprobs, axis=-1)[..., None, None]
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
@@ -123,14 +104,7 @@ class StreamDrafter:
     draft the same: the second pass reads the upper layers' weights once more, and spares M * G rows
     there. Conditional streams have what followed the text's last tokens before to copy as well.
 
-    Streams guess greedy text. Where the target samples, they guess what `sampling` makes of it.
-
-    Args:
-        model: the target with its streams.
-        tree: the largest tree; smaller best trees may be asked for.
-        num_streams: G, levels of that tree.
-        schedule: when the streams run.
-        sampling: how the target decides.
+    Streams guess greedy text. If the target samples, they guess what `sampling` makes of it.
     """
 
     name = "streams"
@@ -139,16 +113,11 @@ class StreamDrafter:
     def __init__(
         self,
         model: StreamFusedModel,
-        tree: TreeConfig,
-        num_streams: int,
+        tree: TreeConfig,  # the largest; smaller best trees may be asked for
+        num_streams: int,  # G, levels of that tree
         schedule: StreamSchedule = "second-pass",
-        sampling: Sampling = GREEDY,
+        sampling: Sampling = GREEDY,  # how the target decides
     ) -> None:
-        """Cut the tree's width to the draft vocabulary's size, and start on an empty text.
-
-        InputError where the streams cannot run by `schedule`: those that start from the root only
-        by "second-pass".
-        """
         require(
             schedule in model.schedules,
             f"--drafter streams schedule={schedule}, but these streams start from the newest token",
@@ -167,16 +136,9 @@ class StreamDrafter:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the stream cache, its masks, and what was added to the draft vocabulary."""
         return self._cache.nbytes + self._cache.mask_bytes + self._vocab.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin an answer behind the text `tokens`: an empty stream cache, and what is learned
-        forgotten.
-
-        That is the text to copy from, with no hits counted yet, and the draft vocabulary with the
-        text's newest other tokens.
-        """
         layers = range(self._model.insertion_layer, self._model.num_layers)
         levels = self.largest.levels
         self._cache = StreamCache(layers, scratch=levels + 2 * (1 + levels))
@@ -184,22 +146,11 @@ class StreamDrafter:
         self._vocab = DraftVocab(self._model, tokens)
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Write `tokens` into the text that is copied from; keys and values are the target's."""
+        """Keys and values are the target's: only the text to copy from grows."""
         self._copies.follow(tokens, position)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Draft the tree of `shape` that the streams of the last accepted node guess.
-
-        With the schedule "second-pass", runs these streams through the upper layers first; with
-        "fused", the verifying call has run them. Conditional streams get copies mixed in, which
-        writes the call's tokens into the text that is copied from.
-
-        Args:
-            verified: the call to draft behind; none of its values is read by the host.
-            shape: `largest`, which gives the tree of the settings (`TreeConfig`); of another, its
-                levels, and the `nodes` most probable nodes. The controller chooses it, unless the
-                settings ask for a shape.
-        """
+        """The tree of the settings for `largest`; for another shape, its most probable nodes."""
         if verified.stream_hidden is not None:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
         else:
@@ -222,21 +173,18 @@ class StreamDrafter:
         return grow_tree(root, *guesses, tree)
 
     def _candidates_per_stream(self, shape: DraftShape, tree: TreeConfig) -> int:
-        """K, how many of each stream's tokens a tree of `shape` may need; kept by `shape`.
-
-        At most the draft vocabulary's number of tokens. `tree` has the kind, size and width.
-        """
+        """K, how many of each stream's tokens a tree of `shape` may need."""
         if shape not in self._num_candidates:
             count = count_candidates(tree, shape.levels, conditional=self._model.is_conditional)
             self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
         return self._num_candidates[shape]
 
-    def _run_second_pass(self, verified: Verified, num_streams: int) -> mx.array:
-        """[1, G, D] last hidden states of the last accepted node's streams, G = `num_streams`, by a
-        pass through the upper layers.
-
-        First gives the stream cache the target's keys and values of the tokens since.
-        """
+    def _run_second_pass(
+        self,
+        verified: Verified,
+        num_streams: int,  # G
+    ) -> mx.array:  # [1, G, D]
+        """Last hidden states of the last accepted node's streams."""
         cache = self._cache
         target_cache = verified.cache
         # A model with streams has stages.
@@ -261,8 +209,6 @@ class StreamDrafter:
     shaped_by=("num_streams", "tree", "prune"),
 )
 def build(inputs: DrafterInputs) -> StreamDrafter:
-    """Build the drafter of an answer: the settings name the number of streams, the tree and the
-    schedule. InputError where the adapter has fewer streams, or cannot follow the schedule."""
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule

@@ -10,12 +10,7 @@ _MOST_IDLE = 2  # caches that are kept for a next answer, beside the one in use
 
 
 class OwnedCache(Protocol):
-    """What a drafter keeps of one text.
-
-    Attributes:
-        text: its tokens.
-        nbytes: of its arrays.
-    """
+    """What a drafter keeps of one text."""
 
     text: list[int]
 
@@ -23,33 +18,29 @@ class OwnedCache(Protocol):
     def nbytes(self) -> int: ...
 
     def copy_beginning(self, num_tokens: int) -> Self:
-        """Return a new cache of the first `num_tokens` of the text, 1 or more, with as much of what
-        is kept of them as can be had; this one stays as it is."""
+        """A new cache of the first `num_tokens` of the text, at least 1, with as much of them as
+        can be had."""
 
 
 _Cache = TypeVar("_Cache", bound=OwnedCache)
 
 
 class TextCacheOwner(Generic[_Cache]):
-    """What was loaded to draft with and keeps caches of texts, each of which one drafter has for as
-    long as it lives.
+    """What was loaded to draft with, and keeps caches of texts, each of which one drafter has for
+    as long as it lives.
 
-    So answers may be open at once, and a chat's next turn finds what the last one left, also where
+    So answers may be open at once, and a chat's next turn finds what the last one left, even if
     others have been answered meanwhile.
-
-    Args:
-        make_cache: makes an empty cache.
     """
 
     def __init__(self, make_cache: Callable[[], _Cache]) -> None:
-        """Begin without any cache."""
         self._make_cache = make_cache
         # the weak reference to who has it gives None for nobody; the one taken last stands first
         self._caches: list[tuple[_Cache, Callable[[], object]]] = []
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of its caches, those that wait for a next answer included."""
+        """Includes caches that wait for a next answer."""
         return sum(cache.nbytes for cache, _ in self._caches)
 
     def drop_idle(self) -> None:
@@ -57,20 +48,13 @@ class TextCacheOwner(Generic[_Cache]):
         self._caches = [pair for pair in self._caches if pair[1]() is not None]
 
     def claim_idle_or_new_cache(self, tokens: Sequence[int], drafter: object) -> _Cache:
-        """Give `drafter` a cache of its own for as long as it lives; none that another has.
+        """Give `drafter`, of which only a weak reference is kept, a cache of its own for as long as
+        it lives.
 
-        Of the caches that no living drafter has, and of its own, if it was started before, it
-        begins with the one whose text shares the longest beginning with `tokens`: that cache
-        itself, not trimmed, where at least half of its text is shared; else a copy of what is
-        shared, because another chat, which has the same system prompt, may go on behind the rest.
-
-        Args:
-            tokens: the text that will be drafted behind.
-            drafter: who gets the cache; only a weak reference is kept.
-
-        Returns:
-            The cache, a new one where nothing is shared. Of the other idle ones, the drafter's
-            former one among them, the `_MOST_IDLE` that were taken last are kept, the rest dropped.
+        It is the idle one whose text shares the longest beginning with `tokens`: itself, untrimmed,
+        if at least half of its text is shared; else a copy of what is shared, because another chat,
+        with the same system prompt, may go on after the rest. The `_MOST_IDLE` others used last are
+        kept.
         """
         self._caches = [  # a drafter that was started before lets go of what it had
             (cache, _owned_by_nobody if owner() is drafter else owner)
@@ -93,5 +77,4 @@ class TextCacheOwner(Generic[_Cache]):
         return cache
 
 
-def _owned_by_nobody() -> None:
-    """Stand in for the weak reference to an owner."""
+def _owned_by_nobody() -> None: ...

@@ -1,31 +1,25 @@
 """Where the last tokens of a text stood before, in it or in other texts.
 
-Appending a token takes constant time, and so does a look-up, whatever the length of the texts: for
-n-grams of a few lengths the index knows where each ended last, and from there where it ended before
-that (as in the hash chains of LZ77 compressors). What is found is compared token by token,
-backwards.
+Appending a token and a look-up take constant time, whatever the length of the texts: for n-grams of
+a few lengths the index knows where each ended last, and from there where it ended before that (as
+in the hash chains of LZ77 compressors). What is found is compared token by token, backwards.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+# Tokens of the n-grams that are hashed; a match of another length is found by the next shorter one.
 NGRAM_LENGTHS = (1, 2, 4, 8)
-"""Tokens of the n-grams that are hashed; a match of another length is found by the next shorter
-one."""
-MAX_MATCHES = 8
-"""Earlier ends of an n-gram that are compared, the newest ones: what bounds a look-up's time."""
-MAX_MATCH = 64
-"""Tokens of a match that are compared at most; longer matches count as this long."""
-BOUNDARY = -1
-"""A token id that stands between texts, and for unknown tokens: it matches nothing."""
+MAX_MATCHES = 8  # newest earlier ends of an n-gram that are compared: bounds a look-up's time
+MAX_MATCH = 64  # most tokens of a match that are compared; longer ones count as this long
+BOUNDARY = -1  # a token id between texts, and for unknown tokens: it matches nothing
+# Tokens of a prompt's end that are put before a text in an index, so that the text's beginning is
+# found by what stood before it.
 CONTEXT_TOKENS = 8
-"""Tokens of a prompt's end that are put before a text in an index, so that the text's beginning is
-found by what stood before it."""
+# Tokens of earlier answers that are kept, some 8 MB: beyond, the older half is forgotten.
 EARLIER_TOKENS = 2**14
-"""Tokens of earlier answers that are kept, some 8 MB: where there would be more, the older half of
-them goes."""
+# About: 8 in the list of tokens; per n-gram length 8 in a list and 110 in a dictionary.
 _BYTES_PER_TOKEN = 8 + len(NGRAM_LENGTHS) * (8 + 110)
-"""About: 8 in the list of tokens; per n-gram length 8 in a list and 110 in a dictionary."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +32,8 @@ class Match:
 
 @dataclass
 class _Chain:
-    """Where the n-grams of one length end in an index, as in the hash chains of LZ77 compressors.
-
-    An end is the number of tokens up to it; 0 says that there is none.
-    """
+    """Where the n-grams of one length end in an index; an end is the number of tokens up to it, 0
+    for none."""
 
     length: int  # tokens of each n-gram
     last_ends: dict[int, int] = field(default_factory=dict)  # the newest end, by the n-gram's hash
@@ -49,17 +41,13 @@ class _Chain:
 
 
 class TextIndex:
-    """An index of one text or of several, in the order in which their tokens are appended.
-
-    Attributes:
-        tokens: all of them, boundaries included.
-    """
+    """An index of one text or of several, in the order in which their tokens are appended; `tokens`
+    includes boundaries."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._rebuild(tokens)
 
     def _rebuild(self, tokens: Iterable[int]) -> None:
-        """Drop all tokens and n-grams, then append `tokens`."""
         self.tokens: list[int] = []
         self._run = 0  # tokens since the last boundary
         self._chains = [_Chain(length) for length in NGRAM_LENGTHS]
@@ -67,19 +55,16 @@ class TextIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, about: an upper estimate, as if all n-grams differed."""
+        """An upper estimate, as if all n-grams differed."""
         return self.bytes_of(len(self.tokens))
 
     @staticmethod
     def bytes_of(num_tokens: int) -> int:
-        """Bytes that an index of so many tokens takes, as `nbytes` estimates them."""
         return _BYTES_PER_TOKEN * num_tokens
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append `tokens`, and index the n-grams of `NGRAM_LENGTHS` that end with each.
-
-        A token below zero, such as `BOUNDARY`, is appended too and ends a text: no n-gram spans it.
-        """
+        """A token below zero, such as `BOUNDARY`, is appended too and ends a text: no n-gram spans
+        it."""
         text = self.tokens
         for token in tokens:
             text.append(token)
@@ -94,23 +79,16 @@ class TextIndex:
                 chain.last_ends[key] = end
 
     def keep_last(self, count: int) -> None:
-        """Forget all but the last `count` tokens; all of them where that is 0."""
         self._rebuild(self.tokens[-count:] if count else ())
 
-    def find_matches(self, text: Sequence[int], max_length: int = MAX_MATCH) -> Iterator[Match]:
-        """Yield where the last tokens of `text` stand in the index, the best matches first.
-
-        Matches are grouped by the n-gram length that found them, the longest first; within a group
-        the longest match comes first, of equally long ones the newest. No end is yielded twice. The
-        end of `text` itself is no match where `text` is this index's own `tokens`. At most
-        `MAX_MATCHES` + 1 earlier ends are compared per n-gram length.
-
-        Args:
-            text: another text, or `tokens` themselves; what stands before its last boundary is not
-                matched.
-            max_length: tokens of a match that are compared, and so its greatest length; never more
-                than `MAX_MATCH`.
-        """
+    def find_matches(
+        self,
+        text: Sequence[int],  # another text, or `tokens` itself, whose own end is no match
+        max_length: int = MAX_MATCH,  # compared tokens of a match; at most `MAX_MATCH`
+    ) -> Iterator[Match]:
+        """The best matches first: by the n-gram length that found them, the longest first; within
+        it by length, then the newest. No end comes twice, and at most `MAX_MATCHES` + 1 are
+        compared per n-gram length."""
         longest = self._count_tokens_since_boundary(text, min(max_length, MAX_MATCH))
         found: set[int] = set()
         for chain in reversed(self._chains):
@@ -124,21 +102,19 @@ class TextIndex:
                 is_own = end == len(text) and text is self.tokens
                 if not is_own and end not in found:
                     length = self._match_length(text, end, longest)
-                    if length >= chain.length:  # less where other tokens have the same hash
+                    if length >= chain.length:  # less if other tokens have the same hash
                         matches.append(Match(end, length))
                         found.add(end)
                 end = chain.previous_ends[end - 1]
             yield from sorted(matches, key=lambda one: (-one.length, -one.end))
 
     def tokens_after(self, match: Match, count: int) -> list[int]:
-        """Up to `count` tokens behind a match, as far as its text goes: up to a boundary."""
+        """Up to the next boundary."""
         tokens = self.tokens[match.end : match.end + count]
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
 
     @staticmethod
     def _count_tokens_since_boundary(text: Sequence[int], at_most: int) -> int:
-        """How many tokens stand at the end of `text` behind its last negative one; `at_most` where
-        there are more, or no negative one."""
         count = 0
         for token in reversed(text[-at_most:] if at_most else ()):
             if token < 0:
@@ -147,8 +123,6 @@ class TextIndex:
         return count
 
     def _match_length(self, text: Sequence[int], end: int, max_length: int) -> int:
-        """How many of the last tokens of `text` equal those before `end` in the index, `max_length`
-        at most."""
         tokens = self.tokens
         size = len(text)
         count = 0
@@ -162,7 +136,7 @@ class EarlierAnswers:
 
     One for all answers of one model in a session: a chat, an app's engine, one key of a server.
     Pass it as `earlier=` to `ssmlx.stream_generate`, which drafts from it and adds the answer to
-    it. It is used on the thread that runs MLX alone.
+    it. It is used only on the thread that runs MLX.
     """
 
     def __init__(self) -> None:
@@ -170,18 +144,16 @@ class EarlierAnswers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in host memory, about."""
+        """Estimated bytes of host memory."""
         return self.index.nbytes
 
     def free_memory(self) -> None:
-        """Forget all answers, to free their memory: see `pool.Kept`."""
+        """Forget all answers, to free their memory."""
         self.index.keep_last(0)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Append the tokens of an `answer`, behind the last `CONTEXT_TOKENS` of its `prompt`.
-
-        Where there are more than `EARLIER_TOKENS` in all then, the last half of so many are kept.
-        """
+        """Append the tokens of an `answer`, after the last `CONTEXT_TOKENS` of its `prompt`; beyond
+        `EARLIER_TOKENS` in all, the last half of so many are kept."""
         self.index.extend([BOUNDARY, *prompt[-CONTEXT_TOKENS:], *answer])
         if len(self.index.tokens) > EARLIER_TOKENS:
             self.index.keep_last(EARLIER_TOKENS // 2)

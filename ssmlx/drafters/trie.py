@@ -10,19 +10,14 @@ from ..model.tree import PAD_TOKEN, Tree
 
 
 class Trie:
-    """A tree of tokens in which siblings always differ: what is added twice is there once.
+    """A tree of tokens in which siblings always differ: what is added twice is there once. The root
+    is node 0, and its own parent."""
 
-    Args:
-        root: the newest token of the text.
-        max_nodes: nodes at most, the root included; what goes beyond is left out.
-
-    Attributes:
-        tokens, parents, depths: of each node, in the order of adding; the root is node 0, and its
-            own parent.
-    """
-
-    def __init__(self, root: int, max_nodes: int) -> None:
-        """Begin with the root alone, which is node 0 and counts among `max_nodes`."""
+    def __init__(
+        self,
+        root: int,  # the newest token of the text
+        max_nodes: int,  # including the root; what goes beyond is left out
+    ) -> None:
         self.tokens = [root]
         self.parents = [0]
         self.depths = [0]
@@ -31,15 +26,10 @@ class Trie:
 
     @property
     def is_full(self) -> bool:
-        """Whether no node can be added."""
         return len(self.tokens) == self._max_nodes
 
     def add(self, tokens: Iterable[int], node: int = 0) -> int:
-        """Add the path of `tokens` below `node`, as far as it is missing and there is room.
-
-        Returns:
-            The node at the path's end; the last one that had room where the trie became full.
-        """
+        """Returns the path's last node, or the last one that there was room for."""
         for token in tokens:
             child = self._children.get((node, token))
             if child is None:
@@ -52,20 +42,16 @@ class Trie:
             node = child
         return node
 
-    def to_padded_tree(self, num_levels: int) -> Tree:
-        """Make a `Tree` in breadth-first order, see `indices_in_tree`.
-
-        So that kernels meet few shapes, paths have `num_levels` levels below the root whatever was
-        added, and nodes are filled up to a `padded_size` with children of the root of the token
-        `PAD_TOKEN`, which is never accepted.
-
-        Args:
-            num_levels: no fewer than the deepest node's.
-        """
+    def to_padded_tree(
+        self,
+        num_levels: int,  # at least the deepest node's
+    ) -> Tree:
+        """In breadth-first order. So that kernels meet few shapes, paths have `num_levels` levels,
+        and children of the root, of the token `PAD_TOKEN`, fill the nodes up to a `padded_size`."""
         order = self._breadth_first_order()
         index = [0] * len(order)  # by node of the trie
         width = num_levels + 1
-        paths = array("i", [0]) * width  # one behind the other
+        paths = array("i", [0]) * width  # one after the other
         num_internal = 1
         for new, old in enumerate(order[1:], 1):
             index[old] = new
@@ -90,24 +76,20 @@ class Trie:
         )
 
     def indices_in_tree(self) -> list[int]:
-        """By node of the trie, its number in the tree of `to_padded_tree`: breadth first, and in
-        the order of adding at one depth."""
+        """By node of the trie, its number in the tree of `to_padded_tree`."""
         index = [0] * len(self.tokens)
         for new, old in enumerate(self._breadth_first_order()):
             index[old] = new
         return index
 
     def _breadth_first_order(self) -> list[int]:
-        """The nodes by depth, those of one depth in the order of adding."""
+        """By depth, and in the order of adding at one depth."""
         return sorted(range(len(self.depths)), key=self.depths.__getitem__)
 
 
 def padded_size(count: int) -> int:
-    """The smallest of a few usual numbers of nodes that is `count`, 1 or more, or above.
-
-    They are 1, 2, 4, 8, then steps of 8 to 32, of 16 to 64, of 32 beyond: so masks and kernels meet
-    few shapes.
-    """
+    """The smallest of 1, 2, 4, 8, then steps of 8 to 32, of 16 to 64, of 32 beyond, that is at
+    least `count`: so masks and kernels meet few shapes."""
     if count <= 8:
         return 1 << (count - 1).bit_length()
     step = 8 if count <= 32 else 16 if count <= 64 else 32

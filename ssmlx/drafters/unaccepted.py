@@ -1,23 +1,17 @@
-"""Drafts of which no token is ever accepted: that is said, once an answer."""
+"""Warns once an answer if no drafted token is ever accepted."""
 
 import logging
 
 _log = logging.getLogger("ssmlx")
-_TRIED = 64  # drafted tokens of which none was accepted, until that is told
+_TRIED = 64  # drafted tokens without one accepted, before the warning
 
 
 class UnacceptedDrafts:
-    """Counts an answer's drafted tokens, until one is accepted or it was said that none is.
-
-    Args:
-        who: drafted them, for the message, such as "the MTP head".
-        do: what to do about it.
-
-    Attributes:
-        is_told: whether it was said.
-    """
-
-    def __init__(self, who: str, do: str) -> None:
+    def __init__(
+        self,
+        who: str,  # drafted them, for the message, such as "the MTP head"
+        do: str,  # advice in the message
+    ) -> None:
         self._who = who
         self._do = do
         self._drafted = 0
@@ -26,14 +20,10 @@ class UnacceptedDrafts:
         self.is_told = False
 
     def note_chain(self, num_tokens: int) -> None:
-        """Note that a chain of so many tokens was drafted."""
         self._in_chain = num_tokens
 
     def note_accepted_and_warn_once(self, num_tokens: int) -> None:
-        """Note how many tokens of that chain were accepted; nothing without a chain before.
-
-        Logs a warning where it is the last of `_TRIED` or more tokens of which none was.
-        """
+        """Of the last chain; nothing happens if none was drafted."""
         self._drafted += self._in_chain
         self._has_accepted |= self._in_chain > 0 and num_tokens > 0
         self._in_chain = 0

@@ -22,12 +22,6 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.exported`; wrong ones end the program with a message
-    and exit code 2, `--help` with code 0. No file is looked at.
-
-    Args:
-        argv: the options; None for those of the process.
-    """
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
     shown = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
     parser.add_argument("--package", type=Path, required=True, **shown)
@@ -48,12 +42,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def answer_prompts(args: argparse.Namespace) -> None:
-    """Answer every prompt, and print the text as it comes, with a summary on standard error behind
-    each; or with --jsonl one JSON object for each answer when it is complete.
-
-    Raises:
-        InputError: the package, a prompt or an option cannot be used.
-    """
+    """The text goes to standard output as it comes, each summary to standard error; with --jsonl
+    one JSON object for each complete answer."""
     from ..api import answer_record, summary_line
     from ..prompts import last_user_text, read_prompts
     from .api import load, prompt_tokens, stream_generate

@@ -40,16 +40,15 @@ def load(
 ) -> ExportedModel:
     """Load the folder that `python -m ssmlx.export` wrote.
 
+    InputError if a file is missing or was changed, `compute_units` does not fit the package, or
+    this machine cannot run it.
+
     Args:
         folder: given to it as `--out`.
         backend: called with the package's path and its manifest, returns what runs it; None for
             Core ML or Core AI, as the manifest says.
         compute_units: of Core ML, one of `backends.COMPUTE_UNITS`; None for those that the model
-            was exported for. A given `backend` is not told of it.
-
-    Raises:
-        InputError: a file is missing or was changed, `compute_units` is given for Core AI or is
-            none of those, or this machine cannot run the package.
+            was exported for. It does not reach a given `backend`.
     """
     folder = Path(folder)
     manifest = Manifest.read(folder)
@@ -76,9 +75,6 @@ def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
     Args:
         model: as `load` returns it.
         prompt: a text, or a mapping with "prompt" or "messages".
-
-    Raises:
-        InputError: the prompt cannot be put into the template.
     """
     if not isinstance(prompt, Mapping):
         check_text(prompt)
@@ -95,18 +91,15 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Generate an answer, greedily, yielding a segment of it for each target call.
 
-    It ends with an end token, after `max_tokens`, or where the context is full. The prompt is
+    It ends with an end token, after `max_tokens`, or when the context is full. The prompt is
     checked at once, and processed when the first segment is asked for.
 
     Args:
         model: as `load` returns it.
         prompt: text (a template, if any, already applied) or token ids.
-        max_tokens: most tokens to generate, 1 or more.
-        cache: holds what comes before the prompt; it is left holding the prompt and the answer, at
-            least the last token excepted. None for a fresh one.
-
-    Raises:
-        InputError: the prompt is empty or leaves no room for an answer, or `max_tokens` is below 1.
+        max_tokens: most tokens to generate, at least 1.
+        cache: holds what comes before the prompt; it is left holding the prompt and the answer,
+            except for at least the last token. None for a fresh one.
     """
     tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else token_ids(prompt)
     cache = cache if cache is not None else model.make_cache()
@@ -126,15 +119,12 @@ def stream_generate(
     )
 
 
-def _require_prompt_fits(manifest: Manifest, num_cached: int, num_tokens: int) -> None:
-    """Raise InputError where a prompt is empty or does not fit the cache.
-
-    Args:
-        manifest: has the sizes: besides the prompt, the last chunk is filled up, and a draft tree
-            must fit behind the prompt.
-        num_cached: tokens that are in the cache already.
-        num_tokens: of the prompt.
-    """
+def _require_prompt_fits(
+    manifest: Manifest,
+    num_cached: int,  # in the cache already
+    num_tokens: int,  # of the prompt
+) -> None:
+    """The prompt's last chunk is filled up, and a draft tree must fit after it."""
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     chunks = -(-(num_tokens - 1) // manifest.chunk)
     after_prefill = num_cached + chunks * manifest.chunk
@@ -148,7 +138,6 @@ def _require_prompt_fits(manifest: Manifest, num_cached: int, num_tokens: int) -
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held at once so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -165,11 +154,8 @@ def generate(
     Args:
         model: as `load` returns it.
         prompt: text (a template, if any, already applied) or token ids.
-        max_tokens: most tokens to generate, 1 or more.
+        max_tokens: most tokens to generate, at least 1.
         cache: as for `stream_generate`.
-
-    Raises:
-        InputError: as for `stream_generate`.
     """
     responses = stream_generate(model, prompt, max_tokens=max_tokens, cache=cache)
     return "".join(response.text for response in responses)

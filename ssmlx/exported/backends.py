@@ -26,7 +26,7 @@ class Backend(Protocol):
     """Runs the two functions of an exported model, "prefill" and "decode"."""
 
     def make_state(self) -> Any:
-        """Return an empty cache for one sequence."""
+        """An empty cache for one sequence."""
         ...
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
@@ -34,24 +34,15 @@ class Backend(Protocol):
 
         Args:
             function: its name, "prefill" or "decode".
-            inputs: arrays by name, without the cache.
+            inputs: arrays by name, without the cache; so are the outputs.
             state: the cache, as `make_state` returned it; changed in place.
-
-        Returns:
-            The outputs by name, without the cache.
         """
         ...
 
 
 class CarriedCacheBackend:
-    """A backend for packages whose cache is inputs and outputs: `state` is a dict of arrays by
-    name.
-
-    Args:
-        call: runs the function of a name on inputs, the cache among them, and returns all its
-            outputs.
-        manifest: has the cache's names and shape.
-    """
+    """For packages whose cache is inputs and outputs: `state` is a dict of arrays by name, which
+    `call` is given among the inputs and returns among the outputs."""
 
     def __init__(self, call: Callable[[str, Arrays], Arrays], manifest: Manifest) -> None:
         self._call = call
@@ -61,11 +52,7 @@ class CarriedCacheBackend:
         return self._manifest.empty_cache()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """Run a function on `inputs` and the arrays of `state`, and return its outputs without the
-        cache.
-
-        For every NAME of `state`, the output NAME_new becomes `state[NAME]`, in place.
-        """
+        """For every NAME of `state`, the output NAME_new becomes `state[NAME]`, in place."""
         found = dict(self._call(function, {**inputs, **state}))
         for name in state:
             state[name] = found.pop(name + NEW)
@@ -73,11 +60,8 @@ class CarriedCacheBackend:
 
 
 class CoreMLStateBackend:
-    """A backend for Core ML packages whose cache is Core ML's own state.
-
-    Args:
-        models: an `MLModel` by the name of each function.
-    """
+    """For Core ML packages whose cache is Core ML's own state; `models` has an `MLModel` for each
+    function."""
 
     def __init__(self, models: Mapping[str, Any]) -> None:
         self._models = models
@@ -91,18 +75,13 @@ class CoreMLStateBackend:
         return outputs
 
 
-def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:
-    """Load an .mlpackage into Core ML, which only macOS has.
-
-    Args:
-        package: its path.
-        manifest: describes it.
-        compute_units: one of `COMPUTE_UNITS`; None for those that it was exported for.
-
-    Raises:
-        InputError: this is no Mac, coremltools is missing, `compute_units` is none of those, or
-            Core ML cannot load the package.
-    """
+def coreml_backend(
+    package: Path,
+    manifest: Manifest,
+    # one of `COMPUTE_UNITS`; None for those that it was exported for
+    compute_units: str | None = None,
+) -> Backend:
+    """Only macOS has Core ML."""
     what = "Core ML runs on macOS alone"
     do = "copy the exported folder to a Mac"
     require(sys.platform == "darwin", what, expected="macOS 15 or later", do=do)
@@ -130,20 +109,10 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
 
 
 class CoreAIBackend:
-    """A backend for Core AI packages, whose cache is arrays that the host owns: `state` is a dict
-    of them by name.
-    """
+    """For Core AI packages, whose cache is arrays that the host owns: `state` is a dict of them by
+    name. Calls have an event loop of their own."""
 
     def __init__(self, package: Path, manifest: Manifest) -> None:
-        """Load the package, with an event loop of its own for its calls.
-
-        Args:
-            package: its path.
-            manifest: has the cache's names and shape.
-
-        Raises:
-            ImportError: Core AI's runtime is not installed.
-        """
         from coreai.authoring import AIModelAsset
         from coreai.runtime import NDArray
 
@@ -163,10 +132,6 @@ class CoreAIBackend:
         return {name: self._array(zeros) for name, zeros in empty.items()}
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """Run a function on copies of the inputs, and wait for it; return copies of its outputs.
-
-        The function writes into the arrays of `state`.
-        """
         given = {name: self._array(np.ascontiguousarray(x)) for name, x in inputs.items()}
         call = self._functions[function](inputs=given, state=state)
         found = self._loop.run_until_complete(call)
@@ -174,19 +139,11 @@ class CoreAIBackend:
         return {name: np.array(array.numpy()) for name, array in found.items()}
 
     def close(self) -> None:
-        """Release the model; it cannot be used afterwards."""
+        """Release the model, which cannot be used afterwards."""
         self._release_model()
 
 
 def _release_model(loop: Any, context: Any, functions: dict[str, Any]) -> None:
-    """Drop `functions`, and close Core AI's model and its event loop; errors of closing the model
-    are ignored.
-
-    Args:
-        loop: of the model's calls.
-        context: of the model, which was entered.
-        functions: by name; emptied.
-    """
     functions.clear()
     with contextlib.suppress(Exception):  # the runtime may be half gone at the interpreter's end
         loop.run_until_complete(context.__aexit__(None, None, None))
@@ -194,15 +151,6 @@ def _release_model(loop: Any, context: Any, functions: dict[str, Any]) -> None:
 
 
 def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
-    """Load a Core AI package.
-
-    Args:
-        package: its path.
-        manifest: describes it.
-
-    Raises:
-        InputError: Core AI's runtime is missing, or cannot load the package.
-    """
     try:
         return CoreAIBackend(package, manifest)
     except ImportError as error:

@@ -3,9 +3,9 @@
 The twin of `ssmlx/decoding/loop.py`: there the device holds everything, here the host keeps tree
 and slot map in numpy, and the model is two functions of fixed shapes.
 
-A slot is a place in every layer's keys and values. A step writes each node of its tree into a
-free slot; accepting a node makes its slot a committed one, and the others are free again, still
-full of what nobody will see. So nothing in the cache is ever moved, and rejecting costs nothing.
+A slot is a place in every layer's keys and values. A step writes each node of its tree into a free
+slot; accepting a node makes its slot a committed one, and the others are free again, still full of
+what nobody will see. So nothing in the cache is ever moved, and rejecting costs nothing.
 """
 
 from collections.abc import Iterator
@@ -22,36 +22,22 @@ from ..model.tree import Tree, grow_tree, root_tree
 from .backends import DECODE, PREFILL, Backend
 from .manifest import Manifest
 
+# What is added to the score of a slot that a row does not see. Not minus infinity: on the Neural
+# Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) is 0 everywhere.
 MASKED = -1e4
-"""What is added to the score of a slot that a row does not see. Not minus infinity: on the Neural
-Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) is 0 everywhere."""
 
 
 class SlotCache:
-    """The cache of one sequence: the runtime's state, and which slots hold committed tokens.
-
-    Attributes:
-        state: keys and values, as the backend has them.
-        offset: how many tokens are committed.
-        text: the ids of these tokens, in order.
-    """
+    """The cache of one sequence: the runtime's state, and which slots hold committed tokens."""
 
     def __init__(self, state: Any, num_slots: int) -> None:
-        """Begin with no token, and `num_slots` free slots, around an empty `state` that a backend
-        has made.
-        """
-        self.state = state
-        self.offset = 0
-        self.text = list[int]()
+        self.state = state  # keys and values, as the backend has them
+        self.offset = 0  # committed tokens
+        self.text = list[int]()  # their ids, in order
         self._used = np.zeros(num_slots, bool)
 
-    def find_free_slots(self, count: int) -> np.ndarray:
-        """Return the numbers of the first `count` free slots, [count] int32, ascending; they stay
-        free until `commit`.
-
-        Raises:
-            InputError: there are not as many.
-        """
+    def find_free_slots(self, count: int) -> np.ndarray:  # [count], ascending
+        """They stay free until `commit`."""
         found = np.flatnonzero(~self._used)[:count].astype(np.int32)
         require(
             len(found) == count,
@@ -61,46 +47,34 @@ class SlotCache:
         )
         return found
 
-    def commit(self, slots: np.ndarray, tokens: list[int]) -> None:
-        """Mark slots as holding the next tokens of the text, so that all later rows see them.
-
-        Args:
-            slots: [n] of each token its slot, which is free.
-            tokens: n ids.
-        """
+    def commit(
+        self,
+        slots: np.ndarray,  # [n] of each token its slot, which is free
+        tokens: list[int],  # [n], which follow the text
+    ) -> None:
         self.offset += len(slots)
         self.text += tokens
         self._used[slots] = True
 
-    def build_mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
-        """Build the additive mask [1, 1, R, S] float32 of rows that are written to `slots`: 0 where
-        a row sees a slot, else `MASKED`.
-
-        Args:
-            slots: [R] of each row its slot.
-            visible: [R, R] bool, which row (first axis) sees which (second axis). Every row sees
-                all committed slots besides.
-        """
+    def build_mask(
+        self,
+        slots: np.ndarray,  # [R] that the rows are written to
+        visible: np.ndarray,  # [R, R] which row sees which; each sees all committed slots too
+    ) -> np.ndarray:  # [1, 1, R, S] float32
+        """Additive: 0 if a row sees a slot, else `MASKED`."""
         mask = np.where(self._used, 0, MASKED).astype(np.float32)
         mask = np.repeat(mask[None], len(slots), axis=0)
         mask[:, slots] = np.where(visible, 0, MASKED)
         return mask[None, None]
 
 
-def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: SlotCache) -> None:
-    """Process tokens into the cache, a chunk a call, and commit them.
-
-    The last chunk is filled up with rows whose slots stay free.
-
-    Args:
-        backend: runs the model.
-        manifest: describes it.
-        tokens: ids that follow what the cache holds; may be empty.
-        cache: of the sequence.
-
-    Raises:
-        InputError: the cache has no room for a whole chunk; those before it are committed.
-    """
+def prefill(
+    backend: Backend,
+    manifest: Manifest,
+    tokens: list[int],  # that follow what the cache holds; may be empty
+    cache: SlotCache,
+) -> None:
+    """A chunk a call. The last one is filled up with rows whose slots stay free."""
     size = manifest.chunk
     for first in range(0, len(tokens), size):
         chunk = tokens[first : first + size]
@@ -118,20 +92,13 @@ def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: Slot
 
 
 def build_decode_inputs(
-    tree: Tree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
+    tree: Tree,  # of at most N nodes
+    slots: np.ndarray,  # [N] free ones
+    cache: SlotCache,
+    manifest: Manifest,
 ) -> dict[str, np.ndarray]:
-    """Build the inputs of the function "decode" for a tree of at most N nodes.
-
-    Args:
-        tree: the draft tree.
-        slots: [N] free slots.
-        cache: of the sequence.
-        manifest: has N and the types.
-
-    Returns:
-        Arrays by name, filled up to N rows. Nodes that the tree lacks have token 0 and depth -1,
-        are their own parents, and see committed tokens and themselves alone.
-    """
+    """By name, filled up to N rows. Nodes that the tree lacks have token 0 and depth -1, are their
+    own parents, and see only committed tokens and themselves."""
     size = manifest.num_nodes
     count = tree.num_nodes
     own = np.arange(size, dtype=np.int32)
@@ -155,13 +122,7 @@ def build_decode_inputs(
 
 
 def _clip_positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
-    """Return positions as int32, those beyond the last slot moved to it: rows that only fill up may
-    have such.
-
-    Args:
-        positions: of any shape.
-        manifest: has the number of slots.
-    """
+    """Rows that only fill up may have positions beyond the last slot."""
     clipped: np.ndarray = np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
     return clipped
 
@@ -169,30 +130,12 @@ def _clip_positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
 def decode_step(
     backend: Backend,
     manifest: Manifest,
-    tree: Tree,
+    tree: Tree,  # its root is the newest token, which is not in the cache yet
     cache: SlotCache,
-    copies: Copies,
-    take: Take = take_all,
+    copies: Copies,  # of the text; mixed into the guesses only if streams have a condition
+    take: Take = take_all,  # called when the cache holds the tokens, except for the last
 ) -> tuple[Step, Tree]:
-    """Make one target call: verify a draft tree, commit the accepted path, and draft the next tree.
-
-    Args:
-        backend: runs the model.
-        manifest: describes it.
-        tree: its root is the newest token, which is not in the cache yet.
-        cache: gets the root and the accepted nodes below it.
-        copies: of the text's tokens; where streams have a condition, they are mixed into the
-            guesses and told of the new tokens, else they are not used.
-        take: called with the tokens, which the cache holds then but for the last.
-
-    Returns:
-        The step: the accepted tokens with the bonus or correction token behind them, and what came
-        of `tree`; and the next draft tree, whose root is the last of its tokens.
-
-    Raises:
-        InputError: the cache has not as many free slots as a step has rows.
-        RuntimeError: the graph has drafted for another node than the host has accepted.
-    """
+    """One target call: verify a draft tree, commit the accepted path, and draft the next tree."""
     verified = tree
     slots = cache.find_free_slots(manifest.num_nodes)
     found = backend.predict(DECODE, build_decode_inputs(tree, slots, cache, manifest), cache.state)
@@ -229,24 +172,12 @@ def decode_step(
 def speculative_decode(
     backend: Backend,
     manifest: Manifest,
-    prompt: list[int],
+    prompt: list[int],  # at least one token; follows what the cache holds
     cache: SlotCache,
-    take: Take = take_all,
+    take: Take = take_all,  # called once with the tokens of each call, before they are yielded
 ) -> Iterator[Step]:
-    """Process a prompt, then yield a step for each target call, until the cache has no room for
-    another; nothing but this ends it.
-
-    Args:
-        backend: runs the model.
-        manifest: describes it.
-        prompt: one token or more; follows what the cache holds.
-        cache: is left holding the prompt and all that was yielded but for the last token.
-        take: called once with the tokens of each call, before they are yielded.
-
-    Raises:
-        InputError: the cache has no room for the prompt's chunks.
-        RuntimeError: see `decode_step`.
-    """
+    """A step for each target call, until the cache has no room for another; nothing else ends
+    it."""
     prefill(backend, manifest, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:]))
     copies = Copies([*cache.text, *prompt[-1:]])

@@ -15,8 +15,7 @@ from ..json_files import from_json, read_json
 from ..settings import MAX_DRAFT_TOKENS, MAX_SIZE, TreeConfig
 
 FORMAT = "ssmlx-export/2"
-FORMATS = (FORMAT, "ssmlx-export/1")
-"""The first one's trees say the same, and list all nodes that there can be besides."""
+FORMATS = (FORMAT, "ssmlx-export/1")  # format 1 also lists all nodes that there can be
 MANIFEST = "manifest.json"
 REPORT = "report.json"
 PACKAGES = {"coreml": "model.mlpackage", "coreai": "model.aimodel"}
@@ -34,7 +33,7 @@ class TreeShape:
 
     @property
     def config(self) -> TreeConfig:
-        """The same as settings of `grow_tree`; a width of None becomes all candidates."""
+        """The same as settings of `grow_tree`."""
         return TreeConfig(width=self.width or self.num_candidates, size=self.size)
 
 
@@ -69,17 +68,11 @@ class Manifest:
         return np.dtype(self.dtype)
 
     def empty_cache(self) -> dict[str, np.ndarray]:
-        """Return zeros for every tensor of the cache, by name."""
         return {name: np.zeros(self.cache_shape, self.float_type) for name in self.cache_names}
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest in an export's folder; the package beside it is not looked at.
-
-        Raises:
-            InputError: there is none, it is of another format, it lacks a field or has one over, a
-                value is of another type, or its numbers do not fit one another.
-        """
+        """The package beside it is not looked at."""
         path = folder / MANIFEST
         values = read_json(path, "the manifest of a model that `python -m ssmlx.export` wrote")
         found = values.pop("format", None)
@@ -96,14 +89,12 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Write the manifest as JSON into a folder that is there, over an older one."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _possible_faults(self) -> dict[str, bool]:
-        """Return every fault that the values could have: its words for a message, and True where
-        they have it, else False. Values of other types may raise TypeError and the like.
-        """
+        """By their words for a message, whether the values have them. Values of other types may
+        raise TypeError and the like."""
         tree = self.tree.config
         slots = self.num_slots
         shape = self.cache_shape
@@ -127,12 +118,7 @@ class Manifest:
         }
 
     def unchanged_package(self, folder: Path) -> Path:
-        """Return the path of the package in an export's folder, after its files were read and
-        compared with `digest`.
-
-        Raises:
-            InputError: there is none, or its files are not those that the manifest was written for.
-        """
+        """Its files are read and compared with `digest`."""
         path = folder / PACKAGES[self.target]
         require(path.exists(), f"{path} does not exist", expected="the exported package", do=_DO)
         require(
@@ -145,9 +131,7 @@ class Manifest:
 
 
 def package_digest(package: Path) -> str:
-    """Return the SHA-256, in hexadecimal, over the paths and contents of all files of a package,
-    which is a folder, in the order of these paths; they are relative to it.
-    """
+    """SHA-256 over the relative paths and contents of all files, in the order of these paths."""
     digest = hashlib.sha256()
     for path in sorted(file for file in package.rglob("*") if file.is_file()):
         digest.update(path.relative_to(package).as_posix().encode())

@@ -1,36 +1,17 @@
 """Several answers at once: in turns, each with its drafts; or with a row each in plain calls.
 
-Whichever of the two should bring more tokens is done (section 4 of 2404.19124), by what calls cost
-on this machine and by how well each text is guessed (`ssmlx.policy`). An answer moves between its
-calls, with its keys and values, and its tokens stay the same but for ties, for the noise that it
-samples by belongs to a place in the text.
+Whichever should bring more tokens is done (section 4 of 2404.19124), by what calls cost on this
+machine and by how well each text is guessed. An answer moves between its calls, with its keys and
+values; its tokens stay the same but for ties, for sampling noise belongs to a place in the text.
 
-Nothing runs unless somebody reads. A reader that finds no token takes turns until there is one. A
-turn does what `Batches._take_turn` says is next: a piece of a prompt, or calls. Its tokens are for
-whoever they belong to, and so is its error. Every open answer has one `Status`:
+Nothing runs unless somebody reads. A reader that finds no token takes turns until there is one, see
+`Batches._take_turn`; a turn's tokens are for whoever they belong to, and so is its error.
 
-    status    what brings it on                     what comes next
-    NEW       its first read                        WAITING; ALONE if its prompt is one token
-    WAITING   pieces of its prompt, in line with    ALONE when the prompt is processed; FAILED
-              others
-    ALONE     calls of its own loop, with drafts    BATCHED where answers share calls; PAUSED if
-                                                    its reader stays away from these; FAILED
-    BATCHED   calls of its group's batch            ALONE where they share none any more, and all
-                                                    is read; PAUSED if its reader falls behind, or
-                                                    it is over; FAILED
-    PAUSED    its reader, who reads what there is   ALONE, when all is read and more is asked for
-    FAILED    its reader, who reads what there is   OVER: then the error is raised
-    OVER      nothing
-
-From every status an answer is OVER when it is closed. `Batches._set_status` alone changes it.
-
-While answers decode, prompts get half of the time. How long a piece is, and when calls come before
-it, `prompt_pieces` says. Where calls come first, a waiting prompt's reader makes them: for all
-batches, and for each answer alone whose reader has taken all there was, so one call ahead at most.
-A piece is processed by the answer's own decoding loop, which shows it to the drafters that need to
-see prompts. The prompt that has waited longest is next, but a first piece goes before the others
-every second time: so a short question is soon answered, and a long prompt goes on however many
-come behind it.
+While answers decode, prompts get half of the time (`prompt_pieces`). If calls come first, a waiting
+prompt's reader makes them: for all batches, and for each answer alone whose reader has taken all
+there was, so at most one call ahead. The prompt that has waited longest is next, but a first piece
+goes before the others every second time: so a short question is soon answered, and a long prompt
+goes on however many come after it.
 """
 
 from __future__ import annotations
@@ -58,27 +39,31 @@ Fits = Callable[[int], bool]
 
 
 def always_fits(num_bytes: int) -> bool:
-    """True: a `Fits` for where memory is not counted."""
+    """A `Fits` for when memory is not counted."""
     return True
 
 
 STAY = 1.05
 """Factor by which the other mode has to be faster for answers to change: a change costs calls."""
 TIMED_CALLS = 5
-"""Calls for equally many texts, behind a first one, whose median teaches what such a call costs."""
+"""Calls for equally many texts, after a first one, whose median teaches what such a call costs."""
 READER_SECONDS = 0.005
 """How long a prompt waits for a reader who has just taken a step: what it may take to come back."""
 
 
 class Status(Enum):
-    """What an open answer is at; the module's docstring says how one follows another."""
+    """What an open answer is at. An error makes it FAILED; closed, it is OVER."""
 
-    NEW = auto()
-    WAITING = auto()
+    NEW = auto()  # not read yet; then WAITING, or ALONE if its prompt is one token
+    WAITING = auto()  # in line, a piece of its prompt at a time; ALONE when that is processed
+    # calls of its own loop, with drafts; BATCHED when answers share calls, PAUSED if its reader
+    # stays away from these
     ALONE = auto()
+    # calls of its group's batch; ALONE when they share none any more and all is read, PAUSED if its
+    # reader falls behind or it is over
     BATCHED = auto()
-    PAUSED = auto()
-    FAILED = auto()
+    PAUSED = auto()  # its reader reads what there is; ALONE when more is asked for
+    FAILED = auto()  # its reader reads what there is, then gets the error; then OVER
     OVER = auto()
 
 
@@ -90,16 +75,16 @@ class _OpenAnswer(Row):
     group: _Group
     status: Status = Status.NEW
     had_piece: bool = False  # whether a piece of its prompt was processed, or begun
-    # of `decode_plan`: on the whole prompt, or behind the text where it was in a batch; None in a
-    # batch, and behind one until it makes a call alone
+    # of `decode_plan`: on the whole prompt, or after the text if it was in a batch; None in a
+    # batch, and until it then makes a call alone
     steps: Steps | None = None
-    error: Exception | None = None  # for its reader, where it has failed
+    error: Exception | None = None  # for its reader, once it has failed
     num_missed_calls: int = 0  # of its group's batch, while its reader has not taken a step
     read_at: float = 0.0  # when its reader took a step, by the clock of `Batches`
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Tokens of its prompt that are not processed yet; the last one is never counted."""
+        """Tokens of its prompt that are not processed yet, but for the last one."""
         return len(self.text) - 1 - self.cache.offset
 
     @property
@@ -115,47 +100,31 @@ class _OpenAnswer(Row):
 
 
 class _Group:
-    """The answers of one model whose prompts are processed, and the batch of some of them.
-
-    Attributes:
-        batch: rows of answers that share calls: those that are BATCHED.
-        answers: those that are ALONE, BATCHED or PAUSED.
-        is_batched: whether answers share calls; `update_is_batched` sets it.
-    """
+    """The answers of one model whose prompts are processed, and the batch of some of them."""
 
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
-        """Begin a group of `model` without answers, whose batch has no rows.
-
-        Args:
-            model: the target of all its answers; what was learned for it is read.
-            fits: whether there is memory for so many bytes.
-        """
+        # Rows of answers that share calls: those that are BATCHED.
         self.batch = Batch(model)
         self._fits = fits
         self._token_bytes = cache_size_of(model).per_token
         self._learned, _ = learned_of(model)
+        # Those that are ALONE, BATCHED or PAUSED.
         self.answers: list[_OpenAnswer] = []
         self.is_batched = False
         self._seconds: list[float] = []  # of calls in a row for as many texts as the last
         self._num_texts = 0
 
     def with_status(self, status: Status) -> list[_OpenAnswer]:
-        """Its answers that have `status`."""
         return [row for row in self.answers if row.status is status]
 
     def update_is_batched(self) -> None:
-        """Set `is_batched`: whether the answers that are read share calls from now on.
-
-        In turns, each with its drafts, they bring the sum of their expected tokens in the sum of
-        their costs; batched, a token each in what a call for so many texts costs. The faster mode
-        is taken, the present one being favoured by `STAY`; never batched where fewer than two are
-        read, the model cannot share calls, or there is no memory for the padding, for which what is
-        kept for later answers may be dropped. No row is moved.
-        """
+        """Set whether the answers that are read share calls from now on. No row is moved."""
         rows = [row for row in self.answers if row.is_decoding]
         if len(rows) < 2 or not self.batch.shares_calls:
             self.is_batched = False
             return
+        # In turns: the sum of their expected tokens in the sum of their costs. Batched: a token
+        # each in what a call for so many texts costs.
         expected_calls = [row.plan.expected_fastest_call for row in rows]
         in_turns = sum(call.tokens for call in expected_calls) / sum(
             call.plain_calls for call in expected_calls
@@ -166,29 +135,16 @@ class _Group:
         self.is_batched = is_faster and self._has_memory_for_padding(rows)
 
     def _has_memory_for_padding(self, rows: Sequence[Row]) -> bool:
-        """Whether there is memory for a batch of `rows`, each padded to the longest.
-
-        What its padding takes now is not asked for again. What is kept for later answers may be
-        dropped.
-        """
+        """Whether there is memory for a batch of `rows`, each padded to the longest."""
         lengths = [len(row.text) for row in rows]
         padding = len(lengths) * max(lengths) - sum(lengths)
         more = padding * self._token_bytes - self.batch.padding_bytes
         return more <= 0 or self._fits(more)
 
-    def learn_cost_every_few_calls(self, rows: Sequence[Row], seconds: float) -> None:
-        """Add a call's seconds to those of calls for as many texts in a row.
-
-        The first call for another number of texts is not counted, and forgets the others. When
-        `TIMED_CALLS` are counted they are forgotten, and their median teaches this machine's table
-        what a call for so many texts costs, in plain calls, if plain calls were timed in this
-        context. Nothing is learned of calls for a single text.
-
-        Args:
-            rows: of the call.
-            seconds: that it took.
-        """
+    def learn_cost(self, rows: Sequence[Row], seconds: float) -> None:
+        """The median of `TIMED_CALLS` calls for as many texts teaches what such a call costs."""
         if len(rows) != self._num_texts:
+            # The first call for another number of texts is not counted.
             self._num_texts = len(rows)
             self._seconds = []
             return
@@ -201,29 +157,25 @@ class _Group:
         plain = self._learned.costs.plain_seconds(context)
         if plain is not None:
             cost = median(self._seconds) / plain
-            self._learned.costs.learn_cost_and_return_change((BATCH, len(rows)), context, cost)
+            self._learned.costs.learn((BATCH, len(rows)), context, cost)
             self._learned.keep()
         self._seconds = []
 
     @staticmethod
     def _mean_length(rows: Sequence[Row]) -> int:
-        """Tokens of the rows' texts, in the mean, rounded down."""
         return sum(len(row.text) for row in rows) // len(rows)
 
 
 class Batches:
-    """Decodes the answers that are open at once. On the thread that runs MLX alone.
-
-    Args:
-        fits: called with the bytes that padding rows of a batch would take; whether there is
-            memory for them.
-        clock: tells the seconds by which pieces and calls are timed.
-    """
+    """Decodes the answers that are open at once. On the MLX thread alone."""
 
     def __init__(
-        self, fits: Fits = always_fits, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        # whether there is memory for so many bytes that padding rows of a batch would take
+        fits: Fits = always_fits,
+        *,
+        clock: Callable[[], float] = time.perf_counter,  # seconds
     ) -> None:
-        """Begin without answers; nothing is run."""
         self._fits = fits
         self._clock = clock
         self._groups: dict[CacheKey, _Group] = {}
@@ -241,33 +193,20 @@ class Batches:
         plan: Plan,
         model: StreamFusedModel,
         prompt: list[int],
+        # empty while the answer is in a batch; later it holds the text but the last token
         cache: TextCache,
         *,
         context: Sequence[int] = (),
         take: Take = take_all,
         place: PromptPlace | None = None,
+        # changes the logits of each token; such an answer is always batched, and never drafts
         mask: Mask | None = None,
     ) -> Steps:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
-        Nothing is done, nor checked, before the first tokens are asked for. Then it goes on without
-        end, until the generator is closed, which takes the answer out of the batch. `cache` is
-        empty while the answer is in a batch, and holds its text but the last token behind one.
-
-        Args:
-            plan, model, prompt, cache, context, take, place: see `decode_plan`.
-            mask: changes the logits of each token; such an answer is always batched, and never
-                drafts.
-
-        Yields:
-            A step for each call. None before each turn while the prompt waits, and behind the last
-            of these; and, of an answer alone, behind a turn that gave it no step: one in which a
-            drafter started, or a piece of another prompt was processed.
-
-        Raises:
-            InputError: as `decode_plan`.
-            RuntimeError: a call that it shared has failed; the cause is the call's error.
-            Exception: what processing its prompt, `place.keep` or a call of its own has raised.
+        Nothing is done, nor checked, before the first tokens are asked for; closing the generator
+        takes the answer out. Yields a step for each call, and None when others may go first: before
+        each turn while the prompt waits, and after a turn that gave an answer alone no step.
         """
         cache.keep_first(cache.offset)
         key = CacheKey.of(model)
@@ -322,21 +261,17 @@ class Batches:
     def _take_turn(self, row: _OpenAnswer) -> None:
         """Do what is next, for the reader of `row`, which has no step to read.
 
-        Where a piece is due, it is the next piece, of whichever prompt. Else, where `row` decodes,
-        the call that is to bring its token; where its prompt waits, one call for each batch and for
-        each ALONE answer with nothing to read. If there are none of these, the next piece all the
-        same; or nothing, where the reader of an ALONE answer has just taken a step and may be back
-        at once.
-
-        Errors are kept for the answers that they belong to. Only that of a call of `row`'s own that
-        was under way as it joins a batch is raised.
+        If a piece is due, it is the next piece, of whichever prompt. Else, if `row` decodes, the
+        call that is to bring its token; if its prompt waits, calls for others' readers, or the next
+        piece all the same; or nothing, as the reader of an ALONE answer may be back at once. Errors
+        are kept for the answers that they belong to.
         """
         if self._is_piece_due:
-            self._process_next_piece()
+            self._process_piece()
         elif row.status is not Status.WAITING:
             self._bring_token(row)
-        elif not self._make_calls_for_readers_of_answers() and not self._is_reader_expected:
-            self._process_next_piece()
+        elif not self._make_due_calls() and not self._is_reader_expected:
+            self._process_piece()
 
     @property
     def _is_piece_due(self) -> bool:
@@ -348,11 +283,7 @@ class Batches:
 
     @property
     def _next_in_line(self) -> _OpenAnswer:
-        """Of the answers whose prompts wait, the one whose piece is next.
-
-        The first that has had no piece; but the one that has waited longest, since it came or since
-        its last piece, where there is none, and where the last piece had overtaken that.
-        """
+        """The answer whose piece is next; every second time, one that has had none yet."""
         longest = self._waiting[0]
         if self._has_overtaken:
             return longest
@@ -365,14 +296,12 @@ class Batches:
 
     @property
     def _is_reader_expected(self) -> bool:
-        """Whether the reader of an answer alone has taken a step so lately that it may be about to
-        ask for more than the call that is ahead."""
+        """Whether a reader of an answer alone took a step just now, and may ask for more."""
         since = self._clock() - READER_SECONDS
         alone = (row for group in self._groups.values() for row in group.with_status(Status.ALONE))
         return any(row.read_at > since for row in alone)
 
     def _next_piece_length(self, row: _OpenAnswer) -> int:
-        """Tokens of a row's prompt that its next turn is to process."""
         is_alone = len(self._waiting) == 1 and not self._is_decoding
         step_size = row.plan.config.prefill_step_size
         num_left = row.num_prompt_tokens_left
@@ -381,35 +310,24 @@ class Batches:
     # --- statuses ---
 
     def _set_status(self, row: _OpenAnswer, status: Status) -> None:
-        """Take `row` out of where its status has it, and put it where the new one does.
-
-        Its own loop is ended unless it is WAITING or ALONE then. Where it has left a batch, or is
-        PAUSED, its cache holds its text but the last token. Unless it is WAITING, its group chooses
-        anew whether answers share calls.
-
-        Args:
-            row: an open answer.
-            status: another one than it has.
-
-        Raises:
-            Exception: what a call that was under way has raised, as the cache is computed.
-        """
+        """Take `row` out of where its status has it, and put it where the new one does."""
         group = row.group
         before = row.status
         if before is Status.WAITING:
             self._waiting.remove(row)
         elif before is Status.BATCHED:
-            group.batch.remove_and_restore_cache(row)
+            group.batch.remove(row)
         if status not in (Status.WAITING, Status.ALONE):
             row.end_own_loop()
         row.status = status
         if status is Status.WAITING:
             self._waiting.append(row)
             return
+        # Whether it will have a row or none, its cache holds its text but the last token.
         if before is Status.ALONE and status in (Status.BATCHED, Status.PAUSED):
-            row.compute_cache_without_last_token()
+            row.sync_cache()
         if status is Status.BATCHED:
-            group.batch.queue_to_join(row)
+            group.batch.add(row)
         is_in_group = status in (Status.ALONE, Status.BATCHED, Status.PAUSED)
         if is_in_group and row not in group.answers:
             group.answers.append(row)
@@ -418,8 +336,7 @@ class Batches:
         group.update_is_batched()
 
     def _fail(self, row: _OpenAnswer, error: Exception) -> None:
-        """Keep `error` for the reader of `row`, behind the steps that there are to read; there come
-        no more."""
+        """Keep `error` for the reader of `row`, after the steps that there are to read."""
         row.error = error
         self._set_status(row, Status.FAILED)
 
@@ -429,7 +346,7 @@ class Batches:
         self._join_or_leave_batch(row)
 
     def _join_or_leave_batch(self, row: _OpenAnswer) -> None:
-        """Make `row` BATCHED where its group shares calls, or it has a mask; else ALONE."""
+        """Make `row` BATCHED if its group shares calls, or it has a mask; else ALONE."""
         is_batched = row.group.is_batched or row.mask is not None
         wanted = Status.BATCHED if is_batched else Status.ALONE
         if row.status is not wanted:
@@ -437,12 +354,8 @@ class Batches:
 
     # --- turns ---
 
-    def _process_next_piece(self) -> None:
-        """Process a piece of the prompt that is next, which then goes to the end of the line.
-
-        When it has no more, its answer begins to decode. An error makes its answer FAILED. The
-        schedule is told what the piece took.
-        """
+    def _process_piece(self) -> None:
+        """Process a piece of the prompt that is next, which then goes to the end of the line."""
         row = self._next_in_line
         self._has_overtaken = row is not self._waiting[0]
         row.had_piece = True
@@ -466,46 +379,31 @@ class Batches:
         self._schedule.owe_seconds(seconds, is_decoding=self._is_decoding)
 
     def _bring_token(self, row: _OpenAnswer) -> None:
-        """Make the call that is to bring `row`, which has nothing to read, its next token: its
-        own, or its batch's, which it joins or leaves before.
-
-        There may be none behind it: where the call fails, or its own loop starts a drafter.
-        """
+        """Make the call that is to bring `row` its next token: its own, or its batch's."""
         if row.status is Status.PAUSED:
             self._set_status(row, Status.ALONE)
         elif row.status is Status.ALONE:
             row.group.update_is_batched()
         self._join_or_leave_batch(row)
         if row.status is Status.BATCHED:
-            self._make_batch_call(row.group)
+            self._call_batch(row.group)
         else:
-            self._make_own_call(row)
+            self._call_alone(row)
 
-    def _make_calls_for_readers_of_answers(self) -> bool:
-        """Make a call for every batch that has rows, and one for each answer alone of which no
-        computed step waits to be read; returns whether there was any.
-
-        These are the calls whose tokens readers of answers ask for next. Nothing is done for
-        prompts that wait. Errors are kept for the answers that they belong to.
-        """
+    def _make_due_calls(self) -> bool:
+        """Make the calls whose tokens readers of answers ask for next; whether there are any."""
         groups = self._groups.values()
         batched = [group for group in groups if group.with_status(Status.BATCHED)]
         alone = [row for group in groups for row in group.with_status(Status.ALONE)]
         alone = [row for row in alone if not row.unread]
         for group in batched:
-            self._make_batch_call(group)
+            self._call_batch(group)
         for row in alone:
-            self._make_own_call(row)
+            self._call_alone(row)
         return bool(batched or alone)
 
-    def _make_batch_call(self, group: _Group) -> None:
-        """Make a call of the group's batch, behind which every BATCHED answer has a step more to
-        read.
-
-        Those that are over, or whose readers have fallen behind, are PAUSED; so are those alone
-        whose readers stay away. If the call fails, all that are BATCHED are FAILED, each with a
-        RuntimeError, and nothing else is done. What it took is learned, and the schedule told.
-        """
+    def _call_batch(self, group: _Group) -> None:
+        """Make a call of the group's batch: every BATCHED answer has a step more to read."""
         rows = group.with_status(Status.BATCHED)
         started = self._clock()
         try:
@@ -517,23 +415,20 @@ class Batches:
                 self._fail(row, failure)
             return
         seconds = self._clock() - started
-        group.learn_cost_every_few_calls(rows, seconds)
+        group.learn_cost(rows, seconds)
         for row in rows:
             if row in paused:
                 self._set_status(row, Status.PAUSED)
-        self._pause_those_that_miss_calls(group)
+        self._pause_unread(group)
         self._schedule.record_call(seconds)
 
-    def _pause_those_that_miss_calls(self, group: _Group) -> None:
-        """Count a call of a batch for each answer that is ALONE where answers share calls, and
-        pause those whose readers stay away.
-
-        A reader that is back within as many calls as answers decode has only waited for the others.
-        An answer that is held, and not read, must not keep the others from their drafts.
-        """
+    def _pause_unread(self, group: _Group) -> None:
+        """Pause answers alone whose readers stay away: they must not keep others from drafts."""
         if not group.is_batched:
             return
         alone = group.with_status(Status.ALONE)
+        # A reader that is back within as many calls as answers decode has only waited for the
+        # others.
         most = len(alone) + len(group.with_status(Status.BATCHED))
         for row in alone:
             row.num_missed_calls += 1
@@ -544,12 +439,8 @@ class Batches:
             except Exception as error:  # of a call of its own loop that was under way
                 self._fail(row, error)
 
-    def _make_own_call(self, row: _OpenAnswer) -> None:
-        """Make a call of a row that is ALONE, with drafts, or start one of its drafters.
-
-        Its own loop goes on, or a new one begins behind its text, if it was in a batch. A call's
-        tokens are appended to `row.text`, and are there to read. An error makes the row FAILED.
-        """
+    def _call_alone(self, row: _OpenAnswer) -> None:
+        """Make a call of a row that is ALONE, with drafts, or start one of its drafters."""
         if row.steps is None:
             row.steps = decode_plan(
                 row.plan,

@@ -1,4 +1,4 @@
-"""The head that drafts where nothing is asked for: the model's own, or one in the Hub's cache."""
+"""The head that drafts by default: the model's own, or one in the Hub's cache."""
 
 from __future__ import annotations
 
@@ -17,34 +17,20 @@ HEAD_DRAFTER = "mtp"
 
 @dataclass(frozen=True)
 class DefaultHead:
-    """What was found for a model.
+    """What was found for a model."""
 
-    Attributes:
-        found: the head on this machine; None where there is none.
-        loaded: what it drafts with; None where none was found, or it cannot draft.
-        reason: why a head that was found cannot draft; None otherwise.
-    """
-
-    found: LocalHead | None = None
-    loaded: Loaded | None = None
-    reason: str | None = None
+    found: LocalHead | None = None  # the head on this machine
+    loaded: Loaded | None = None  # what it drafts with; None if it cannot draft
+    reason: str | None = None  # why a head that was found cannot draft
 
 
 def default_head(model: StreamFusedModel) -> DefaultHead:
-    """Find and load the head that drafts for a model where nothing is asked for.
-
-    It is looked for once, and kept beside the model's weights: all adapters on one base share it.
-    Models with streams, that cannot verify chains, or that are split over machines have none.
-
-    Args:
-        model: as `ssmlx.load` returns it.
-
-    Returns:
-        What was found; a head that cannot be loaded is logged, and is not tried again.
-    """
+    """Find and load the head that drafts for a model by default."""
+    # Models with streams, that verify no chains, or that are split over machines have none.
     backbone = model.backbone
     if model.num_streams or backbone.group is not None or not backbone.capabilities.has("chains"):
         return DefaultHead()
+    # Looked for once, even if it cannot be loaded; all adapters on one base share it.
     kept = backbone.kept_with_weights
     if HEAD_DRAFTER not in kept:
         kept[HEAD_DRAFTER] = _find_head(model)
@@ -52,18 +38,8 @@ def default_head(model: StreamFusedModel) -> DefaultHead:
     return found
 
 
-def loaded_default_head_or_raise(model: StreamFusedModel) -> Loaded | None:
-    """The head of `default_head`, for settings that name its drafter.
-
-    One that was found and could not be loaded is tried again, to raise why.
-
-    Returns:
-        What it drafts with; None where none is on this machine.
-
-    Raises:
-        InputError: there is one that cannot draft.
-        OSError: its files cannot be read.
-    """
+def require_default_head(model: StreamFusedModel) -> Loaded | None:
+    """The default head, for settings that name its drafter; raises why it cannot draft."""
     head = default_head(model)
     if head.found is not None and head.loaded is None:
         return _load_head(head.found, model)  # which says why
@@ -71,7 +47,6 @@ def loaded_default_head_or_raise(model: StreamFusedModel) -> Loaded | None:
 
 
 def _find_head(model: StreamFusedModel) -> DefaultHead:
-    """Look for the head of a model, and load it; see `default_head`."""
     found = find_local_head(model.backbone)
     if found is None:
         return DefaultHead()
@@ -85,7 +60,6 @@ def _find_head(model: StreamFusedModel) -> DefaultHead:
 
 
 def _load_head(found: LocalHead, model: StreamFusedModel) -> Loaded:
-    """Load a head that was found, from this machine alone; raise what its loader raises."""
     loader = registered_drafter(HEAD_DRAFTER).loader
     assert loader is not None
     return loader.load(str(found.folder or ""), model, None, offline=True)

@@ -24,34 +24,22 @@ larger: 8 units in the last place. In float32 every drafter must write the same.
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where an answer differs from plain decoding's.
+    """The first place where an answer differs from plain decoding's."""
 
-    Attributes:
-        place: tokens before it, which both begin with.
-        plain, other: the tokens at that place, of plain decoding and of the other answer.
-        gap: how far apart what decides is there: the target's logits of the two, with noise.
-        logit: the larger of the two logits without noise, without its sign.
-        limit: the gap up to which rounding may have decided.
-    """
-
-    place: int
-    plain: int
-    other: int
-    gap: float
-    logit: float
-    limit: float
+    place: int  # tokens before it, which both begin with
+    plain: int  # token of plain decoding at that place
+    other: int  # token of the other answer
+    gap: float  # between what decides there: the target's logits of the two, with noise
+    logit: float  # the larger of the two logits without noise, without its sign
+    limit: float  # gap up to which rounding may have decided
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding may have decided."""
         return self.gap <= self.limit
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """The index of the first token that two answers do not share; None where they are equal.
-
-    Where one is the beginning of the other, that is its length.
-    """
+    """The index of the first token that two answers do not share, if they differ."""
     if list(plain) == list(other):
         return None
     pairs = zip(plain, other, strict=False)
@@ -60,20 +48,13 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def compare_logits(
-    place: int, plain: int, other: int, logits: mx.array, noise: Noise, dtype: mx.Dtype
+    place: int,  # tokens of the answers before it
+    plain: int,
+    other: int,
+    logits: mx.array,  # [V] at that place, bias and penalties included
+    noise: Noise,  # [1, V] what sampling adds to them
+    dtype: mx.Dtype,  # of the activations, whose rounding it is
 ) -> Divergence:
-    """Compare two tokens by the logits that decide between them.
-
-    Args:
-        place: tokens of the answers before it.
-        plain, other: the tokens.
-        logits: [V] the target's at that place, bias and penalties included.
-        noise: [1, V] what sampling adds to them; None in greedy decoding.
-        dtype: of the activations, whose rounding it is: a key of `ROUNDING`.
-
-    Returns:
-        The divergence; its limit is a share of the larger logit.
-    """
     own = logits.astype(mx.float32)
     decides = own if noise is None else own + noise[0]
     gap = abs(to_float(decides[plain]) - to_float(decides[other]))
@@ -84,26 +65,12 @@ def compare_logits(
 def find_divergence(
     model: StreamFusedModel,
     prompt: Sequence[int],
-    plain: Sequence[int],
+    plain: Sequence[int],  # tokens of plain decoding's answer
     other: Sequence[int],
-    config: GenerateConfig,
-    ends: Collection[int],
+    config: GenerateConfig,  # of both, a seed included if they were sampled
+    ends: Collection[int],  # tokens that end an answer
 ) -> Divergence | None:
-    """Find where an answer differs from plain decoding's, and how close the two tokens are there.
-
-    They are compared by the logits that the model gives behind the text that both begin with, which
-    is processed anew, in a cache of its own. On the thread that runs MLX.
-
-    Args:
-        model: as `ssmlx.load` returns it.
-        prompt, plain, other: tokens of the prompt and of the two answers.
-        config: the settings of both, a seed included if they were sampled.
-        ends: the tokens that end an answer; one answer that is over where the other goes on counts
-            as having the likeliest of them there.
-
-    Returns:
-        The first difference; None where the answers are the same.
-    """
+    """Where an answer differs from plain decoding's, and how close it is there. MLX thread."""
     place = first_difference(plain, other)
     if place is None:
         return None
@@ -118,7 +85,7 @@ def find_divergence(
     logits = sampling.apply_bias_and_penalties(output.logits, places)[0]
 
     def token_or_likeliest_end(answer: Sequence[int]) -> int:
-        """The answer's token at `place`; its likeliest end token where it is over there."""
+        # An answer that is over counts as having the likeliest of its end tokens there.
         return (
             answer[place]
             if place < len(answer)

@@ -1,4 +1,4 @@
-"""Costs of calls that are timed before anybody asks for an answer, for the table of this machine.
+"""Costs of calls that are timed before the first answer, for the table of this machine.
 
 Answers teach the same costs as they go. A first answer that has the table knows at once which trees
 pay, in place of finding out.
@@ -15,15 +15,15 @@ from ..policy.costs import ROWS
 from ..prompts import encode
 from .learned import learned_of
 from .plan import Plan
-from .time_calls import measure_costs_in_plain_calls
+from .time_calls import measure_costs
 
 STREAMS = "streams"
-"""The registered name of the drafter whose calls are timed, where the model has it."""
+"""The registered name of the drafter whose calls are timed, if the model has it."""
 SIZES = (2, 4, 8, 16)
 """Nodes of the trees that are timed; costs between them are interpolated."""
 SECONDS = 1.6
 """Seconds after which no other size is begun: plain calls of 45 ms leave time for all of them."""
-_MOST_TOKENS = 32  # tokens that calls are timed behind at most
+_MOST_TOKENS = 32  # of the text that calls are timed after
 _TEXT = """\
 The first maps of the coast were drawn by sailors, who measured how long it took to pass from one
 headland to the next, and wrote down where the water was deep enough for their ships. A line that
@@ -34,13 +34,12 @@ _log = logging.getLogger("ssmlx")
 
 
 def sample_text(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> list[int]:
-    """The first tokens of a paragraph of prose: `_MOST_TOKENS` at most, and no more than half of
-    the model's context."""
+    """The first tokens of a paragraph of prose, no more than half of the model's context."""
     room = model.backbone.context_length or 2 * _MOST_TOKENS
     return encode(_TEXT, tokenizer)[: min(_MOST_TOKENS, room // 2)]
 
 
-def time_and_store_costs(
+def time_costs(
     model: StreamFusedModel,
     tokens: Sequence[int],
     sizes: Sequence[int],
@@ -48,46 +47,27 @@ def time_and_store_costs(
     seconds: float,
     first_round_seconds: float = inf,
 ) -> dict[int, float]:
-    """Time calls with trees of streams, or of rows alone where the model has no streams, and put
-    the costs, and what plain calls take, into this machine's table; its file is written at once.
-
-    What answers have taught of a size is worth more, and stays.
-
-    Args:
-        model, tokens, sizes, seconds, first_round_seconds: see `measure_costs_in_plain_calls`.
-
-    Returns:
-        Plain calls that a call with n nodes takes, by each n that was timed, as the table has them
-        now.
-    """
-    timings = measure_costs_in_plain_calls(
+    """Time calls, and put their costs into this machine's table; plain calls by nodes."""
+    timings = measure_costs(
         model, tokens, sizes, seconds=seconds, first_round_seconds=first_round_seconds
     )
     learned, _ = learned_of(model)
     context = len(tokens)
     name = STREAMS if model.num_streams else ROWS
     costs = {(name, size): cost for size, cost in timings.costs.items()}
-    learned.costs.set_head_start_where_unlearned(costs, context, timings.plain_seconds)
+    # What answers have taught of a size is worth more, and stays.
+    learned.costs.set_head_start(costs, context, timings.plain_seconds)
     learned.keep(at_once=True)
     known = learned.costs.frozen(context)
     return {size: known.calls((name, size)) for size in timings.costs}
 
 
-def time_calls_before_first_answer(
-    model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan
+def time_head_start(
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    plan: Plan,  # of the answers to come, which is not run
 ) -> None:
-    """Time calls before the first answer, once for a machine and a geometry, and keep their costs.
-
-    The costs are written to this machine's table and its file, and logged at level debug. Does
-    nothing where nothing is learned (no controller, or a deterministic one), where neither streams
-    nor the text draft, where costs of such calls are known already, or where the context is too
-    short for a sample text. On the thread that runs MLX, while nothing else decodes. Takes some two
-    seconds.
-
-    Args:
-        model, tokenizer: as `ssmlx.load` returns them.
-        plan: that of the answers to come, which is not run.
-    """
+    """Time calls once for a machine and a geometry; some two seconds, on the MLX thread."""
     names = {drafter.largest.drafter for drafter in plan.drafters}
     looks_up_text = any(drafter.needs.follows_from_start for drafter in plan.drafters)
     if plan.learned is None or not (STREAMS in names or looks_up_text):
@@ -99,7 +79,7 @@ def time_calls_before_first_answer(
     )
     if is_known or len(tokens) < 2:
         return
-    found = time_and_store_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
+    found = time_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
     costs = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.items())
     if found:
         _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)

@@ -24,7 +24,7 @@ from ..json_files import json_digest, read_json
 from ..loading.adapter import stream_tensors
 from ..loading.files import write_whole
 from ..loading.folders import cache_dir
-from ..mlx_thread import is_forked
+from ..mlx_thread import unless_forked
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
 from ..policy.costs import CostTable
@@ -37,53 +37,34 @@ _log = logging.getLogger("ssmlx")
 
 
 class Learned:
-    """What answers taught of this machine, for models of one geometry, and the file that keeps it.
-
-    The file is read when this is made, and written by `keep` and at exit.
-
-    Attributes:
-        path: the file.
-        costs: what calls cost.
-    """
+    """What answers taught of this machine, for models of one geometry, and its file."""
 
     def __init__(self, path: Path) -> None:
-        """Read `path`, if it can be used, and write it again at the process's exit if anything was
-        learned.
-        """
         self.path = path
         self.costs = CostTable()
         self._priors: dict[str, AcceptancePrior] = {}
         self._written_at = time.monotonic()
         self._is_new = False
         self._read_file()
-        atexit.register(self.write_if_new)
+        atexit.register(self.write)
 
     def prior(self, adapter: str) -> AcceptancePrior:
-        """The acceptance ratios of an adapter, by its digest; new ones, which are kept from now
-        on, where there are none.
-
-        Where that makes more than `_MOST_ADAPTERS`, the one that is known longest is forgotten.
-        """
+        """The acceptance ratios of an adapter, by its digest; new ones if it has none."""
         if adapter not in self._priors and len(self._priors) >= _MOST_ADAPTERS:
+            # The one that is known longest.
             del self._priors[next(iter(self._priors))]
         return self._priors.setdefault(adapter, AcceptancePrior())
 
     def keep(self, *, at_once: bool = False) -> None:
-        """Note that something was learned, and write the file.
-
-        Unless `at_once`, only where it was not written in the last 30 seconds.
-        """
+        """Something was learned: write the file, unless that was done lately."""
         self._is_new = True
         if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
-            self.write_if_new()
+            self.write()
 
-    def write_if_new(self) -> None:
-        """Write the file, whole or not at all, if anything is new since the last time.
-
-        The folder is made. An error of the file system is logged, and is not tried again until
-        something new is learned. A forked process, which learns nothing, writes nothing.
-        """
-        if not self._is_new or is_forked():
+    @unless_forked
+    def write(self) -> None:
+        """Write the file, whole or not at all, if anything is new since the last time."""
+        if not self._is_new:
             return
         self._written_at = time.monotonic()
         self._is_new = False
@@ -97,13 +78,11 @@ class Learned:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(content).encode())
         except OSError as error:
+            # Not tried again until something new is learned.
             _log.debug("%s cannot be written: %s", self.path, error)
 
     def _read_file(self) -> None:
-        """Take over the file's costs and ratios, if it is there and of this format and this MLX.
-
-        Otherwise, and where any of it is broken, nothing is changed; what is broken is logged.
-        """
+        """Take over the file's costs and ratios; all of them, or nothing."""
         if not self.path.is_file():
             return
         try:
@@ -113,10 +92,8 @@ class Learned:
             priors = dict(values["acceptance"])
             if len(priors) > _MOST_ADAPTERS:
                 raise ValueError("it has too many adapters")
-            costs = CostTable.from_dict_or_raise(values["costs"])
-            self._priors = {
-                name: AcceptancePrior.from_dict_or_raise(one) for name, one in priors.items()
-            }
+            costs = CostTable.from_dict(values["costs"])
+            self._priors = {name: AcceptancePrior.from_dict(one) for name, one in priors.items()}
             self.costs = costs
         except (TypeError, ValueError, AttributeError, KeyError, OSError) as error:
             _log.debug("%s is ignored: %s", self.path, error)
@@ -133,13 +110,11 @@ Tests begin with an empty one each (`own_cache`), for the cache folder is anothe
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     """What was learned for `model` on this machine, and the acceptance ratios of its adapter.
 
-    All models of one geometry and cache folder that a process has loaded share the first. The first
-    call for a model computes digests of its weights, and waits for the device; the first for a
-    geometry reads the file.
+    The first call for a model computes digests of its weights, and waits for the device.
     """
     if model not in _BY_MODEL:
         folder = Path(model.backbone.origin.cache_dir or cache_dir()).expanduser() / "costs"
-        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", streams_or_lora_digest(model)
+        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", adapter_digest(model)
     path, adapter = _BY_MODEL[model]
     if path not in _BY_PATH:
         _BY_PATH[path] = Learned(path)
@@ -148,13 +123,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
 
 
 def geometry_digest(model: StreamFusedModel) -> str:
-    """16 hexadecimal digits of what decides how long calls of `model` take; not the values of
-    weights.
-
-    That is the machine, the names, shapes and types of all weights (LoRA that is not merged and
-    streams among them), the numbers of layers and streams, the insertion layer, whether there is a
-    draft head and its bits, and the dtype.
-    """
+    """16 hexadecimal digits of what decides how long calls take; not the values of weights."""
     streams = [] if model.streams is None else stream_tensors(model.streams).items()
     weights = [*tree_flatten(model.backbone.model.parameters()), *streams]
     layers = [model.num_layers, model.insertion_layer, model.num_streams]
@@ -165,13 +134,8 @@ def geometry_digest(model: StreamFusedModel) -> str:
     return json_digest([this_machine(), shapes, layers, heads])
 
 
-def streams_or_lora_digest(model: StreamFusedModel) -> str:
-    """A digest of what an adapter's texts are guessed by: its streams, or else its LoRA.
-
-    16 hexadecimal digits of the streams' weights (in float32) and settings, and of the bits of the
-    draft head, if any; LoRA does not count then. Without streams, that of LoRA on every row, or
-    "none". Waits for the device.
-    """
+def adapter_digest(model: StreamFusedModel) -> str:
+    """16 hexadecimal digits of what guesses texts: streams, else LoRA. Waits for the device."""
     if model.config is None or model.streams is None:
         return model.lora_digest or "none"
     settings = replace(model.config, tokens_per_call=None).to_dict()

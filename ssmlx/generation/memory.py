@@ -21,7 +21,6 @@ LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
 
 
 def _display_name(name: str) -> str:
-    """What users read for a field of `Memory`."""
     return LABELS.get(name, name.replace("_", " "))
 
 
@@ -45,7 +44,6 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by field name, all but the peak."""
         return {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
 
     @property
@@ -55,7 +53,7 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """Bytes that MLX keeps from call to call: all but the text index, which is on the host."""
+        """Bytes that MLX keeps from call to call; the text index is on the host."""
         return sum(self.parts.values()) - self.text_index
 
     @property
@@ -64,7 +62,6 @@ class Memory:
         return max(0, self.peak - self.held)
 
     def line(self) -> str:
-        """One line, in MiB: the peak, then each part above 0, and what passes if that is."""
         parts = {_display_name(name): size for name, size in self.parts.items()}
         shown = [f"{label} {size / MIB:.1f}" for label, size in parts.items() if size]
         if self.passing:
@@ -72,7 +69,6 @@ class Memory:
         return f"memory: {self.peak / MIB:.1f} MiB at most: {', '.join(shown)}"
 
     def table(self) -> str:
-        """Lines of names and MiB: the parts that are there, then `passing` and the peak."""
         rows = [(_display_name(name), size) for name, size in self.parts.items() if size]
         rows += [("passing, at most", self.passing), ("most in use at once", self.peak)]
         return "\n".join(f"{label:20}{size / MIB:9.1f} MiB" for label, size in rows)
@@ -82,19 +78,9 @@ def measure_memory(
     model: StreamFusedModel,
     cache: TextCache,
     drafters: Sequence[Drafter] = (),
-    loaded: Iterable[Loaded] = (),
+    loaded: Iterable[Loaded] = (),  # draft models and heads in memory, whether or not they draft
 ) -> Memory:
-    """Count what an answer keeps in memory now, and read the peak so far.
-
-    Args:
-        model: the target.
-        cache: the answer's.
-        drafters: the answer's.
-        loaded: draft models and heads in memory, whether or not they draft.
-
-    Returns:
-        Bytes by part. The peak is that of the process since `mx.reset_peak_memory`.
-    """
+    """Count what an answer keeps in memory now; its peak is the process's since it was reset."""
     modules = model.backbone.model.modules()
     lora = [array for one in modules if isinstance(one, LoraLayer) for array in one.added]
     apart = {id(array) for array in lora}
@@ -118,19 +104,14 @@ def measure_memory(
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What keys and values of a model's texts take, in bytes.
+    """What keys and values of a model's texts take, in bytes."""
 
-    Attributes:
-        fixed: of a state that does not grow with the text, such as that of recurrent layers.
-        per_token: of each token that there is room for.
-    """
-
-    fixed: int
-    per_token: int
+    fixed: int  # of a state that does not grow with the text, such as that of recurrent layers
+    per_token: int  # of each token that there is room for
 
     @staticmethod
     def rounded(num_tokens: int) -> int:
-        """`num_tokens` rounded up to what a cache reserves: a multiple of `CACHE_STEP`."""
+        """Tokens that a cache reserves: a multiple of `CACHE_STEP`."""
         return -(-num_tokens // CACHE_STEP) * CACHE_STEP
 
     def of(self, num_tokens: int, scratch: int = 0) -> int:
@@ -143,20 +124,17 @@ _SIZES: WeakKeyDictionary[StreamFusedModel, CacheSize] = WeakKeyDictionary()
 
 
 def cache_size_of(model: StreamFusedModel) -> CacheSize:
-    """What a model's caches take; found once, by calls that are built and never computed."""
+    """What a model's caches take; measured once."""
     if model not in _SIZES:
         _SIZES[model] = _measure_cache_size(model)
     return _SIZES[model]
 
 
 def _measure_cache_size(model: StreamFusedModel) -> CacheSize:
-    """What caches of `model` take, by running uncomputed tokens through it.
-
-    Of a cache that reserves room: bytes of a row, behind one token. Of any other: what `CACHE_STEP`
-    more tokens add is `per_token`'s, and the rest is fixed.
-    """
+    """By tokens that are run through the model and never computed."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
+    # A cache that reserves room says what a row takes.
     if cache.row_bytes:
         return CacheSize(0, cache.row_bytes)
     before = cache.nbytes
@@ -166,5 +144,5 @@ def _measure_cache_size(model: StreamFusedModel) -> CacheSize:
 
 
 def _total_bytes(arrays: Iterable[mx.array]) -> int:
-    """Bytes of `arrays`, one that comes twice counted once."""
+    # An array that comes twice is counted once.
     return sum({id(array): array.nbytes for array in arrays}.values())

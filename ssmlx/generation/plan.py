@@ -26,7 +26,7 @@ from ..model.text_cache import TextCache
 from ..policy.controller import PLAIN_CALL, Controller, ExpectedCall
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
-from .default_head import HEAD_DRAFTER, default_head, loaded_default_head_or_raise
+from .default_head import HEAD_DRAFTER, default_head, require_default_head
 from .learned import Learned, learned_of
 from .memory import cache_size_of
 from .pool import Holding, MemoryPool, Shared
@@ -39,35 +39,25 @@ replaces it within an answer or two."""
 TEXT_CONFIG = PromptLookupConfig(
     ngram=MAX_MATCH, num_draft_tokens=CHAIN_NODES[-1] - 1, size=CHAIN_NODES[-1]
 )
-"""What is drafted of the text at most where nothing says how: a controller finds what pays."""
+"""The most that is drafted of the text by default: a controller finds what pays."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
-    """What an answer decodes with; made once an answer.
+    """What an answer decodes with; made once an answer."""
 
-    Attributes:
-        config: the settings, with nothing of the draft's shape and of sampling left open.
-        kind: the registered name of what drafts, of the first where several do; None for plain
-            decoding.
-        drafters: ready to start; none for plain decoding.
-        controller: decides what each call drafts.
-        sampling: how the target decides.
-        loaded: what was loaded to draft with, whether or not it drafts.
-        learned: what the answer will teach; None where nothing is learned.
-    """
-
-    config: GenerateConfig
+    config: GenerateConfig  # with nothing of the draft's shape and of sampling left open
+    # registered name of what drafts, of the first of several; None for plain decoding
     kind: str | None
     drafters: Sequence[Drafter]
-    controller: DraftController
+    controller: DraftController  # decides what each call drafts
     sampling: Sampling
-    loaded: Sequence[Loaded]
-    learned: Learned | None = None
+    loaded: Sequence[Loaded]  # to draft with, whether or not it drafts
+    learned: Learned | None = None  # what the answer will teach, if anything
 
     @property
     def scratch(self) -> int:
-        """Rows that a call may have, for sizing a cache once; 0 for plain decoding."""
+        """Rows that a call may have, for sizing a cache once."""
         return scratch_rows(self.drafters)
 
     @property
@@ -77,13 +67,10 @@ class Plan:
 
     @property
     def needs_context_tokens(self) -> bool:
-        """Whether the tokens that the cache holds before the prompt must be given.
-
-        So for penalties, and for a drafter that reads them; but not where lookup in the text is
-        only what the controller may do by itself, as text that is not known is not looked up in.
-        """
+        """Whether the tokens that the cache holds before the prompt must be given."""
         if self.sampling.context_size > 0:
             return True
+        # A controller looks up in the text by itself; unknown text is not looked up in.
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
             return False
         return registered_drafter(self.kind).needs_whole_context
@@ -95,18 +82,13 @@ class Plan:
 
     @property
     def expected_fastest_call(self) -> ExpectedCall:
-        """What the fastest call should bring now, and what it should take.
-
-        `PLAIN_CALL` where plain decoding is expected to be as fast, and where no call is weighed:
-        the same is drafted at every one.
-        """
+        """What the fastest call should bring now; `PLAIN_CALL` if no call is weighed."""
         if isinstance(self.controller, Controller):
             return self.controller.expected_fastest_call()
         return PLAIN_CALL
 
     def finish(self) -> None:
-        """Keep what an answer that ended, or was given up, has taught. To be called once; does
-        nothing where nothing is learned."""
+        """Keep what an answer that ended, or was given up, has taught; once."""
         if self.learned is not None and isinstance(self.controller, Controller):
             self.controller.finish()
             self.learned.keep()
@@ -116,36 +98,18 @@ def make_plan(
     model: StreamFusedModel,
     config: GenerateConfig | None = None,
     *,
-    drafter: DrafterArgument | None = None,
-    context: int = 0,
-    earlier: EarlierAnswers | None = None,
-    end_tokens: Collection[int] = (),
-    **settings: Any,
+    drafter: DrafterArgument | None = None,  # as `ssmlx.stream_generate` takes it
+    context: int = 0,  # tokens that are committed when the answer begins
+    earlier: EarlierAnswers | None = None,  # answers of the session, which this one may repeat
+    end_tokens: Collection[int] = (),  # of an answer, or of a part of it: text drafts end with them
+    **settings: Any,  # single fields of `GenerateConfig`
 ) -> Plan:
-    """Make the plan of one answer: what `config` comes to on `model`.
+    """Make the plan of one answer: what `config` comes to on `model`. Nothing is decoded.
 
-    Nothing is decoded. The first plan for a model may load the head of `default_head`, and read
-    what was learned of this machine.
-
-    Where no shape of the draft, and no way of decoding, is asked for, a controller decides from
-    call to call what is drafted, if anything; it may then also look up in the text, in `earlier`
-    and in an expected text. What is asked for is drafted at every call.
-
-    Args:
-        model: as `ssmlx.load` returns it.
-        config: the settings.
-        drafter: what drafts, as `ssmlx.stream_generate` takes it.
-        context: tokens that are committed when the answer begins.
-        earlier: the session's answers before this one, which it may repeat.
-        end_tokens: tokens that end an answer, or a part of it: text drafts end with them.
-        settings: single fields of `GenerateConfig`.
-
-    Returns:
-        The plan. With `deterministic` its controller reads no seconds, and nothing is learned.
-
-    Raises:
-        InputError: the settings do not fit the model or what is loaded.
-        TypeError: `GenerateConfig` has no field of such a name.
+    What is asked for is drafted at every call. If neither a shape of the draft nor a way of
+    decoding is, a controller decides from call to call what is drafted, if anything; it may then
+    also look up in the text, in `earlier` and in an expected text. The first plan for a model may
+    load its default head, and read what was learned of this machine.
     """
     config = replace(config or GenerateConfig(), **settings)
     config = config.following(model.backbone.origin.sampling)
@@ -183,8 +147,8 @@ def make_plan(
 
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
-    """Whether a controller decides what is drafted: the settings leave it open, and the model is
-    not split over machines, which would decide by seconds of their own."""
+    """Whether a controller decides what is drafted: the settings leave it open."""
+    # A model that is split over machines would decide by seconds of each.
     return config.is_controlled and model.backbone.group is None
 
 
@@ -196,16 +160,11 @@ def _with_text_drafters(
     *,
     is_chain: bool,
 ) -> list[Drafter]:
-    """`drafters` and those that look up in texts, in a new list.
-
-    In the text itself; in `earlier` answers, unless that is None or calls have to be the same on
-    every run; in the expected text, `config.prompt_lookup.reference`, if any. They stand in the
-    place of those of `drafters` that look up in a text. Each ends a draft with an end token; with
-    `is_chain` they propose chains alone.
-    """
+    """A controller's drafters: text drafters stand in the place of the one that was built."""
     found = [one for one in drafters if not isinstance(one, PromptLookupDrafter)]
     lookup = partial(PromptLookupDrafter, end_tokens=end_tokens, is_chain=is_chain)
     found.append(lookup(TEXT_CONFIG))
+    # Calls that have to be the same on every run know nothing of other answers.
     if earlier is not None and not config.deterministic:
         found.append(lookup(TEXT_CONFIG, earlier=earlier))
     if reference := config.prompt_lookup.reference:
@@ -214,11 +173,7 @@ def _with_text_drafters(
 
 
 def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
-    """What the controller asks of a drafter: the drafter itself, if it makes offers.
-
-    Of streams it is trees of all sizes with the tokens per call that the adapter's settings say, or
-    `TYPICAL_TOKENS`; of others trees of the largest shape alone, with `TYPICAL_CHAIN`.
-    """
+    """What the controller asks of a drafter: the drafter itself, if it makes offers."""
     if isinstance(drafter, OfferSource):
         return drafter
     largest = drafter.largest
@@ -233,37 +188,21 @@ def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
 
 
 class ChosenDrafter(NamedTuple):
-    """What the settings let draft for a model, see `choose_drafter`.
+    """What the settings let draft for a model, see `choose_drafter`."""
 
-    Attributes:
-        name: the registered name of the drafter; None where nothing drafts.
-        loaded: what was loaded to draft with, whether or not it drafts.
-    """
-
-    name: str | None
-    loaded: Sequence[Loaded]
+    name: str | None  # registered name of the drafter
+    loaded: Sequence[Loaded]  # to draft with, whether or not it drafts
 
 
 def choose_drafter(
-    model: StreamFusedModel, config: GenerateConfig, given: Sequence[Loaded]
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    given: Sequence[Loaded],  # by the user; if empty, the default head stands in its place
 ) -> ChosenDrafter:
-    """Choose what drafts for a model; nothing does where `decoding` is "plain", whatever else is
-    given.
+    """Choose what drafts for a model: the first of these that there is.
 
-    That is the drafter of the settings; else that of the first of what was loaded; else streams, if
-    the model has any or `decoding` asks for speculation; else, where a controller decides, lookup
-    in the text if the model can verify chains.
-
-    Args:
-        model: the target.
-        config: the settings.
-        given: what the user loaded to draft with. Where it is empty, the head of `default_head`
-            stands in its place, if the settings name that head's drafter, or name none and leave
-            the controller the choice.
-
-    Raises:
-        InputError: the model cannot verify what the drafter proposes, has no streams that are asked
-            for, or its head is asked for and cannot draft.
+    The drafter of the settings; that of the first of what was loaded; streams, if the model has any
+    or `decoding` asks for speculation; lookup in the text, if a controller decides.
     """
     if config.decoding == "plain":
         return ChosenDrafter(None, given)
@@ -276,7 +215,7 @@ def choose_drafter(
     elif name is None and _is_controlled(model, config):
         return ChosenDrafter(NAME if model.backbone.capabilities.has("chains") else None, loaded)
     if name is not None:
-        _require_model_can_verify(model, name)
+        _require_verifiable(model, name)
     cause = "--drafter streams" if config.drafter else "speculative decoding"
     require(
         name != "streams" or model.num_streams > 0,
@@ -288,24 +227,16 @@ def choose_drafter(
 
 
 def _load_default_head(model: StreamFusedModel, config: GenerateConfig) -> list[Loaded]:
-    """The head of `default_head` in a list, where the settings let it draft, see `choose_drafter`;
-    else an empty list.
-
-    Raises:
-        InputError: the settings name its drafter, and it cannot draft.
-        OSError: the settings name its drafter, and its files cannot be read.
-    """
+    """The default head, if the settings name its drafter, or let a controller choose."""
     head = None
     if config.drafter == HEAD_DRAFTER:
-        head = loaded_default_head_or_raise(model)
+        head = require_default_head(model)
     elif config.drafter is None and _is_controlled(model, config):
         head = default_head(model).loaded
     return [] if head is None else [head]
 
 
-def _require_model_can_verify(model: StreamFusedModel, drafter: str) -> None:
-    """Raise InputError where `model` cannot verify what `drafter` proposes, chains or
-    trees."""
+def _require_verifiable(model: StreamFusedModel, drafter: str) -> None:
     capabilities = model.backbone.capabilities
     needed = registered_drafter(drafter).needed
     reason = capabilities.reason(needed)
@@ -333,45 +264,25 @@ class Decode(Protocol):
         context: Sequence[int] = (),
         take: Take = take_all,
         place: PromptPlace | None = None,
-    ) -> Steps:
-        """The steps of an answer; see `decode_plan` for the arguments."""
-        ...
+    ) -> Steps: ...
 
 
 def decode_plan(
     plan: Plan,
     model: StreamFusedModel,
-    prompt: list[int],
+    prompt: list[int],  # tokens after those in the cache, one or more
     cache: TextCache,
     *,
-    context: Sequence[int] = (),
-    take: Take = take_all,
+    context: Sequence[int] = (),  # the tokens in the cache; optional if nothing reads them
+    take: Take = take_all,  # called once with the tokens of each call, before they are yielded
     place: PromptPlace | None = None,
-    prefill_step_size: StepSize | None = None,
+    prefill_step_size: StepSize | None = None,  # the plan's unless given
 ) -> Steps:
     """Decode under a plan: without end, until the generator is closed.
 
     The check, and the room for trees, are made when this is called; tokens are computed as they are
-    asked for.
-
-    Args:
-        plan: what drafts, how the target decides, and the settings.
-        model: the target.
-        prompt: tokens behind those in the cache, one or more.
-        cache: holds `context`; it is changed, from now on: rows for trees are reserved in it.
-        context: the tokens in the cache; may be left out where nothing reads them.
-        take: called once with the tokens of each call, before they are yielded. Where the answer
-            ends with them and a drafter may draft, no call is begun ahead.
-        place: where a piece of the prompt ends, for the text up to there to be kept; None for
-            nowhere.
-        prefill_step_size: prompt tokens of a forward pass; the plan's unless given.
-
-    Returns:
-        A generator of a step for each call; None before each piece of the prompt and behind the
-        last, and where a drafter starts.
-
-    Raises:
-        InputError: `context` is needed and left out, or has another length than the cache.
+    asked for. Yields a step for each call; None before each piece of the prompt and after the last,
+    and while a drafter starts.
     """
     require(
         len(context) == cache.offset or not (context or plan.needs_context_tokens),
@@ -403,15 +314,10 @@ def decode_plan(
 
 
 def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
-    """Wrap `decode` so that each of its answers is counted in `pool`, and refused where there is no
-    room, even if all that is kept for later answers were dropped.
+    """Wrap `decode` so that each answer is counted in `pool`, and refused if there is no room.
 
-    What an answer has loaded that keeps caches of texts is counted as shared.
-
-    Returns:
-        A function like `decode`. Called, it raises NoRoomError where there is no room for the
-        prompt; its generator does where there is none for more tokens. An answer is counted until
-        its generator ends or is closed.
+    Called, it raises NoRoomError if there is no room for the prompt; its generator does if there is
+    none for more tokens. An answer is counted until its generator ends or is closed.
     """
 
     def decode_claiming_memory(
@@ -423,7 +329,6 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
         context: Sequence[int] = (),
         **more: Any,
     ) -> Steps:
-        """Count the answer, then begin it; its generator claims memory as the text grows."""
         for one in plan.loaded:
             if isinstance(one, Shared):
                 pool.share(one)
@@ -431,6 +336,6 @@ def within_limit(pool: MemoryPool, decode: Decode) -> Decode:
         num_tokens = cache.offset + len(prompt)
         pool.add_running(holding, num_tokens)
         steps = decode(plan, model, prompt, cache, context=context, **more)
-        return holding.claim_memory_while_decoding(steps, num_tokens)
+        return holding.follow(steps, num_tokens)
 
     return decode_claiming_memory

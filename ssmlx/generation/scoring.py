@@ -1,4 +1,4 @@
-"""How likely the tokens of a prompt are, one behind the other."""
+"""How likely the tokens of a prompt are, each after those before it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,28 +15,20 @@ PIECE = 128
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """How likely a model finds the tokens of a prompt.
+    """How likely a model finds the tokens of a prompt."""
 
-    Attributes:
-        logprobs: of every token but the first one, which has nothing before it.
-    """
-
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: tuple[TokenLogprobs, ...]  # of every token but the first, which has nothing before it
 
 
 def score_in_pieces(
-    model: StreamFusedModel, tokens: Sequence[int], cache: TextCache, top: int
+    model: StreamFusedModel,
+    tokens: Sequence[int],
+    cache: TextCache,  # an empty one, which all tokens but the last join
+    top: int,  # how many of the likeliest tokens are wanted in each place
 ) -> Iterator[tuple[TokenLogprobs, ...]]:
-    """Yield log probabilities of each token of a prompt but the first, `PIECE` tokens at a time.
+    """Log probabilities of each token but the first, `PIECE` tokens at a time. MLX thread.
 
-    An empty tuple comes before each piece, for others to take their turn, and then the piece's
-    entries, in order. Nothing comes for a prompt of one token. On the thread that runs MLX.
-
-    Args:
-        model: the target.
-        tokens: a prompt; all but the last join the cache.
-        cache: an empty one.
-        top: how many of the likeliest tokens are wanted in each place.
+    An empty tuple comes before each piece, for others to take their turn.
     """
     for first in range(0, len(tokens) - 1, PIECE):
         yield ()

@@ -48,7 +48,7 @@ class GenerationResponse:
         cached_tokens: tokens of the prompt that the cache held already.
         lossy: whether tokens were accepted that the target might not have written.
         memory: where the memory goes; on the last segment alone.
-        logprobs: those of each token; None where `GenerateConfig.logprobs` is.
+        logprobs: those of each token; None if `GenerateConfig.logprobs` is.
         stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
         drafted_tokens: drafted tokens that were verified so far, accepted or not.
         drafts: what came of each drafter's trees so far, by its name.
@@ -91,7 +91,7 @@ class GenerationResponse:
 
 @dataclass
 class GivenAnswer:
-    """What was given out of an answer so far, its last segment alone kept whole."""
+    """What was yielded of an answer so far, only its last segment whole."""
 
     texts: list[str] = field(default_factory=list)  # of each segment
     tokens: list[int] = field(default_factory=list)
@@ -99,49 +99,40 @@ class GivenAnswer:
 
     @property
     def text(self) -> str:
-        """All of the text."""
         return "".join(self.texts)
 
     def add(self, segment: GenerationResponse) -> None:
-        """Append the text and the tokens of `segment`, which is the last one now."""
         self.texts.append(segment.text)
         self.tokens += segment.tokens
         self.last = segment
 
 
 def resolve_sampling(config: GenerateConfig, model: StreamFusedModel) -> GenerateConfig:
-    """`config` with the model's own sampling where it leaves that open, and a seed if it then
-    samples and has none.
-
-    The seed is drawn from MLX's random state of the calling thread, which changes; with
-    `deterministic` it is 0.
-
-    Raises:
-        InputError: typical acceptance is asked for, and decoding is greedy.
-    """
+    """`config` with the model's own sampling where it leaves that open, and a seed to sample by."""
     config = config.following(model.backbone.origin.sampling)
     if config.seed is not None or config.temp == 0:
         return config
     if config.deterministic:
         return replace(config, seed=0)
+    # From MLX's random state of the calling thread, which changes.
     return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
 
 
-def check_prompt_length(model: StreamFusedModel, num_tokens: int) -> None:
-    """Raise InputError where `num_tokens` is 0, and ContextLengthError where a prompt of so many
-    leaves no room for a token of an answer in the model's context, if that has a limit."""
+def check_prompt(
+    model: StreamFusedModel,
+    tokens: Sequence[int],
+    *,
+    num_cached: int = 0,  # tokens of the text before them
+    others: Sequence[int] = (),  # that belong to the vocabulary too
+) -> None:
+    """Refuse a prompt that is empty, leaves no room for an answer, or has unknown tokens."""
+    num_tokens = num_cached + len(tokens)
     limit = model.backbone.context_length
-    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    require(len(tokens) > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     if limit is not None and num_tokens >= limit:
         raise ContextLengthError(num_tokens, limit)
-
-
-def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
-    """Raise InputError where `tokens` has an id outside the vocabulary; the message names the first
-    of them.
-    """
     size = model.backbone.vocab_size
-    unknown = next((token for token in tokens if not 0 <= token < size), None)
+    unknown = next((token for token in chain(others, tokens) if not 0 <= token < size), None)
     found = f"the prompt has the token {unknown}"
     expected = f"ids from 0 to {size - 1}"
     require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
@@ -155,39 +146,28 @@ def plan_answer_segments(
     *,
     cache: TextCache | None = None,
     context: Sequence[int] = (),
+    # called once with what was yielded, when the answer has ended, failed or was given up; not if
+    # it was never begun
     done: Callable[[GivenAnswer], None] | None = None,
+    # decodes under a plan: `decode_plan`, or what counts memory or batches around it
     decode: Decode = decode_plan,
-    loaded: Sequence[Loaded] = (),
+    loaded: Sequence[Loaded] = (),  # to draft with
     earlier: EarlierAnswers | None = None,
+    # whether the text goes on from the prompt's, its leading space included
     joins_prompt: bool = False,
 ) -> Generator[GenerationResponse | Prefilled]:
     """The segments of an answer, computed as they are read, on the MLX thread alone.
 
-    The prompt is checked, and the plan made, when this is called.
-
-    Args:
-        model, tokenizer, prompt, config, cache, context, earlier: as `stream_generate` takes them.
-        done: called once with what was given out, when the answer has ended, failed or was given
-            up; not where it was never begun.
-        decode: decodes under a plan: `decode_plan`, or what counts memory or batches around it.
-        loaded: what was loaded to draft with.
-        joins_prompt: whether the text goes on from the prompt's, its leading space included.
-
-    Returns:
-        A generator of segments, with a `Prefilled` before the first wherever `decode` gives None,
-        as before each piece of the prompt.
-
-    Raises:
-        InputError: the prompt or the settings cannot be followed.
-        NoRoomError: of a `decode` that counts memory, there is none for the prompt.
+    The prompt is checked, and the plan made, when this is called. A `Prefilled` comes before the
+    first segment whenever `decode` gives None, as before each piece of the prompt.
     """
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else token_ids(prompt)
     context = token_ids(context)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
-    check_prompt_length(model, num_prompt if tokens else 0)
-    check_tokens(model, [*context, *tokens, *token_ids(config.prompt_lookup.reference)])
+    others = [*context, *token_ids(config.prompt_lookup.reference)]
+    check_prompt(model, tokens, num_cached=num_cached, others=others)
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
@@ -212,8 +192,7 @@ def plan_answer_segments(
     )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
-        """Fields of a segment that its tokens do not say; memory only where `reason` says that it
-        is the last."""
+        """Fields of a segment that its tokens do not say; memory only of the last."""
         return {
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
@@ -222,11 +201,7 @@ def plan_answer_segments(
         }
 
     def decode_segments() -> Generator[GenerationResponse | Prefilled]:
-        """Decode, a segment for each call, with weights wired.
-
-        In the end, also where it fails or is closed: compute the cache, keep what was learned, add
-        the answer to `earlier`, and call `done`.
-        """
+        """Decode, a segment for each call, with weights wired."""
         started = time.perf_counter()
         total = len(tokens) - 1
         given = GivenAnswer()
@@ -258,12 +233,7 @@ def plan_answer_segments(
 
 
 def token_ids(tokens: Any) -> list[int]:
-    """A list of ints of a sequence of token ids, or of an array of NumPy or MLX.
-
-    Raises:
-        InputError: it is no such thing, such as bytes, whose numbers are no ids, or what has no
-            order; the message calls it the prompt.
-    """
+    """Ints of a sequence of token ids, or of an array of NumPy or MLX."""
     is_row = isinstance(tokens, Sequence) or hasattr(tokens, "tolist")
     if is_row and not isinstance(tokens, str | bytes | bytearray | memoryview):
         items = tokens.tolist() if hasattr(tokens, "tolist") else tokens
@@ -279,20 +249,13 @@ def token_ids(tokens: Any) -> list[int]:
 
 def build_responses(
     steps: Iterator[Step],
-    num_prompt: int,
-    num_cached: int,
+    num_prompt: int,  # tokens of the prompt, cached ones included
+    num_cached: int,  # tokens of the prompt that were cached
+    # other fields of a segment, by its finish reason
     measured: Callable[[FinishReason | None], dict[str, Any]],
-    started: float | None = None,
+    started: float | None = None,  # when the answer began, of `time.perf_counter`; now unless given
 ) -> Iterator[GenerationResponse]:
-    """Make an answer's segments from the step of each target call, up to where the answer ends.
-
-    Args:
-        steps: one for each call.
-        num_prompt: tokens of the prompt, cached ones included.
-        num_cached: tokens of the prompt that were cached.
-        measured: called with a segment's finish reason, None before the last: its other fields.
-        started: when the answer began, of `time.perf_counter`; now unless given.
-    """
+    """An answer's segments from the step of each target call, up to where the answer ends."""
     started = first_done = time.perf_counter() if started is None else started
     totals = DraftTotals()
     num_tokens = 0

@@ -29,23 +29,14 @@ _DROPPED_CALLS = 2  # the prompt's, and the first that drafts or launches ahead
 
 @dataclass(frozen=True)
 class CallTimings:
-    """What calls took on this machine, one behind another of the same kind.
+    """What calls took on this machine, each after another of the same kind."""
 
-    Attributes:
-        costs: plain calls that a call with n nodes takes, by n.
-        plain_seconds: of each of the plain calls.
-    """
-
-    costs: Mapping[int, float]
-    plain_seconds: Sequence[float]
+    costs: Mapping[int, float]  # plain calls that a call with n nodes takes, by n
+    plain_seconds: Sequence[float]  # of each of the plain calls
 
 
 class NewestTokenRepeater:
-    """A drafter of chains that repeat the newest token: to time calls that verify so many rows.
-
-    Args:
-        nodes: nodes of a chain at most, the root included.
-    """
+    """A drafter of chains that repeat the newest token: to time calls that verify so many rows."""
 
     name = "any-chain"
     needs = Needs(host_tokens=True)
@@ -56,51 +47,31 @@ class NewestTokenRepeater:
         self._last = 0
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Note the newest token."""
         self._last = tokens[-1]
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Note the newest token."""
         self._last = tokens[-1]
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """A chain that repeats the newest token `shape.levels` times, padded to a usual number of
-        nodes.
-
-        `verified` is not read.
-        """
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
         return trie.to_padded_tree(shape.levels)
 
 
-def measure_costs_in_plain_calls(
-    model: StreamFusedModel,
-    tokens: Sequence[int],
-    sizes: Sequence[int] = (2, 3, 4, 6, 8, 12, 16),
+def measure_costs(
+    model: StreamFusedModel,  # nothing else decodes with it meanwhile
+    tokens: Sequence[int],  # the text that is decoded after, two tokens or more
+    sizes: Sequence[int] = (2, 3, 4, 6, 8, 12, 16),  # nodes of the trees, each 2 or more
     *,
-    seconds: float = 3.0,
+    seconds: float = 3.0,  # after which no other round over the sizes begins
+    # after which no other size is begun in the first round either
     first_round_seconds: float = inf,
 ) -> CallTimings:
-    """Time steady calls of the real decoding loop, with best trees of streams and without.
+    """Time steady calls of the real loop, with best trees of streams, or else with free chains.
 
-    Of a model without streams, calls that verify chains that were drafted at no cost.
-
-    Sizes are timed in turns, smallest first, until the seconds are used; the least mean of each
-    counts, because whatever disturbs a timing makes it longer. Behind a size that takes more plain
-    calls than any tree can bring tokens, larger ones are left out.
-
-    Args:
-        model: nothing else decodes with it meanwhile.
-        tokens: the text that is decoded behind, two tokens or more.
-        sizes: nodes of the trees, one size or more, each 2 or more.
-        seconds: time after which no other round over the sizes begins.
-        first_round_seconds: time after which no other size is begun in the first round either; by
-            default it comes to all of them, however long that takes.
-
-    Returns:
-        The costs of the sizes that were timed, in plain calls, and the seconds of all timed plain
-        calls; none where not even a plain call was timed.
+    Sizes are timed in turns, smallest first; the least mean of each counts, because whatever
+    disturbs a timing makes it longer. After a size that takes more plain calls than any tree can
+    bring tokens, larger ones are left out.
     """
     assert len(tokens) > 1
     ascending = sorted({*sizes})
@@ -115,12 +86,7 @@ def measure_costs_in_plain_calls(
     is_first_round = True
 
     def time_calls(size: int) -> bool:
-        """Time some calls of a size; keep the least mean, and the seconds of plain calls.
-
-        Returns:
-            False, with nothing kept, where the time for the first round was over before the first
-            call had ended.
-        """
+        """Time some calls of a size; False if the first round's time is over."""
         deadline = started + first_round_seconds if is_first_round else inf
         calls = _decode_calls(model, list(tokens), cache, drafter, size)
         took = _time_few_calls(calls, deadline)
@@ -152,20 +118,16 @@ def measure_costs_in_plain_calls(
 
 
 def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
-    """A drafter of trees of up to `nodes`: of streams, or of chains where the model has none."""
     if model.num_streams:
         return StreamDrafter(model, TreeConfig(size=nodes), model.num_streams)
     return NewestTokenRepeater(nodes)
 
 
-def _time_few_calls(calls: Iterator[Step], deadline: float) -> list[float]:
-    """Make `_DROPPED_CALLS` calls that are not timed and then `_TIMED_CALLS`, and return the
-    seconds of each of the latter.
-
-    An empty list where the first call, which processes the prompt, does not end before `deadline`
-    (of `time.perf_counter`); later calls have no deadline. `calls` are without end, and are left
-    open.
-    """
+def _time_few_calls(
+    calls: Iterator[Step],  # without end, left open
+    deadline: float,  # of `time.perf_counter`
+) -> list[float]:
+    """Seconds of `_TIMED_CALLS` calls; none if the prompt's call misses the deadline."""
     for _ in islice(calls, _DROPPED_CALLS):
         if time.perf_counter() > deadline:
             return []
@@ -179,20 +141,13 @@ def _time_few_calls(calls: Iterator[Step], deadline: float) -> list[float]:
 
 
 def _decode_calls(
-    model: StreamFusedModel, text: list[int], cache: TextCache, drafter: Drafter, size: int
+    model: StreamFusedModel,
+    text: list[int],  # tokens, two or more
+    cache: TextCache,  # may hold a beginning of `text`, or more, which is taken back now
+    drafter: Drafter,  # of trees at least as large
+    size: int,
 ) -> Iterator[Step]:
-    """Decode behind `text` with a tree of `size` nodes in every call; plainly where it is `PLAIN`.
-
-    Args:
-        model: the target.
-        text: tokens, two or more.
-        cache: may hold a beginning of `text`, or all of it and more, which is taken back now.
-        drafter: of trees as large at least.
-        size: nodes, the root included.
-
-    Returns:
-        An iterator over the steps of an answer, without end.
-    """
+    """Steps after `text`, without end, with a tree of `size` nodes in every call."""
     held = cache.longest_keepable(min(cache.offset, len(text) - 1))
     cache.keep_first(held)
     prompt = text[held:]

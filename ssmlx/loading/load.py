@@ -16,7 +16,7 @@ from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..formats.families import message_end_ids
 from ..json_files import read_json
-from ..mlx_thread import claim_process_for_mlx
+from ..mlx_thread import claim_process
 from ..model import opt
 from ..model.backbone import Backbone, FileStamp, Origin
 from ..model.lm_head import PACKED_KINDS
@@ -325,7 +325,7 @@ def load_weights(
     Raises:
         InputError: the folder cannot be loaded, or `dtype` is none of `DTYPES`.
     """
-    claim_process_for_mlx()
+    claim_process()
     dtype = resolve_dtype(dtype)
     with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
         if not settings:  # there is no file, which this says, or an empty one

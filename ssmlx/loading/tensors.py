@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import InputError, first_line, join_first, require, unwritable_error
-from ..mlx_thread import claim_process_for_mlx
+from ..mlx_thread import claim_process
 
 
 def write_finite_tensors_in_place(
@@ -50,11 +50,11 @@ def read_tensors(path: Path, what: str, names_begin_with: str = "") -> dict[str,
 
     Raises:
         InputError: there is no file, it cannot be read, or this process may not use MLX, see
-            `claim_process_for_mlx`.
+            `claim_process`.
     """
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
-    claim_process_for_mlx()
+    claim_process()
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)

@@ -1,8 +1,8 @@
-"""The base model as the rest of the package has it: its stages, or its own call alone.
+"""The base model as the rest of the package has it: its stages, or only its own call.
 
 What the package must know of a model is small (`family`). When the model is wrapped, it is checked
-(`capability_checks`) that the stages put together (`stages`) are the model. Where they are not, or
-a class is built otherwise than `family` takes it to be, the model decodes plainly, by its own call.
+(`capability_checks`) that the stages put together (`stages`) are the model. If they are not, the
+model decodes plainly, by its own call.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .text_cache import TextCache
 
 _log = logging.getLogger("ssmlx")
 
+# Reads modules from the base model's files: their paths, to the modules by path.
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
-"""Reads modules from the base model's files: their paths, to the modules by path."""
 
 
 class FileStamp(NamedTuple):
@@ -62,81 +62,52 @@ class FileStamp(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a base model came from, and what is fetched or read for it later.
+    """Where a base model came from, and what is fetched or read for it later."""
 
-    Attributes:
-        name: what the model is called: a name or a folder, as it was given.
-        folder: where its weights were read; None if they were read from no folder.
-        config: the content of its config.json, see `rope.rope_settings`; empty if it was read from
-            no folder.
-        files: stamps of the files there, as they were read; None where they were changed meanwhile.
-        dtype: of the weights, as `load` takes it, but for "auto".
-        reload: reads modules once more as the model was loaded. Where it is None, weights that an
-            adapter is merged into are kept beside the merged ones.
-        cache_dir: the folder that was given to keep things in; None for the user's cache folder.
-        offline: whether nothing may be fetched.
-        sampling: how its generation_config.json asks for tokens to be sampled.
-    """
-
-    name: str = "this model"
-    folder: Path | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "this model"  # a name or a folder, as it was given
+    folder: Path | None = None  # of its weights; None if they were read from no folder
+    config: Mapping[str, Any] = field(default_factory=dict)  # the content of its config.json
+    # of that folder, as they were read; None if they were changed meanwhile
     files: tuple[FileStamp, ...] | None = None
-    dtype: str = "stored"
+    dtype: str = "stored"  # of the weights, as `load` takes it, except "auto"
+    # None: weights that an adapter is merged into are kept beside the merged ones
     reload: Reload | None = None
-    cache_dir: str | Path | None = None
-    offline: bool = False
-    sampling: ModelSampling = field(default_factory=ModelSampling)
+    cache_dir: str | Path | None = None  # None for the user's cache folder
+    offline: bool = False  # nothing may be fetched
+    sampling: ModelSampling = field(default_factory=ModelSampling)  # of its generation_config.json
 
 
 class Backbone(Stages):
     """The base model: an mlx-lm model whose stages were checked, or that runs by its own call.
 
-    Its arrays are computed when it is made, so that any thread may use it. `capabilities` says
-    what it can do; the methods of stages may be called only where it has "stages".
-
-    Args:
-        model: as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in place; the
-            model itself works as before.
-        origin: where it came from; unknown unless given.
-        draft_bits: bits to quantise the weights of `draft_head` to, where the head's own are not
-            quantised; None leaves them as they are.
-        group: the ranks that the model is split over, as `ranks.shard_over_ranks` does it.
-
-    Raises:
-        InputError: the model does not run by its own call either.
-
-    Attributes:
-        replaced: the base model's modules that an attached adapter's LoRA stands in for, by path;
-            None for those that `origin.reload` gives.
-        kept_with_weights: what others keep for as long as these weights are in memory, by name,
-            such as a head that drafts; shared by all copies of the backbone.
+    Its arrays are computed when it is made, so that any thread may use it. `capabilities` says what
+    it can do; the methods of stages may be called only if it has "stages". Layers' rotary
+    embeddings are wrapped in place; the model itself works as before.
     """
 
     _no_stages: Reason = None
     _no_chains: Reason = None
     _no_last_hidden: Reason = None
     # [1, 1, D] zeros of a model without stages: the shape and type of its hidden states. D is 0
-    # where neither its final norm nor its settings say it.
+    # if neither its final norm nor its settings say it.
     _hidden_like: mx.array
 
     def __init__(
         self,
         model: nn.Module,
         origin: Origin | None = None,
+        # of `draft_head`, if the head itself is not quantised; None leaves it as it is
         draft_bits: int | None = None,
-        group: Group | None = None,
+        group: Group | None = None,  # the ranks that the model is split over
     ) -> None:
-        """Check by a few calls that the stages are the model; else make it one that runs by its own
-        call.
-
-        Computes the model's arrays. Rotary embeddings are wrapped, and left as they were where the
-        stages fail. InputError where the model does not run by its own call either.
-        """
         self.origin = origin or Origin()
         self.draft_bits = draft_bits
         self.group = group
+        # The base model's modules that an attached adapter's LoRA stands in for, by path; None for
+        # those that `origin.reload` gives.
         self.replaced: Mapping[str, nn.Module | None] = {}
+        # What others keep as long as these weights are in memory, such as a head that drafts;
+        # shared by all copies of the backbone.
         self.kept_with_weights: dict[str, Any] = {}
         wrapped_ropes: list[tuple[Any, nn.Module]] = []
         try:
@@ -144,7 +115,7 @@ class Backbone(Stages):
             wrapped_ropes = make_ropes_take_positions(self)
             mx.eval(module_arrays(model))
             check_stages(self)
-        except Exception as error:  # of many kinds, where a class is built in a way of its own
+        except Exception as error:  # of many kinds, since classes differ in how they are built
             _log.debug("the stages of a model cannot be run", exc_info=True)
             for attention, rope in wrapped_ropes:
                 attention.rope = rope
@@ -153,41 +124,21 @@ class Backbone(Stages):
             self._switch_to_own_call(error.found)
 
     def clone_sharing_weights(self) -> Backbone:
-        """A backbone with copies of the model's modules, on the very same arrays.
-
-        Modules of the copy may be exchanged, and those of this backbone stay as they are.
-        """
+        """Modules of the copy may be exchanged, and those of this backbone stay as they are."""
         clone = copy.copy(self)
         clone.model = clone_sharing_arrays(self.model)
         clone.refresh_parts()
         return clone
 
     def refresh_parts(self) -> None:
-        """Find the parts of `model` again, after some of its modules were exchanged.
-
-        As `Stages.refresh_parts`; of a model without stages, what `find_available_parts`
-        finds.
-
-        Raises:
-            InputError: a model with stages lacks a part now.
-        """
         if self._no_stages is None:
             super().refresh_parts()
         else:
             self.parts = find_available_parts(self.model, self.vocab_size)
 
     def without_adapter(self) -> Backbone:
-        """The base model, without the LoRA of the adapter that is attached.
-
-        Modules that are not in memory any more are read from the model's files.
-
-        Returns:
-            A copy on the same arrays that has the replaced modules again, and `replaced` empty;
-            this backbone itself where no module was replaced.
-
-        Raises:
-            InputError: weights that LoRA was merged into cannot be read again.
-        """
+        """On the same arrays, without the LoRA that is attached; modules that are no longer in
+        memory are read from the model's files. This backbone itself if nothing was replaced."""
         if not self.replaced:
             return self
         dropped = [path for path, module in self.replaced.items() if module is None]
@@ -201,81 +152,50 @@ class Backbone(Stages):
 
     @property
     def replaced_in_memory(self) -> dict[str, nn.Module]:
-        """Those of `replaced` that are kept in memory, by path; `origin.reload` reads the
-        others.
-        """
+        """`origin.reload` reads the others."""
         return {path: module for path, module in self.replaced.items() if module is not None}
 
     @cached_property
     def context_length(self) -> int | None:
-        """Most positions that the model was made for, see `rope.context_length`; None if nothing
-        bounds them."""
+        """Most positions that the model was made for; None if nothing bounds them."""
         return context_length(self.model, self.args, self.origin.config)
 
     @property
-    def final_norm_weight(self) -> mx.array:
-        """[D] weight of the final norm; [0] where it was not found."""
+    def final_norm_weight(self) -> mx.array:  # [D]; [0] if it was not found
         weight: mx.array = getattr(self.final_norm, "weight", mx.zeros(0))
         return weight
 
-    def append(self, tokens: mx.array, cache: TextCache, taps: Sequence[int] = ()) -> CallOutput:
-        """Run tokens through the model and commit them to the cache.
-
-        Args:
-            tokens: [R] that follow what the cache holds.
-            cache: as `StreamFusedModel.make_cache` makes it for this model; paths that it has not
-                counted yet are dropped.
-            taps: numbers of the layers whose input is wanted. The number of all layers stands for
-                the final norm, the only one that a model without stages gives.
-
-        Returns:
-            Logits and taps of the R tokens, and their last hidden states if the model has stages.
-
-        Raises:
-            InputError: taps between layers are asked of a model without stages, or the final
-                norm's of one that gives none.
-            ValueError: a tap is no layer's number, and not the final norm's.
-        """
+    def append(
+        self,
+        tokens: mx.array,  # [R] that follow what the cache holds
+        cache: TextCache,
+        # layers whose input is wanted; the number of all layers means the final norm, the only one
+        # that a model without stages gives
+        taps: Sequence[int] = (),
+    ) -> CallOutput:
+        """Run tokens through the model and commit them; paths that the cache has not counted yet
+        are dropped."""
         if isinstance(cache, TreeCache):
             return super().append(tokens, cache, taps)
         assert isinstance(cache, StateCache)
         return self._run_own_call(cache.append, tokens, taps)
 
     def verify_chain(
-        self, tokens: mx.array, cache: StateCache, taps: Sequence[int] = ()
+        self,
+        tokens: mx.array,  # [R], at least two: the newest token and what was drafted after it
+        cache: StateCache,  # of the tokens before; its `commit_accepted` says how many stay
+        taps: Sequence[int] = (),  # as `append` takes them
     ) -> CallOutput:
-        """Run drafted tokens through a model without stages, one behind the other.
-
-        Args:
-            tokens: [R], two or more: the newest token and what was drafted behind it.
-            cache: of the tokens before them. `StateCache.commit_accepted` says how many of them
-                stay.
-            taps: as `append` takes them.
-
-        Returns:
-            As `append`.
-
-        Raises:
-            InputError: as `append`.
-        """
+        """For a model without stages."""
         return self._run_own_call(cache.verify, tokens, taps)
 
     def _run_own_call(
         self,
+        # that method of the cache, which runs the model
         append_or_verify: Callable[[Any, mx.array], mx.array],
-        tokens: mx.array,
+        tokens: mx.array,  # [R]
         taps: Sequence[int],
     ) -> CallOutput:
-        """Run tokens through a model without stages, and note what enters its final norm.
-
-        Args:
-            append_or_verify: that method of the cache, which runs the model.
-            tokens: [R].
-            taps: as `append` takes them.
-
-        Returns:
-            Logits and taps of the R tokens.
-        """
         found: dict[int, mx.array] = {}
         if not taps:
             logits = append_or_verify(self.parts.outer, tokens)
@@ -290,22 +210,12 @@ class Backbone(Stages):
             found = {last: norm_inputs[0]}
         return CallOutput(logits.squeeze(0), taps=found)
 
-    def draft_head(self, tokens: mx.array) -> LMHead:
-        """Make an LM head of some tokens alone, for drafting.
-
-        It has its own copy of their rows, LoRA merged into it, computed here. It only guesses, so
-        weights that are not quantised are quantised to `draft_bits`, unless that is None: no answer
-        changes.
-
-        Args:
-            tokens: [Vd] ids.
-
-        Returns:
-            Normed hidden states [1, R, D] to logits [1, R, Vd], in the order of `tokens`.
-
-        Raises:
-            InputError: the model's LM head has no row for each token.
-        """
+    def draft_head(
+        self,
+        tokens: mx.array,  # [Vd]
+    ) -> LMHead:  # normed [1, R, D] to logits [1, R, Vd]
+        """An LM head of some tokens, in their order, for drafting: a computed copy of their rows,
+        LoRA merged into it. It only guesses, so quantising it to `draft_bits` changes no answer."""
         layer = head_layer(self.lm_head)
         self._require_row_per_token(layer, "a draft vocabulary")
         rows = select_rows(layer, tokens)
@@ -314,29 +224,19 @@ class Backbone(Stages):
         mx.eval(rows.parameters())
         return self._head_with_layer(rows)
 
-    def head_weights(self, tokens: mx.array) -> mx.array:
-        """The weights of the LM head's rows for some tokens, dequantised, LoRA merged into them.
-
-        Args:
-            tokens: [...] ids.
-
-        Returns:
-            [..., D].
-
-        Raises:
-            InputError: the model's LM head has no row for each token.
-        """
+    def head_weights(
+        self,
+        tokens: mx.array,  # [...]
+    ) -> mx.array:  # [..., D]
+        """The LM head's rows, dequantised, LoRA merged into them."""
         layer = head_layer(self.lm_head)
         self._require_row_per_token(layer, "a condition")
         return row_weights(layer, tokens)
 
     @cached_property
     def logit_scale(self) -> float:
-        """The factor that the model multiplies its head's logits by.
-
-        It is measured once, by a call with hidden states so small that no logit is capped; 1.0
-        where the model changes no logits. Waits for the device.
-        """
+        """The factor that the model multiplies its head's logits by, measured with hidden states so
+        small that no logit is capped. Waits for the device."""
         if not self._changes_logits:
             return 1.0
         hidden = 1e-3 * mx.ones((1, self.hidden_size), self.dtype)
@@ -347,23 +247,17 @@ class Backbone(Stages):
         return to_float(scaled.flatten()[largest]) / to_float(plain.flatten()[largest])
 
     def broadcast_from_rank0(self, *arrays: mx.array) -> list[mx.array]:
-        """Rank 0's values of `arrays`, where the model is split over ranks; else `arrays`."""
+        """Rank 0's values, if the model is split over ranks."""
         return from_rank0(arrays, self.group)
 
     def make_model_cache(self) -> list[Any]:
-        """mlx-lm's own caches, one for each layer and of the kind that it needs.
-
-        They are for the model's own call; `family.make_caches` makes those that tell its windows.
-        """
+        """mlx-lm's own caches by layer, for the model's own call; `family.make_caches` makes those
+        that tell its windows."""
         return list(make_prompt_cache(self.parts.outer))
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do, each with the reason where it cannot.
-
-        Stages, taps and trees it has all or none. Whether it can batch is tried by a few
-        calls when it is first asked for.
-        """
+        """Whether it can batch is tried by a few calls when that is first asked."""
         reason = self._no_stages
         return Capabilities(
             stages=reason,
@@ -376,34 +270,23 @@ class Backbone(Stages):
 
     @cached_property
     def takes_tree_masks(self) -> bool:
-        """Whether every layer's attention takes a `metal.TreeMask`; tried when first asked for.
-
-        The attention function of the layers' modules is replaced for it, see
-        `hook_and_try_tree_masks`.
-        """
+        """Whether every layer's attention takes a `metal.TreeMask`. Its first reading replaces the
+        attention function of the layers' modules."""
         return hook_and_try_tree_masks(self)
 
     @cached_property
     def _no_batches(self) -> Reason:
-        """Why texts of different lengths cannot share a call; None where they can."""
+        """Why texts of different lengths cannot share a call."""
         return try_batches(self) if self._no_stages is None else self._no_stages
 
-    def _embed_one_token(self) -> mx.array:
-        """[1, 1, D] of the shape and type of hidden states, see `_hidden_like`."""
+    def _embed_one_token(self) -> mx.array:  # [1, 1, D]
         return super()._embed_one_token() if self._no_stages is None else self._hidden_like
 
-    def _switch_to_own_call(self, why_no_stages: str) -> None:
-        """Make this a backbone without stages, which runs the model by its own call alone.
-
-        The call is tried on a few tokens. Sets `parts`, the shape and dtype of hidden states, and
-        the reasons that `capabilities` gives.
-
-        Args:
-            why_no_stages: what keeps the model's layers from running one by one.
-
-        Raises:
-            InputError: the model does not run by its own call either.
-        """
+    def _switch_to_own_call(
+        self,
+        why_no_stages: str,  # what keeps the model's layers from running one by one
+    ) -> None:
+        """Run the model by its own call only, once that was tried on a few tokens."""
         self.parts = find_available_parts(self.model, 0)
         keep_positions_in_table(self.model)
         outer = self.parts.outer
@@ -430,16 +313,11 @@ class Backbone(Stages):
         hook_recurrences(self.model)
         self._no_chains = try_chains(self.model, self.make_model_cache, logits.dtype)
 
-    def _require_row_per_token(self, layer: Any, user: str) -> None:
-        """Check that an LM head's layer is of `HEAD_KINDS`, which have a row for each token.
-
-        Args:
-            layer: the head's, as `head_layer` gives it.
-            user: who takes rows of it, for the message, such as "a condition".
-
-        Raises:
-            InputError: a layer of another class, which the message names.
-        """
+    def _require_row_per_token(
+        self,
+        layer: Any,
+        user: str,  # takes rows of the layer, for the message, such as "a condition"
+    ) -> None:
         if not isinstance(layer, HEAD_KINDS):
             kind = type(layer).__name__
             raise InputError(

@@ -1,4 +1,4 @@
-"""What a model can do beside decoding plainly, and why not where it cannot."""
+"""What a model can do beside plain decoding, and if it cannot, why."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Literal
 
 from ..errors import require
 
-Reason = str | None
-"""Why a model lacks a capability; None where it has it."""
+Reason = str | None  # why a model lacks a capability; None if it has it
 
 Capability = Literal["stages", "taps", "last_hidden", "trees", "chains", "batches"]
 
@@ -25,54 +24,33 @@ _EXPECTED: dict[Capability, str] = {
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a model can do, each with the reason where it cannot.
+    """Each is None if the model can, or the reason in words if it cannot."""
 
-    Attributes:
-        stages: embedding, layers, final norm and head can be run one after the other, as streams
-            and their training need it.
-        taps: hidden states between layers can be returned.
-        last_hidden: what enters the final norm can be returned, and final norm and head be run.
-        trees: the nodes of a tree can be verified in one call, and all but one path dropped.
-        chains: several tokens, one behind the other, can be verified in one call, and the last of
-            them dropped.
-        try_batches: runs the model to find out why texts of different lengths cannot share a call;
-            None where they can.
-    """
-
-    stages: Reason
-    taps: Reason
-    last_hidden: Reason
-    trees: Reason
-    chains: Reason
-    try_batches: Callable[[], Reason]
+    stages: Reason  # embedding, layers, norm and head run one after the other, as streams need it
+    taps: Reason  # hidden states between layers
+    last_hidden: Reason  # what enters the final norm, and running final norm and head
+    trees: Reason  # verify a tree's nodes in one call, and drop all but one path
+    chains: Reason  # verify tokens that follow each other in one call, and drop the last ones
+    try_batches: Callable[[], Reason]  # may run the model
 
     @property
     def batches(self) -> Reason:
-        """Why texts of different lengths cannot share a call; None where they can.
-
-        The model may be run to find out, see `try_batches`; so in `has`, `reason` and `require`.
-        """
+        """Whether texts of different lengths can share a call. The model may be run to find out,
+        also by `has`, `reason` and `require`."""
         return self.try_batches()
 
     def has(self, capability: Capability) -> bool:
-        """Whether the model has the capability."""
         return self.reason(capability) is None
 
     def reason(self, capability: Capability) -> Reason:
-        """Why the model lacks the capability; None where it has it."""
         reason: Reason = getattr(self, capability)
         return reason
 
-    def require(self, capability: Capability, taker: str) -> None:
-        """Refuse what needs a capability that the model lacks.
-
-        Args:
-            capability: what is needed.
-            taker: who needs it, for the message, such as "drafting".
-
-        Raises:
-            InputError: with the reason; nothing is raised where the model has the capability.
-        """
+    def require(
+        self,
+        capability: Capability,
+        taker: str,  # needs it, for the message, such as "drafting"
+    ) -> None:
         reason = self.reason(capability)
         require(
             reason is None,

@@ -1,6 +1,6 @@
 """What a model is capable of, tried: a few tokens run through its stages and through itself.
 
-Where both give the same logits, the stages are the model. That is tried when a model is loaded, in
+If both give the same logits, the stages are the model. That is tried when a model is loaded, in
 float32 and past windows that are made short for it, so that it takes a few calls.
 """
 
@@ -31,16 +31,10 @@ _CHECK_WINDOW = 4
 
 
 def check_stages(stages: Stages) -> None:
-    """Check that the stages one by one give the logits that the model's own call gives.
+    """The stages one by one must give the logits of the model's own call, but for float32 rounding.
 
-    Both run 6 tokens, or more than the longest window holds, on a copy whose windows are made short
-    where they can be. The copy shares the weights as they are stored; only what it computes is in
-    float32. Of the stages, half of the tokens are appended to the cache, and the other half run as
-    the rows of one step. The model stays as it is. Waits for the device.
-
-    Raises:
-        InputError: some logits differ by more than rounding in float32 explains, see
-            `_unexplained_difference`. What the model's class raises is not caught.
+    Half of the tokens are appended to the cache, the other half run as the rows of one step. Errors
+    of the model's own class are not caught. Waits for the device.
     """
     tried = _float32_with_short_windows(stages)
     longest = max(window or 0 for window in tried.windows)
@@ -61,18 +55,8 @@ def check_stages(stages: Stages) -> None:
 
 
 def hook_and_try_tree_masks(stages: Stages) -> bool:
-    """Find out by a few tokens whether every layer's attention takes a `metal.TreeMask`.
-
-    The attention function of their modules is replaced for it, for the whole process and for good,
-    where `metal.hook_layers` can do so.
-
-    Returns:
-        Whether the logits under a `TreeMask` are those under a bool mask, but for rounding. False
-        too where a layer's attention cannot be hooked, or the call fails.
-
-    Raises:
-        InputError: the kernel was asked for (attention=fused) and cannot run these layers.
-    """
+    """Whether every layer's attention takes a `metal.TreeMask`. The attention function of their
+    modules is replaced for it, for the whole process and for good, if `metal.hook_layers` can."""
     tokens = mx.array(CHECK_TOKENS)
     if not hook_layers(stages.layers):
         return False
@@ -88,15 +72,8 @@ def hook_and_try_tree_masks(stages: Stages) -> bool:
 
 
 def try_batches(stages: Stages) -> Reason:
-    """Find out by a few tokens why texts of different lengths cannot share a call.
-
-    Two texts run in shared calls, the shorter one padded in front, and each alone, on a copy in
-    float32 whose windows are made short. The model stays as it is. Waits for the device.
-
-    Returns:
-        None where both give the same logits for the last token, but for rounding. Else the reason
-        in words: by how much they differ, or how the shared call failed.
-    """
+    """Why texts of different lengths cannot share a call: two run in shared calls, the shorter one
+    padded in front, and each alone. Waits for the device."""
     tried = _float32_with_short_windows(stages)
     tokens = mx.array(CHECK_TOKENS)
     first = tokens.size // 2
@@ -119,25 +96,13 @@ def try_batches(stages: Stages) -> Reason:
 
 
 def try_chains(
-    model: nn.Module, make_model_cache: Callable[[], list[Any]], dtype: mx.Dtype
+    model: nn.Module,  # `recurrent.hook_recurrences` has seen it
+    make_model_cache: Callable[[], list[Any]],
+    dtype: mx.Dtype,  # of its own logits, for how far these may differ by rounding
 ) -> Reason:
-    """Find out why rejected tokens cannot be taken back from what a model without stages keeps.
-
-    `CHECK_TOKENS` are run in pieces: some appended, others as chains with wrong tokens behind them,
-    of which a part is committed, or with none. The logits are compared with those of one call on
-    the whole text; where both are minus infinity they count as equal. All runs on a copy that
-    shares the weights and whose embeddings return float32; windows stay as long as they are. Waits
-    for the device.
-
-    Args:
-        model: as mlx-lm makes it; `recurrent.hook_recurrences` has seen it.
-        make_model_cache: makes empty caches for it, by layer.
-        dtype: of its own logits, for how far these may differ by rounding.
-
-    Returns:
-        The reason in words: by how much logits differ, or how a call failed, whatever it raised;
-        None where tokens can be taken back.
-    """
+    """Why rejected tokens cannot be taken back from what a model without stages keeps.
+    `CHECK_TOKENS` run in pieces, as chains with wrong tokens after them, and in one call. Waits for
+    the device."""
     tried: Any = clone_sharing_arrays(model)
     _let_embeddings_return_float32(tried)
     tokens = mx.array(CHECK_TOKENS)
@@ -167,18 +132,12 @@ def try_chains(
     return f"the model type {model_type(model)!r} cannot take back rejected tokens: {why}"
 
 
-def try_last_hidden(stages: Stages, norm_inputs: list[mx.array], logits: mx.array) -> Reason:
-    """Find out why the last hidden states of a model without stages cannot be had.
-
-    Args:
-        stages: of the model.
-        norm_inputs: what entered its final norm in one call, as `noting_norm_inputs` noted it.
-        logits: [1, R, V] that this call gave.
-
-    Returns:
-        The reason in words, such as by how much logits differ; None where the norm ran once, and
-        norm and head give the last row's logits of it. Waits for the device.
-    """
+def try_last_hidden(
+    stages: Stages,
+    norm_inputs: list[mx.array],  # what entered the final norm in one call
+    logits: mx.array,  # [1, R, V] of this call
+) -> Reason:
+    """Why the last hidden states of a model without stages cannot be had. Waits for the device."""
     try:
         if stages.final_norm is None:
             why = "its final norm was not found"
@@ -197,24 +156,12 @@ def try_last_hidden(stages: Stages, norm_inputs: list[mx.array], logits: mx.arra
 
 def chain_logits(
     stages: Stages,
-    tokens: mx.array,
+    tokens: mx.array,  # [T] the text
+    # [R, R + num_appended], R the rows of the step; causal unless given
     mask: mx.array | TreeMask | None = None,
-    num_appended: int = 0,
-) -> mx.array:
-    """Logits of a text whose tokens run through the stages as the rows of one step.
-
-    The first of them may be appended before. All is kept in a new cache, which is dropped.
-
-    Args:
-        stages: of the model.
-        tokens: [T] the text.
-        mask: which row of the step sees which key, [R, R + num_appended], R the rows of the step;
-            causal unless given. Layers with a window see less.
-        num_appended: how many of the first tokens are appended to the cache before the step.
-
-    Returns:
-        [T, V] of every token, those that were appended among them.
-    """
+    num_appended: int = 0,  # of the first tokens, before the step
+) -> mx.array:  # [T, V], including the appended tokens
+    """Logits of a text whose tokens run through the stages as the rows of one step."""
     num_rows = tokens.shape[0] - num_appended
     num_layers = len(stages.layers)
     cache = TreeCache(num_layers, scratch=num_rows)
@@ -233,12 +180,8 @@ def chain_logits(
 
 
 def _float32_with_short_windows(stages: Stages) -> Stages:
-    """A copy of a model that computes in float32, with windows of `_CHECK_WINDOW` tokens.
-
-    Weights stay as they are stored; what the embedding looks up is cast, and all layers follow.
-    Only windows that the model or its decoder has as an integer attribute or setting are made
-    short. Modules are copied and share their arrays: the model itself stays as it is.
-    """
+    """A copy on the same arrays, with windows of `_CHECK_WINDOW` tokens. Weights stay as they are
+    stored; what the embedding looks up is cast, and all layers follow."""
     twin: Any = clone_sharing_arrays(stages.model)
     outer = getattr(twin, "language_model", twin)
     decoder = getattr(outer.model, "decoder", outer.model)
@@ -254,7 +197,7 @@ def _float32_with_short_windows(stages: Stages) -> Stages:
 
 
 def _let_embeddings_return_float32(model: nn.Module) -> None:
-    """Let all embeddings of a model return float32; each gets another class, in place."""
+    """Each gets another class, in place."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             kind = type(module)
@@ -262,18 +205,15 @@ def _let_embeddings_return_float32(model: nn.Module) -> None:
 
 
 def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
-    """The call of such an embedding: what it looks up, in float32, so that all layers follow."""
     original: Any = type(self).__base__
     embedded: mx.array = original.__call__(self, tokens)
     return embedded.astype(mx.float32)
 
 
 def _unexplained_difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
-    """The largest difference between two arrays of logits of one shape.
-
-    None where rounding explains it: up to a thousandth of the largest expected logit's size (or of
-    1) where `dtype` is float32, and up to a tenth for other types. Waits for the device.
-    """
+    """None if rounding explains the largest difference: at most a thousandth of the largest
+    expected logit (or of 1) if `dtype` is float32, a tenth for other types. Waits for the
+    device."""
     expected = expected.astype(mx.float32)
     difference = to_float(mx.abs(logits.astype(mx.float32) - expected).max())
     tolerance = 1e-3 if dtype == mx.float32 else 0.1

@@ -1,4 +1,4 @@
-"""What the package must know of a family of mlx-lm: where a model has its parts.
+"""All that the package must know of a family of mlx-lm: where a model has its parts.
 
 `find_parts` reads them off the model's modules by the names that mlx-lm's classes share. Whether
 the parts put together are the model is tried by `capability_checks`.
@@ -27,40 +27,24 @@ WINDOW_NAMES = ("sliding_window", "window_size")
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The parts of an mlx-lm model.
+    """The parts of an mlx-lm model; names that were not found are ""."""
 
-    Attributes:
-        outer: the module that is called with tokens and returns logits: the model, or the language
-            model that a model of images and text wraps.
-        args: the settings that it was built from.
-        vocab_size: V.
-        decoder: the module with embedding, layers and final norm; None where it has none such.
-        final_norm: what last hidden states pass before the LM head; None where it was not found.
-        norm_name: its attribute in `decoder`; "" where it was not found.
-        embedding_name: the token embedding's attribute in `decoder`; "" where it was not found.
-        head: the LM head; None where it is tied to the embedding.
-        head_name: its attribute in `outer`; "" where it is tied.
-        layers: the decoder layers, from the first.
-        windows: by layer, how many tokens a token sees, itself among them; None for all.
-        scales_queries: whether layers are given a factor for their queries (`attn_scale`).
-    """
-
+    # called with tokens, returns logits: the model, or the language model that one of images wraps
     outer: Any
     args: Any
-    vocab_size: int
-    decoder: Any
-    final_norm: Any
-    norm_name: str
-    embedding_name: str
-    head: Any
-    head_name: str
+    vocab_size: int  # V
+    decoder: Any  # has embedding, layers and final norm; None if there is none
+    final_norm: Any  # before the LM head; None if it was not found
+    norm_name: str  # in `decoder`
+    embedding_name: str  # in `decoder`
+    head: Any  # None if it is tied to the embedding
+    head_name: str  # in `outer`
     layers: list[Any]
-    windows: list[int | None]
-    scales_queries: bool
+    windows: list[int | None]  # by layer, tokens that a token sees, including itself; None for all
+    scales_queries: bool  # layers are given a factor for their queries (`attn_scale`)
 
     @property
     def embedding(self) -> Any:
-        """The token embedding."""
         return getattr(self.decoder, self.embedding_name)
 
     @property
@@ -70,17 +54,7 @@ class Parts:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Find embedding, layers, windows, norm and head of a model, by the names of mlx-lm's classes.
-
-    Nothing is run: whether the parts put together are the model is for `check_stages` to say.
-
-    Args:
-        model: as `mlx_lm.load` returns it.
-
-    Raises:
-        InputError: it has no layers, no token embedding or no final norm by the usual names, or a
-            layer keeps a state from which rejected tokens cannot be taken back.
-    """
+    """Nothing is run: whether the parts put together are the model is for `check_stages` to say."""
     outer = language_model(model)
     decoder = _find_decoder_or_raise(model)
     norm_name = _find_norm_name_or_raise(model, decoder)
@@ -105,17 +79,8 @@ def find_parts(model: nn.Module) -> Parts:
 
 
 def find_available_parts(model: nn.Module, vocab_size: int) -> Parts:
-    """Find the parts that a model which runs by its own call has; what it lacks is None or empty.
-
-    Args:
-        model: as `mlx_lm.load` returns it.
-        vocab_size: V, which the parts are to have.
-
-    Returns:
-        Parts whose `outer` is the model itself, and whose `layers` are [] where it has none by that
-        name. No window is named. `decoder` and `final_norm` are None unless both are found and the
-        model's settings say its vocabulary size.
-    """
+    """The parts of a model that runs by its own call; what it lacks is None or empty, and no window
+    is named."""
     any_model: Any = model
     outer = language_model(model)
     args = settings_of(outer)
@@ -147,25 +112,21 @@ def find_available_parts(model: nn.Module, vocab_size: int) -> Parts:
 
 
 def make_caches(model: nn.Module) -> list[Any]:
-    """mlx-lm's empty caches for a model, by layer.
-
-    They are those of the language model where it has layers by that name: a model that wraps it
-    may not pass its windows on (Mistral 3).
-    """
+    """mlx-lm's empty caches by layer: of the language model, if there is one, since a model that
+    wraps it may not pass its windows on (Mistral 3)."""
     outer = language_model(model)
     return list(make_prompt_cache(outer if hasattr(outer, "layers") else model))
 
 
 def model_type(model: nn.Module) -> str:
-    """mlx-lm's name of the model's class, such as "llama"; the Python class's where it has none."""
+    """mlx-lm's name of the model's class, such as "llama"."""
     return str(getattr(model, "model_type", type(model).__name__))
 
 
-def no_stages_error(model: nn.Module, why: str) -> InputError:
-    """Make the error that says `why` a model's layers cannot be run one by one.
-
-    It names the model's type. The caller raises it.
-    """
+def no_stages_error(
+    model: nn.Module,
+    why: str,  # its layers cannot be run one by one
+) -> InputError:
     return InputError(
         f"the layers of the model type {model_type(model)!r} cannot be run one by one: {why}",
         expected="a decoder whose layers run one by one",
@@ -174,8 +135,7 @@ def no_stages_error(model: nn.Module, why: str) -> InputError:
 
 
 def settings_of(model: Any) -> Any:
-    """What a model was built from: its `args`, or `config` where its class calls them so; None
-    where it has neither."""
+    """What a model was built from: `args`, or `config` in some classes."""
     return getattr(model, "args", getattr(model, "config", None))
 
 
@@ -185,22 +145,17 @@ def language_model(model: nn.Module) -> Any:
 
 
 def attention_of(layer: Any) -> Any:
-    """The attention module of a decoder layer; None where it has none by mlx-lm's usual names."""
+    """None if it has no attention by mlx-lm's usual names."""
     return getattr(layer, _first_name(layer, _ATTENTION_NAMES), None)
 
 
 def _first_name(module: Any, names: Sequence[str]) -> str:
-    """The first of `names` that is an attribute of `module`; "" where none is."""
+    """The first that is an attribute; "" for none."""
     return next((name for name in names if hasattr(module, name)), "")
 
 
 def _find_decoder_or_raise(model: nn.Module) -> Any:
-    """Find the module of a model that has token embedding, layers and final norm.
-
-    Raises:
-        InputError: there is none by mlx-lm's usual names, or no embedding in it, or the model
-            has no `layers`. The norm is not looked for.
-    """
+    """The norm is not looked for."""
     inner = getattr(language_model(model), "model", None)
     decoder = getattr(inner, "decoder", inner)
     if decoder is None or not hasattr(model, "layers"):
@@ -211,32 +166,17 @@ def _find_decoder_or_raise(model: nn.Module) -> Any:
 
 
 def _find_norm_name_or_raise(model: nn.Module, decoder: Any) -> str:
-    """The name of the attribute of `decoder` that is its final norm.
-
-    Args:
-        model: named in the error.
-        decoder: as `_find_decoder_or_raise` returns it.
-
-    Raises:
-        InputError: it has none of the usual names.
-    """
     name = _first_name(decoder, _NORM_NAMES)
     if not name:
         raise no_stages_error(model, "it has no final norm")
     return name
 
 
-def _window_of_cache(model: nn.Module, layer: int, cache: Any) -> int | None:
-    """How many tokens a layer's rows see, a row's own among them; None where they see all.
-
-    Args:
-        model: named in the error.
-        layer: the layer's number, for the error.
-        cache: mlx-lm's empty cache of that layer: a rotating one tells of a window of its size.
-
-    Raises:
-        InputError: the cache is of a kind that follows no branches of a draft tree.
-    """
+def _window_of_cache(
+    model: nn.Module,
+    layer: int,
+    cache: Any,  # mlx-lm's empty one of that layer: a rotating one has a window of its size
+) -> int | None:
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return int(cache.max_size)
     if type(cache) is not KVCache:

@@ -1,7 +1,7 @@
 """Last hidden states of a model that is called as a whole: what enters its final norm, noted there.
 
-A model with stages gives them as the output of its last layer. Of another they pass inside the
-model's own call, so its final norm gets a class that notes its input where somebody asks for it.
+A model with stages gives them as the output of its last layer. In other models they pass inside the
+model's own call, so the final norm gets a class that notes its input while somebody asks for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,8 @@ _here = threading.local()  # `inputs`: where this thread notes what enters final
 
 @contextmanager
 def noting_norm_inputs() -> Iterator[list[mx.array]]:
-    """Note what enters final norms on this thread inside the `with` block.
-
-    Those that `hook_final_norm` has seen. A block inside of another ends both.
-
-    Yields:
-        A list, empty at first: [1, R, D] of each time that such a norm is called.
-    """
+    """A list of what enters final norms on this thread, [1, R, D] each time. Nested blocks end
+    together."""
     found: list[mx.array] = []
     _here.inputs = found
     try:
@@ -36,12 +31,10 @@ def noting_norm_inputs() -> Iterator[list[mx.array]]:
 
 
 def hook_final_norm(norm: nn.Module) -> None:
-    """Let the input of `norm` be noted by `noting_norm_inputs`, for good."""
     note_inputs(norm, _note)
 
 
 def _note(entering: mx.array) -> None:
-    """Note what enters a final norm, where this thread does."""
     inputs: list[mx.array] | None = getattr(_here, "inputs", None)
     if inputs is not None:
         inputs.append(entering)

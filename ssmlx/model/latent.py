@@ -2,9 +2,9 @@
 
 mlx-lm's modules cache a latent vector and one rotated key a token. The query of a single row is
 brought into the latent space. For several rows they unfold keys and values of every head from the
-whole text instead: right for a prompt, but a step of a few rows costs the more, the longer the
-text is, and its numbers differ from plain decoding's. So the rows of a step are run as texts of
-one row each, all of which read the one cache.
+whole text instead: right for a prompt, but a step of a few rows costs more the longer the text is,
+and its numbers differ from plain decoding's. So the rows of a step are run as texts of one row
+each, all of which read the one cache.
 """
 
 from __future__ import annotations
@@ -26,19 +26,14 @@ class RowsAsTexts(nn.Module):
 
 
 def is_latent(layer: Any) -> bool:
-    """Whether a decoder layer's attention keeps a latent vector in the place of values."""
+    """Whether attention keeps a latent vector instead of values."""
     attention = attention_of(layer)
     return hasattr(attention, "embed_q") and hasattr(attention, "unembed_out")
 
 
 def run_rows_as_texts(layers: Iterable[Any]) -> None:
-    """Let the latent attention among `layers` run the rows of a step as texts of one row each, in
-    place.
-
-    Their attention modules get another class, a subclass of their own. Its call is their own
-    class's for whatever is no step of several rows. Layers without latent attention, and those that
-    have the class already, stay as they are.
-    """
+    """In place: latent attention gets a class that runs the rows of a step as texts of one row
+    each."""
     for layer in layers:
         attention = attention_of(layer)
         if is_latent(layer) and not isinstance(attention, RowsAsTexts):
@@ -47,17 +42,13 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
             attention.__class__ = type(kind.__name__, (kind, RowsAsTexts), call)
 
 
-def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:
-    """Make the call of an attention module that runs a step's rows as a batch of texts.
-
-    It gives `own`, the `__call__` of the module's class, each of the R rows as a text of its own,
-    and returns [1, R, D]. One row, rows without a `LayerView` and tokens that are appended are
-    given to `own` as they come.
-    """
+def _run_each_row_as_a_text(
+    own: Any,  # the `__call__` of the module's class
+) -> Callable[..., mx.array]:
+    """One row, rows without a `LayerView` and tokens that are appended go to `own` as they come."""
 
     def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        """Run `own`: a step of R rows as R texts, [1, R, D] to [1, R, D]; else as it comes."""
-        # As the layers call it: `attn_scale` where there is one, the mask, the cache.
+        # As the layers call it: `attn_scale` if there is one, the mask, the cache.
         *scales, mask, cache = given if len(given) > 1 else (None, None)
         if x.shape[1] == 1 or not isinstance(cache, LayerView) or isinstance(cache.offset, int):
             return cast("mx.array", own(attention, x, *given, **named))
@@ -73,24 +64,21 @@ def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:
     return call
 
 
-def _positions_of_rows(offset: mx.array | Positions, rows: int) -> mx.array:
-    """[R] the positions of R = `rows` rows.
-
-    `offset` has a position for each row; or one, that of the first row, which the others follow.
-    """
+def _positions_of_rows(
+    offset: mx.array | Positions,  # a position for each row; or only the first row's
+    rows: int,  # R
+) -> mx.array:  # [R]
     array = offset.array if isinstance(offset, Positions) else offset
     return array if array.size == rows else array + indices(rows)
 
 
-def _update_and_fetch_texts(view: LayerView, rows: int) -> UpdateAndFetch:
-    """Make the `update_and_fetch` of a batch of R = `rows` texts of one row each.
-
-    All write into the one cache that `view` writes, and read all of it.
-
-    Returns:
-        A function of latents and rotated keys, each [R, 1, 1, its width], to those that attention
-        reads: latents [R, 1, keys, width], the same for every text, and keys [1, 1, keys, width].
-    """
+def _update_and_fetch_texts(
+    view: LayerView,
+    rows: int,  # R
+) -> UpdateAndFetch:
+    """For R texts of one row each, which write into and read the one cache: latents and rotated
+    keys, each [R, 1, 1, width], to latents [R, 1, keys, width], the same for every text, and keys
+    [1, 1, keys, width]."""
 
     def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
         latent, key = view.update_and_fetch(latent.swapaxes(0, 2), key.swapaxes(0, 2))

@@ -15,35 +15,31 @@ import mlx.core as mx
 
 from .rope import Positions
 
+# Keys and values of R tokens in one layer: one array [2, Hkv, R, Dh] if both have one shape,
+# else keys [1, H, R, Dh] and values [1, H', R, Dh'], each of its own heads and width.
 Rows = tuple[mx.array, ...]
-"""Keys and values of R tokens in one layer: one array [2, Hkv, R, Dh] where both have one shape,
-else keys [1, H, R, Dh] and values [1, H', R, Dh'], each of its own heads and width."""
 
+# The values of a step's rows [1, Hkv, R, Dh], to those that attention sees.
 ValueMap = Callable[[mx.array], mx.array]
-"""The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
 
+# Keys and values of a step's rows, to those that attention reads; it keeps the rows.
 UpdateAndFetch = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
-"""Keys and values of a step's rows, to those that attention reads; it keeps the rows."""
 
+# Where the rows of a path are in buffers: once for all layers whose buffers are alike.
 PathIndices = dict[tuple[int, ...], mx.array]
-"""Where the rows of a path are in buffers: once for all layers whose buffers are alike."""
 
 
-def join_key_values(keys: mx.array, values: mx.array) -> Rows:
-    """Keys [1, H, R, Dh] and values [1, H', R, Dh'] in the form of a layer's buffers.
-
-    One array where both have one shape, else both: see `Rows`.
-    """
+def join_key_values(
+    keys: mx.array,  # [1, H, R, Dh]
+    values: mx.array,  # [1, H', R, Dh']
+) -> Rows:
     if keys.shape == values.shape:
         return (mx.concatenate([keys, values], axis=0),)
     return keys, values
 
 
 def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
-    """The keys [1, H, R, Dh] and the values of `rows`: the reverse of `join_key_values`.
-
-    The values may have another number of heads and another width than the keys, see `Rows`.
-    """
+    """The reverse of `join_key_values`."""
     if len(rows) == 1:
         return rows[0][:1], rows[0][1:]
     keys, values = rows
@@ -51,15 +47,15 @@ def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
 
 
 def count_rows(rows: Rows) -> int:
-    """R, how many tokens `rows` hold."""
+    """R."""
     return int(rows[0].shape[2])
 
 
-def drop_rows(array: mx.array, first: int, last: int) -> mx.array:
-    """`array` [B, H, R, Dh] without its rows from number `first` up to, not including, `last`.
-
-    `array` itself where `first` is `last`.
-    """
+def drop_rows(
+    array: mx.array,  # [B, H, R, Dh]
+    first: int,
+    last: int,  # not included
+) -> mx.array:
     if first == last:
         return array
     behind = array[:, :, last:]
@@ -76,15 +72,12 @@ class LayerView:
     # keys and values of the rows, to those that attention reads
     update_and_fetch: UpdateAndFetch
 
-    def without_keys(self, first: int, last: int) -> LayerView:
-        """A view like this one, whose attention does not read some of the keys and their values.
-
-        All rows are still written. The view itself is returned where `first` is `last`.
-
-        Args:
-            first: number of the first key that is left out, among those that attention reads.
-            last: number after the last one that is left out.
-        """
+    def without_keys(
+        self,
+        first: int,  # number of the first key that is left out
+        last: int,  # not included
+    ) -> LayerView:
+        """A view whose attention does not read some of the keys; all rows are still written."""
         if first == last:
             return self
 
@@ -96,30 +89,27 @@ class LayerView:
 
 
 class AttentionState:
-    """Keys and values of one layer, in one buffer where both have one shape, else in two.
+    """Keys and values of one layer, in one buffer if both have one shape, else in two.
 
         [2, Hkv, S + capacity, Dh]:   | scratch S                   | committed                |
                                            ^ R rows       ^ P path    ^ L tokens, then free room
                                         of the step in hand
 
     A step's rows are written at the end of the scratch, directly before the committed tokens, so
-    attention reads [R rows | P of each path | L tokens] as one strided slice; keys are stored
-    after rotary, so their order does not matter. `copy_path_rows` takes what an accepted path left,
-    and `write_path` writes it behind the committed tokens, once the host knows how many it is.
+    attention reads [R rows | P of each path | L tokens] as one strided slice; keys are stored after
+    rotary, so their order does not matter. `copy_path_rows` takes what an accepted path left, and
+    `write_path` writes it after the committed tokens, once the host knows how many it is.
 
-    Buffers are made when the first rows are written, and are written in place where nothing that
-    is evaluated later reads what they held before.
-
-    Args:
-        scratch: S.
-        capacity: most committed tokens.
-        buffers: of that size; none yet unless given.
+    Buffers are made when the first rows are written, and are written in place if nothing that is
+    evaluated later reads what they held before.
     """
 
-    def __init__(self, scratch: int, capacity: int, buffers: Rows = ()) -> None:
-        """Keep the sizes and `buffers`, which are not copied; none are made yet where none are
-        given.
-        """
+    def __init__(
+        self,
+        scratch: int,  # S
+        capacity: int,  # most committed tokens
+        buffers: Rows = (),
+    ) -> None:
         self._scratch = scratch
         self._capacity = capacity
         self._buffers = buffers
@@ -127,9 +117,7 @@ class AttentionState:
 
     @classmethod
     def of(cls, rows: Rows) -> AttentionState:
-        """A state whose committed tokens have the keys and values `rows`, without scratch rows or
-        free room.
-        """
+        """Without scratch rows or free room."""
         return cls(0, count_rows(rows), rows)
 
     @property
@@ -140,16 +128,12 @@ class AttentionState:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def grow(self, scratch: int, capacity: int) -> None:
-        """Make room for `scratch` rows before the committed ones and for `capacity` of the latter.
-
-        Neither may become less. Where one grows, buffers are copied, with zeros in the new room;
-        without buffers only the numbers are kept.
-
-        Args:
-            scratch: S, rows of a step and of paths that are not committed yet.
-            capacity: most committed tokens.
-        """
+    def grow(
+        self,
+        scratch: int,  # S
+        capacity: int,  # most committed tokens
+    ) -> None:
+        """Neither may become less. Buffers that grow are copied, with zeros in the new room."""
         front = scratch - self._scratch
         back = capacity - self._capacity
         if front or back:
@@ -161,28 +145,15 @@ class AttentionState:
     def step_view(
         self,
         positions: mx.array | Positions,
-        num_committed: int,
-        paths: Sequence[Rows],
+        num_committed: int,  # L
+        paths: Sequence[Rows],  # what each uncounted path left, the oldest first
+        # changes the rows' values, not those of paths, before they are written
         map_values: ValueMap | None,
     ) -> LayerView:
-        """The cache object for a step's rows.
-
-        When the layer runs, its rows and behind them those of `paths` are written at the end of the
-        scratch, and attention reads from there to the end of the committed tokens. The layer's call
-        raises ValueError where the scratch is too small.
-
-        Args:
-            positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
-            num_committed: L, committed tokens.
-            paths: what each path that is not committed yet left, the oldest first.
-            map_values: changes the rows' values, not those of paths, before they are written; None
-                for as they are.
-        """
+        """When the layer runs, its rows, followed by those of `paths`, are written at the end of
+        the scratch; attention reads from there to the end of the committed tokens."""
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            """Write the rows and the paths behind them; return the keys and values from the first
-            row up to the text's end.
-            """
             if map_values is not None:
                 values = map_values(values)
             num_rows = keys.shape[2]
@@ -197,13 +168,12 @@ class AttentionState:
 
         return LayerView(positions, write)
 
-    def append_view(self, num_committed: int) -> LayerView:
-        """The cache object for tokens that follow `num_committed` committed ones.
-
-        When the layer runs, they are written behind these, and attention reads the committed tokens
-        and them, no scratch rows. The layer's call raises ValueError where there is no room for
-        them.
-        """
+    def append_view(
+        self,
+        num_committed: int,  # L
+    ) -> LayerView:
+        """When the layer runs, its rows are written after the committed tokens; attention reads no
+        scratch rows."""
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             first = self._scratch + num_committed
@@ -212,18 +182,12 @@ class AttentionState:
 
         return LayerView(num_committed, write)
 
-    def copy_path_rows(self, path: mx.array, known: PathIndices) -> Rows:
-        """Copy all P rows of `path` out of the buffers, those that do not count too: a mask hides
-        these.
-
-        Args:
-            path: [P] numbers among the rows of the step that ran last.
-            known: indices by path and buffer shape, shared by the layers of a step; read and filled
-                in.
-
-        Returns:
-            The keys and values of the P rows.
-        """
+    def copy_path_rows(
+        self,
+        path: mx.array,  # [P] numbers among the rows of the step that ran last
+        known: PathIndices,  # shared by the layers of a step; read and filled in
+    ) -> Rows:
+        """All P rows are copied, also those that do not count: a mask hides these."""
         rows = []
         for buffer in self._buffers:
             shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
@@ -233,48 +197,45 @@ class AttentionState:
             rows.append(mx.take_along_axis(buffer, known[key], axis=2))
         return tuple(rows)
 
-    def write_path(self, rows: Rows, num_committed: int) -> None:
-        """Write a path's rows behind the `num_committed` committed tokens.
-
-        Rows that do not fit are dropped. Rows of the path behind those that count, repetitions of
-        its last node, are written too: they stand beyond the committed tokens, in free room.
-        """
+    def write_path(
+        self,
+        rows: Rows,
+        num_committed: int,  # L
+    ) -> None:
+        """Rows that do not fit are dropped. Repetitions of the path's last node are written too:
+        they stand beyond the committed tokens, in free room."""
         room = self._capacity - num_committed
         fitting = tuple([array[:, :, :room] for array in rows])
         self._write(self._scratch + num_committed, fitting)
 
     def first_rows(self, num_tokens: int) -> Rows:
-        """Slices of the buffers: the rows of the first `num_tokens` committed tokens."""
+        """Slices of the buffers."""
         last = self._scratch + num_tokens
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
 
     def copy(self) -> AttentionState:
-        """A copy on the same contents; what is written to one of both does not change the other."""
+        """What is written to either does not change the other."""
         twin = copy.copy(self)
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
         return twin
 
-    def _write(self, first: int, rows: Rows) -> None:
-        """Write `rows`, in the form of the buffers, into them from row number `first` on.
-
-        Raises:
-            ValueError: the rows do not fit, or `first` is negative; nothing is written.
-        """
+    def _write(
+        self,
+        first: int,  # row number
+        rows: Rows,  # in the form of the buffers
+    ) -> None:
         last = self._require_room(first, count_rows(rows))
         for buffer, array in zip(self._buffers, rows, strict=True):
             buffer[:, :, first:last] = array
 
-    def _write_keys_values(self, first: int, keys: mx.array, values: mx.array) -> None:
-        """Write keys [1, H, R, Dh] and values [1, H', R, Dh'] of R rows from row `first` on.
-
-        The first call makes the buffers, of zeros, in the shapes and dtypes of its rows: one where
-        both have one shape, else two. Into one, keys and values are written one after the other:
-        joining the rows first would take another kernel in every layer.
-
-        Raises:
-            ValueError: the rows do not fit, or `first` is negative; nothing is written.
-        """
+    def _write_keys_values(
+        self,
+        first: int,  # row number
+        keys: mx.array,  # [1, H, R, Dh]
+        values: mx.array,  # [1, H', R, Dh']
+    ) -> None:
+        """The first call makes the buffers, of zeros, in the shapes and dtypes of its rows."""
         last = self._require_room(first, keys.shape[2])
         if not self._buffers:
             size = self._scratch + self._capacity
@@ -287,19 +248,19 @@ class AttentionState:
             self._write(first, (keys, values))
 
     def _require_room(self, first: int, num_rows: int) -> int:
-        """The number after the last of `num_rows` rows from number `first` on.
-
-        Raises:
-            ValueError: they do not fit, or `first` is negative.
-        """
+        """Returns the number after the last row."""
         last = first + num_rows
         size = self._scratch + self._capacity
         if first < 0 or last > size:
             raise ValueError(f"rows {first} to {last} of {size}: reserve more")
         return last
 
-    def _read(self, first: int, last: int) -> tuple[mx.array, mx.array]:
-        """Keys and values from row `first` up to, not including, `last`: slices of the buffers."""
+    def _read(
+        self,
+        first: int,
+        last: int,  # not included
+    ) -> tuple[mx.array, mx.array]:
+        """Slices of the buffers."""
         if len(self._buffers) == 1:
             (both,) = self._buffers
             return both[:1, :, first:last], both[1:, :, first:last]
@@ -307,7 +268,9 @@ class AttentionState:
         return keys[:, :, first:last], values[:, :, first:last]
 
 
-def _empty(like: mx.array, size: int) -> mx.array:
-    """Zeros [B, H, size, Dh] in the dtype of `like` [B, H, R, Dh]."""
+def _empty(
+    like: mx.array,  # [B, H, R, Dh]
+    size: int,
+) -> mx.array:  # [B, H, size, Dh]
     batch, num_heads, _, width = like.shape
     return mx.zeros((batch, num_heads, size, width), like.dtype)

@@ -16,41 +16,28 @@ from .shapes import arrays_in
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS, RowLora, EmbeddingLora)
 
+# Normed hidden states [1, R, D] to logits [1, R, number of tokens].
 LMHead = Callable[[mx.array], mx.array]
-"""Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledHead:
-    """An LM head whose model scales or caps the logits: both are called as one.
+    """An LM head whose model scales or caps the logits: both are called as one."""
 
-    Attributes:
-        layer: the head's layer, with a row for each token.
-        model: the model around that layer, whose body returns its input.
-    """
+    layer: nn.Module  # has a row for each token
+    model: nn.Module  # around that layer; its body returns its input
 
-    layer: nn.Module
-    model: nn.Module
-
-    def __call__(self, normed: mx.array) -> mx.array:
-        """[..., V] scaled or capped logits of `normed` [..., D]."""
+    def __call__(
+        self,
+        normed: mx.array,  # [..., D]
+    ) -> mx.array:  # [..., V]
         logits: mx.array = self.model(normed)
         return logits
 
 
 def quantise_if_possible(layer: nn.Module, bits: int) -> nn.Module:
-    """Make a linear layer or embedding whose weights are quantised, in MLX's affine mode.
-
-    Groups are of 64 weights, or of 32 where 64 does not divide the layer's width.
-
-    Args:
-        layer: an `nn.Linear` or `nn.Embedding`, quantised or not; it stays as it is.
-        bits: for each weight.
-
-    Returns:
-        The quantised layer; `layer` itself where it is quantised already, or where neither 64 nor
-        32 divides its width.
-    """
+    """In MLX's affine mode, in groups of 64 weights, or of 32; unchanged if it is quantised already
+    or neither divides its width."""
     width = int(layer.weight.shape[-1])
     group_sizes = [size for size in (64, 32) if width % size == 0]
     if isinstance(layer, PACKED_KINDS) or not group_sizes:
@@ -60,17 +47,12 @@ def quantise_if_possible(layer: nn.Module, bits: int) -> nn.Module:
     return packed
 
 
-def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
-    """Make a copy of an LM head's layer with some tokens' rows alone.
-
-    Args:
-        layer: of one of `HEAD_KINDS`; it stays as it is.
-        tokens: [Vd] ids.
-
-    Returns:
-        A layer of Vd rows in the order of `tokens`, copies of the rows in their dtype and
-        quantisation. Of a layer with LoRA: a plain layer with LoRA merged in, not quantised.
-    """
+def select_rows(
+    layer: nn.Module,  # of one of `HEAD_KINDS`
+    tokens: mx.array,  # [Vd]
+) -> nn.Module:
+    """A copy with only some tokens' rows, in their order. A layer with LoRA becomes a plain one,
+    not quantised, with LoRA merged in."""
     if isinstance(layer, EmbeddingLora | RowLora):
         return layer.layer_of_merged_rows(tokens)
     rows = copy.copy(layer)
@@ -80,16 +62,11 @@ def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
     return rows
 
 
-def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
-    """The weights of an LM head's rows, dequantised, LoRA merged into them.
-
-    Args:
-        layer: of one of `HEAD_KINDS`.
-        tokens: [...] ids.
-
-    Returns:
-        [..., D] in the order of `tokens`, without any bias.
-    """
+def row_weights(
+    layer: nn.Module,  # of one of `HEAD_KINDS`
+    tokens: mx.array,  # [...]
+) -> mx.array:  # [..., D]
+    """Dequantised, with LoRA merged in, without any bias."""
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
         weights = layer.layer_of_merged_rows(tokens.flatten()).weight
@@ -101,25 +78,20 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
 
 
 def head_bytes(head: LMHead | None) -> int:
-    """Bytes of the parameters of an LM head's layer, such as `Backbone.draft_head` made.
-
-    0 for None. A head that is tied counts the whole embedding.
-    """
+    """A tied head counts the whole embedding."""
     layer = head_layer(head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)
 
 
 def head_layer(head: LMHead | None) -> Any:
-    """The module that has a row for each token: a linear layer, or an embedding; None for None."""
+    """The module that has a row for each token: a linear layer, or an embedding."""
     # A tied head is its embedding's own method.
     return head.layer if isinstance(head, ScaledHead) else getattr(head, "__self__", head)
 
 
 def return_input(_self: nn.Module, *args: Any, **named: Any) -> mx.array:
-    """The call of a model's body that returns its input: of the model, its head is left.
-
-    The input is the first argument, or `inputs` where a class names it (MiniMax).
-    """
+    """The call of a model's body, so that only its head is left. The input is the first argument,
+    or `inputs` in some classes (MiniMax)."""
     hidden: mx.array = args[0] if args else named["inputs"]
     return hidden

@@ -23,8 +23,8 @@ from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, parti
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+# Layers that LoRA may act on; only linear ones if it acts on stream rows alone.
 LORA_KINDS = (*LINEARS, *EMBEDDINGS, *EXPERTS)
-"""Layers that LoRA may act on; on stream rows alone, linear ones."""
 
 # Modules of one part of a layer that are called on the same rows.
 _SAME_INPUT = {
@@ -37,7 +37,7 @@ class RowScope(threading.local):
     """The first row that LoRA acts on; None while it acts on no row.
 
     For scope "all" it stays 0. For scope "streams" the model sets it while its upper layers run,
-    where stream rows stand behind the nodes. Each thread has its own, so that others may use the
+    where stream rows stand after the nodes. Each thread has its own, so that others may use the
     same model; every thread starts with the value given here.
     """
 
@@ -45,11 +45,11 @@ class RowScope(threading.local):
         self.first = first
 
     @contextmanager
-    def starting_at(self, row: int | None) -> Iterator[None]:
-        """Let LoRA act on rows from number `row` on inside the `with` block, on this thread alone.
-
-        On no row where `row` is None. Behind the block it acts as before, also after an error.
-        """
+    def starting_at(
+        self,
+        row: int | None,  # None: LoRA acts on no row
+    ) -> Iterator[None]:
+        """On this thread, inside the `with` block."""
         before = self.first
         self.first = row
         try:
@@ -60,22 +60,16 @@ class RowScope(threading.local):
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """One module's LoRA, in mlx-lm's layout: y = W x + scale * (x a) b.
+    """One module's LoRA, in mlx-lm's layout: y = W x + scale * (x a) b."""
 
-    Attributes:
-        a: [in, r]; [V, r] of an embedding, [E, r, in] of E experts.
-        b: [r, out]; [r, D] of an embedding, [E, out, r] of experts.
-        scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA.
-        magnitude: the norms that make it DoRA; [out] of a linear layer. Of an embedding [V], of its
-            rows; or [D], of its columns, unless it acts on the head. None for LoRA.
-        acts_on_head: of an embedding that is the LM head too, whether LoRA acts there, as mlx-lm
-            has it, or where tokens are embedded alone, as PEFT has it.
-    """
-
-    a: mx.array
-    b: mx.array
-    scale: float
+    a: mx.array  # [in, r]; [V, r] of an embedding, [E, r, in] of E experts
+    b: mx.array  # [r, out]; [r, D] of an embedding, [E, out, r] of experts
+    scale: float  # alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA
+    # makes it DoRA: [out] of a linear layer; of an embedding [V], of its rows, or [D], of its
+    # columns, unless it acts on the head
     magnitude: mx.array | None = None
+    # of an embedding that is the LM head too: as mlx-lm has it; PEFT's acts only on embedding
+    # tokens
     acts_on_head: bool = True
 
     @property
@@ -96,46 +90,32 @@ class RowsAndProduct(NamedTuple):
     product: mx.array  # [R - first, r] those from the first that LoRA acts on, times A
 
 
+# The modules that stood in a model before others took their places, by path.
 ReplacedModules = dict[str, nn.Module]
-"""The modules that stood in a model before others took their places, by path."""
 
+# The first number in a module's path is its layer's, whatever the model calls its layers.
 _IN_A_LAYER = re.compile(r"\.(\d+)\.")
-"""The first number in a module's path is its layer's, whatever the model calls its layers."""
 
 
 def in_layer(path: str) -> bool:
-    """Whether the module at `path` is part of one of the model's layers."""
+    """Whether the module is part of one of the model's layers."""
     return _IN_A_LAYER.search(path) is not None
 
 
 def split_layer_path(path: str) -> tuple[int, str]:
-    """The number of the layer that a module is in, and the module's path inside the layer.
-
-    (22, "mlp.up_proj") of "model.layers.22.mlp.up_proj". `in_layer(path)` must be true, else an
-    AssertionError is raised.
-    """
+    """(22, "mlp.up_proj") of "model.layers.22.mlp.up_proj"."""
     match = _IN_A_LAYER.search(path)
     assert match is not None, path
     return int(match[1]), path[match.end() :]
 
 
 def select_paths_by_name(
-    paths: Sequence[str], names: Sequence[str], layer_label: str, do: str
+    paths: Sequence[str],  # of the linear modules of one layer
+    names: Sequence[str],  # whole paths, or their ends after a "."; empty for all
+    layer_label: str,  # for the error, such as "layer 3"
+    do: str,  # for the error
 ) -> list[str]:
-    """Choose modules by name, as PEFT does.
-
-    Args:
-        paths: of the linear modules of one layer.
-        names: whole paths, or their ends behind a "."; where empty, all are chosen.
-        layer_label: its name for the error, such as "layer 3".
-        do: what the user can do, for the error.
-
-    Returns:
-        The chosen paths, in the order of `paths`, each once.
-
-    Raises:
-        InputError: a name fits no path; the error lists the paths.
-    """
+    """As PEFT chooses modules, in the order of `paths`."""
 
     def is_named(path: str, name: str) -> bool:
         return path == name or path.endswith("." + name)
@@ -151,24 +131,13 @@ def select_paths_by_name(
 
 
 def linear_paths(
-    model: nn.Module, layers: Iterable[int], names: Sequence[str], do: str
+    model: nn.Module,
+    layers: Iterable[int],  # numbers of the decoder layers
+    names: Sequence[str],  # as in `select_paths_by_name`
+    do: str,  # for the error
 ) -> list[str]:
-    """Find the linear modules of some layers that have given names, to put LoRA on them.
-
-    Args:
-        model: an mlx-lm model.
-        layers: numbers of the decoder layers.
-        names: modules inside a layer, whole paths or their ends, as in `select_paths_by_name`;
-            where empty, all linear modules of these layers.
-        do: what the user can do, for the error.
-
-    Returns:
-        Their paths in `model`, such as "model.layers.22.mlp.up_proj", layer by layer in the order
-        of `layers`. Experts are never among them, nor linear modules outside of the layers.
-
-    Raises:
-        InputError: a name fits no linear module of some layer.
-    """
+    """Paths of linear modules of some layers, layer by layer, such as
+    "model.layers.22.mlp.up_proj". Experts are never included."""
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():
         if isinstance(module, LINEARS) and in_layer(path):
@@ -183,13 +152,9 @@ def linear_paths(
 
 
 class LoraLayer(nn.Module):
-    """A layer with LoRA beside its weight: holds the factors, cast to `dtype` unless that is
-    None."""
+    """A layer with LoRA beside its weight; its factors are cast to `dtype` unless that is None."""
 
     def __init__(self, weights: LoraWeights, dtype: mx.Dtype | None) -> None:
-        """Keep LoRA's factors, cast to `dtype` unless that is None, and the scale; not the
-        magnitude.
-        """
         super().__init__()
         self.lora_a = weights.a if dtype is None else weights.a.astype(dtype)
         self.lora_b = weights.b if dtype is None else weights.b.astype(dtype)
@@ -198,36 +163,26 @@ class LoraLayer(nn.Module):
     @property
     def added(self) -> list[mx.array]:
         """Its own arrays, such as LoRA's factors and DoRA's gain; not those of the layer that it
-        wraps.
-        """
+        wraps."""
         return [value for value in self.values() if isinstance(value, mx.array)]
 
 
 class RowLora(LoraLayer):
-    """A linear layer with LoRA on the rows from `scope.first` on; DoRA's gain acts on every row.
+    """A linear layer with LoRA on the rows from `scope.first` on; DoRA's gain acts on every row, in
+    scope or not.
 
-    Rows before that are computed exactly as without LoRA. Rows are told apart in one sequence
-    alone: in a batch of several, LoRA acts on every row or on none.
-
-    Args:
-        linear: the layer; its weights may be quantised.
-        weights: LoRA of its shapes.
-        scope: which rows.
-        dtype: that of activations, which the factors are cast to; None keeps theirs.
+    Rows before that are computed exactly as without LoRA, except for DoRA's gain. Rows are told
+    apart only within one sequence: in a batch of several, LoRA acts on every row or on none.
     """
 
     def __init__(
         self,
-        linear: nn.Module,
+        linear: nn.Module,  # may be quantised
         weights: LoraWeights,
-        scope: RowScope,
+        scope: RowScope,  # shared, not copied
+        # of activations, which the factors are cast to; None keeps theirs
         dtype: mx.Dtype | None = None,
     ) -> None:
-        """Keep `linear`, the factors and, of DoRA, its gain, which is also multiplied into factor
-        B.
-
-        With DoRA a bias gets an offset that leaves it as it is. `scope` is shared, not copied.
-        """
         gain = dora_gain(linear, weights)
         if gain is not None:
             weights = replace(weights, b=weights.b * gain)
@@ -241,23 +196,17 @@ class RowLora(LoraLayer):
         self.shared: SharedInput | None = None
         self.index = 0  # among the modules of `shared`
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., R, in] to [..., R, out]."""
+    def __call__(
+        self,
+        x: mx.array,  # [..., R, in]
+    ) -> mx.array:  # [..., R, out]
         return self.product_with_lora(x)
 
-    def product_with_lora(self, x: mx.array) -> mx.array:
-        """The layer's output with LoRA; of a layer whose inputs are split over ranks, a summand.
-
-        Where the scope's first row is None, LoRA acts on no row. Other rows than its own are
-        computed exactly as without LoRA, but for DoRA's gain.
-
-        Args:
-            x: [..., R, in]; of several sequences the rows count as one, one after the other. Or
-                [in], a single row.
-
-        Returns:
-            [..., R, out]; or [out].
-        """
+    def product_with_lora(
+        self,
+        x: mx.array,  # [..., R, in], the rows of several sequences one after the other; or [in]
+    ) -> mx.array:  # [..., R, out]; or [out]
+        """A partial sum if the layer's inputs are split over ranks."""
         first = self._scope.first
         if first is None:
             return self.product_without_lora(x)
@@ -271,23 +220,22 @@ class RowLora(LoraLayer):
         y = mx.concatenate([y[:first], tail]) if first else tail
         return y if x.ndim == 2 else mx.unflatten(y, 0, x.shape[:-1])
 
-    def product_without_lora(self, x: mx.array) -> mx.array:
-        """[..., out] of `x` [..., in] without LoRA; where LoRA is DoRA, with its gain."""
+    def product_without_lora(
+        self,
+        x: mx.array,  # [..., in]
+    ) -> mx.array:  # [..., out]
+        """With DoRA's gain if there is one."""
         y: mx.array = self.linear(x)
         if "gain" in self:
             y = y * self.gain
         return y + self.offset if "offset" in self else y
 
-    def layer_of_merged_rows(self, tokens: mx.array) -> nn.Module:
-        """Make a plain linear layer of some of the outputs, with LoRA merged into their weights.
-
-        Args:
-            tokens: [Vd] numbers of the outputs.
-
-        Returns:
-            An `nn.Linear` of Vd outputs in this order, with their bias where the layer has one; not
-            quantised, its weights in the dtype of LoRA's factors.
-        """
+    def layer_of_merged_rows(
+        self,
+        tokens: mx.array,  # [Vd] numbers of the outputs
+    ) -> nn.Module:
+        """A plain linear layer of some outputs, LoRA merged in, not quantised, in the dtype of
+        LoRA's factors."""
         weight = weight_in_float32(self.linear, tokens)
         if "gain" in self:
             weight = self.gain[tokens][:, None] * weight
@@ -298,11 +246,11 @@ class RowLora(LoraLayer):
             layer.bias = self.linear.bias[tokens]
         return layer
 
-    def _flatten_and_multiply_by_a(self, x: mx.array, first_row: int) -> RowsAndProduct:
-        """Flatten `x` [..., in] to R rows, and multiply those from number `first_row` on by A.
-
-        Takes both from `shared` where modules share a product.
-        """
+    def _flatten_and_multiply_by_a(
+        self,
+        x: mx.array,  # [..., in]
+        first_row: int,  # that LoRA acts on
+    ) -> RowsAndProduct:
         if self.shared is not None:
             return self.shared.take_own_product(x, first_row, self.index)
         rows = mx.flatten(x, 0, -2)
@@ -313,31 +261,33 @@ class RowLora(LoraLayer):
 class SummedLora(RowLora):
     """`RowLora` on a layer whose inputs are split over ranks: one sum for the layer and LoRA."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., R, out] of `x` [..., R, in], summed over ranks; LoRA on rows as in `RowLora`."""
+    def __call__(
+        self,
+        x: mx.array,  # [..., R, in]
+    ) -> mx.array:  # [..., R, out], summed over ranks
         linear = self.linear
         y = mx.distributed.all_sum(self.product_with_lora(x), group=linear.group)
         return y + linear.bias if "bias" in linear else y
 
-    def product_without_lora(self, x: mx.array) -> mx.array:
-        """[..., out] of `x` [..., in]: this rank's summand, without bias."""
+    def product_without_lora(
+        self,
+        x: mx.array,  # [..., in]
+    ) -> mx.array:  # [..., out]
+        """This rank's partial sum, without bias."""
         return partial_product(self.linear, x)
 
 
 class EmbeddingLora(LoraLayer):
-    """An embedding with LoRA or DoRA: where it embeds and, if `acts_on_head`, where it is the LM
-    head.
-
-    Args:
-        embedding: may be quantised.
-        weights: LoRA of its shapes.
-        dtype: that of activations, which the factors are cast to; None keeps theirs.
-    """
+    """An embedding, perhaps quantised, with LoRA or DoRA where it embeds and, if `acts_on_head`,
+    where it is the LM head."""
 
     def __init__(
-        self, embedding: nn.Module, weights: LoraWeights, dtype: mx.Dtype | None = None
+        self,
+        embedding: nn.Module,
+        weights: LoraWeights,
+        # of activations, which the factors are cast to; None keeps theirs
+        dtype: mx.Dtype | None = None,
     ) -> None:
-        """Keep `embedding` itself, the factors and, of DoRA, the gain, which is computed here."""
         super().__init__(weights, dtype)
         gain = dora_gain(embedding, weights)
         self.embedding = embedding
@@ -345,19 +295,21 @@ class EmbeddingLora(LoraLayer):
             self.gain = gain.astype(self.lora_b.dtype)
         self.acts_on_head = weights.acts_on_head
 
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """[..., D] embeddings of `tokens` [...] ids, with LoRA, and where it is DoRA its gain."""
+    def __call__(
+        self,
+        tokens: mx.array,  # [...]
+    ) -> mx.array:  # [..., D]
         rows: mx.array = self.embedding(tokens)
         rows = rows + (self.scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
         if "gain" not in self:
             return rows
         return rows * (self.gain[tokens][..., None] if self.acts_on_head else self.gain)
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Logits [..., V] of `x` [..., D], where the embedding is the LM head too.
-
-        With LoRA, or DoRA's gain, only if `acts_on_head`.
-        """
+    def as_linear(
+        self,
+        x: mx.array,  # [..., D]
+    ) -> mx.array:  # [..., V]
+        """With LoRA, or DoRA's gain, only if `acts_on_head`."""
         logits: mx.array = self.embedding.as_linear(x)
         if not self.acts_on_head:
             return logits
@@ -365,16 +317,12 @@ class EmbeddingLora(LoraLayer):
         logits = logits + (self.scale * more).astype(logits.dtype)
         return logits * self.gain if "gain" in self else logits
 
-    def layer_of_merged_rows(self, tokens: mx.array) -> nn.Module:
-        """Make a plain embedding of some tokens, with their rows as the LM head has them.
-
-        Args:
-            tokens: [Vd] ids.
-
-        Returns:
-            An `nn.Embedding` of Vd rows in this order, LoRA or DoRA merged into them only if
-            `acts_on_head`; not quantised, in the dtype of LoRA's factors.
-        """
+    def layer_of_merged_rows(
+        self,
+        tokens: mx.array,  # [Vd]
+    ) -> nn.Module:
+        """A plain embedding of some tokens' rows as the LM head has them, not quantised, in the
+        dtype of LoRA's factors."""
         weight = weight_in_float32(self.embedding, tokens)
         if self.acts_on_head:
             weight = weight + self.scale * (self.lora_a[tokens] @ self.lora_b)
@@ -386,25 +334,19 @@ class EmbeddingLora(LoraLayer):
 
 
 class ExpertsLora(LoraLayer):
-    """The linear layer of E experts, with LoRA of its own for each."""
-
     def __init__(
         self, linear: nn.Module, weights: LoraWeights, dtype: mx.Dtype | None = None
     ) -> None:
         super().__init__(weights, dtype)
         self.linear = linear
 
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """Send each row through its expert, with the expert's LoRA, as mlx-lm's `SwitchLinear`.
-
-        Args:
-            x: [..., R, in] rows, of any leading axes that broadcast against `indices`.
-            indices: [...] ints, the expert that each row goes to.
-            sorted_indices: whether they are in ascending order.
-
-        Returns:
-            What the `SwitchLinear` returns for them, [..., R, out], with LoRA added to every row.
-        """
+    def __call__(
+        self,
+        x: mx.array,  # [..., R, in], leading axes broadcast against `indices`
+        indices: mx.array,  # [...] the expert that each row goes to
+        sorted_indices: bool = False,  # they are in ascending order
+    ) -> mx.array:  # [..., R, out]
+        """As mlx-lm's `SwitchLinear`, with the expert's own LoRA."""
         chosen: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
         z = mx.gather_mm(x, self.lora_a.swapaxes(-1, -2), **chosen)
@@ -413,37 +355,26 @@ class ExpertsLora(LoraLayer):
 
 
 class SharedInput(threading.local):
-    """The A factors of modules that a layer calls on the same rows, multiplied in one product.
+    """The A factors of modules that a layer calls on the same rows, multiplied in one product,
+    which is kept on this thread until every module took its part."""
 
-    The product is kept on this thread until every module took its part.
-
-    Args:
-        a: [in, sum of r] the matrices side by side.
-        ends: the columns where all but the last of them end.
-    """
-
-    def __init__(self, a: mx.array, ends: list[int]) -> None:
-        """Keep the matrix and the ends; on each thread no product is held at first."""
+    def __init__(
+        self,
+        a: mx.array,  # [in, sum of r] the matrices side by side
+        ends: list[int],  # the columns where all but the last of them end
+    ) -> None:
         self._a = a
         self._ends = ends
         # what was given last, its rows, and the products that are still to be taken
         self._held: tuple[mx.array, int, mx.array, dict[int, mx.array]] | None = None
 
-    def take_own_product(self, x: mx.array, first_row: int, module_index: int) -> RowsAndProduct:
-        """Hand out the part of the product that belongs to module number `module_index`.
-
-        The product of all modules is computed for the first that asks, and kept for the others.
-        It is computed anew where `x` or `first_row` is another, or where the module has had its
-        part.
-
-        Args:
-            x: [..., R, in] the rows; the same array object for all modules of a call.
-            first_row: number of the first row that LoRA acts on.
-            module_index: of the module, among those that share the product.
-
-        Returns:
-            The rows of `x`, and those from `first_row` on times the module's A.
-        """
+    def take_own_product(
+        self,
+        x: mx.array,  # [..., R, in]; the same array object for all modules of a call
+        first_row: int,  # that LoRA acts on
+        module_index: int,  # among those that share the product
+    ) -> RowsAndProduct:
+        """The first module that asks has all products computed."""
         held = self._held
         is_same_call = held is not None and held[0] is x and held[1] == first_row
         if held is None or not is_same_call or module_index not in held[3]:
@@ -455,16 +386,11 @@ class SharedInput(threading.local):
         return RowsAndProduct(held[2], product)
 
 
-def share_products(loras: Mapping[str, RowLora]) -> None:
-    """Let modules that a layer calls on the same rows share one product with their A factors.
-
-    These are q, k and v projections, and gate and up projections, of one parent module. They are
-    changed in place: each gets `shared` and its `index`, and its `lora_a` becomes a part of the
-    common matrix. Other modules stay as they are.
-
-    Args:
-        loras: by path in the model.
-    """
+def share_products(
+    loras: Mapping[str, RowLora],  # by path in the model
+) -> None:
+    """In place: q, k and v projections of one parent module share one product, as do gate and up
+    projections."""
     groups: dict[tuple[str, str], list[RowLora]] = {}
     for path, lora in loras.items():
         above, _, name = path.rpartition(".")
@@ -481,10 +407,7 @@ def share_products(loras: Mapping[str, RowLora]) -> None:
 
 
 def linear_out_and_in(linear: nn.Module) -> tuple[int, int]:
-    """(out, in), the numbers of a linear layer's outputs and inputs, quantised or not.
-
-    Where the layer is split over ranks, those of all ranks together.
-    """
+    """Outputs and inputs, of all ranks together if the layer is split over ranks."""
     out_size, in_size = linear.weight.shape
     if "scales" in linear:
         in_size = in_size * 32 // linear.bits
@@ -496,19 +419,11 @@ def linear_out_and_in(linear: nn.Module) -> tuple[int, int]:
 
 
 def expected_lora_shapes(
-    layer: nn.Module | None, weights: LoraWeights
+    layer: nn.Module | None,  # perhaps split over ranks: the shapes are those of the whole
+    weights: LoraWeights,  # only rank, DoRA and `acts_on_head` count
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes that LoRA has to have to fit a layer, by mlx-lm's names.
-
-    Args:
-        layer: of the model, quantised or not, perhaps split over ranks (the shapes are those of the
-            whole); None where the model has none.
-        weights: only its rank, whether it is DoRA, and `acts_on_head` count.
-
-    Returns:
-        "lora_a", "lora_b" and, for DoRA, "m" (the magnitude), each with its shape; experts have no
-        "m". {} where LoRA cannot act on the layer, or it is None.
-    """
+    """By mlx-lm's names: "lora_a", "lora_b" and, for DoRA, "m" (the magnitude), which experts lack.
+    {} if LoRA cannot act on the layer."""
     rank = weights.rank
     # mlx-lm's layers with a `to_lora` have LoRA of their own kind.
     if not isinstance(layer, LORA_KINDS) or hasattr(layer, "to_lora"):
@@ -525,14 +440,11 @@ def expected_lora_shapes(
     return {"lora_a": (out_size, rank), "lora_b": (rank, in_size), **norms}
 
 
-def weight_in_float32(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
-    """A layer's weight in float32, dequantised where it is quantised.
-
-    Args:
-        layer: linear, an embedding, or experts.
-        rows: [n] numbers of the rows (outputs, tokens or experts) that are wanted; all unless
-            given.
-    """
+def weight_in_float32(
+    layer: nn.Module,  # linear, an embedding, or experts
+    rows: mx.array | None = None,  # [n] numbers of outputs, tokens or experts; all unless given
+) -> mx.array:
+    """Dequantised."""
     parts: list[Any] = [layer.get(name) for name in ("weight", "scales", "biases")]
     if rows is not None:
         parts = [None if part is None else part[rows] for part in parts]
@@ -544,11 +456,8 @@ def weight_in_float32(layer: nn.Module, rows: mx.array | None = None) -> mx.arra
     return weight.astype(mx.float32)
 
 
-def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:
-    """A layer's weight with scale * A B added, in float32, dequantised; without DoRA's norms.
-
-    Its shape is that of the layer: [out, in], [V, D] of an embedding, [E, out, in] of experts.
-    """
+def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:  # in the layer's shape
+    """Dequantised, with scale * A B added, in float32, without DoRA's norms."""
     a, b = (array.astype(mx.float32) for array in (weights.a, weights.b))
     if isinstance(layer, EXPERTS):
         delta = b @ a
@@ -559,16 +468,13 @@ def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:
     return weight_in_float32(layer) + weights.scale * delta
 
 
-def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
-    """What DoRA multiplies each feature by: magnitude / norm of the weight with LoRA.
-
-    The norm is that of each row of the weight; of an embedding whose LoRA does not act on the head,
-    that of each column. It is computed here, and waited for: the unpacked weights of many layers
-    would not fit into memory at once.
-
-    Returns:
-        Float32 in the magnitude's shape; None where the weights have no magnitude (LoRA).
-    """
+def dora_gain(
+    layer: nn.Module,
+    weights: LoraWeights,
+) -> mx.array | None:  # in the magnitude's shape
+    """Magnitude over norm of the weight with LoRA, of each row; of each column of an embedding
+    whose LoRA does not act on the head. Waits for it: the unpacked weights of many layers would not
+    fit into memory at once."""
     if weights.magnitude is None:
         return None
     of_columns = isinstance(layer, EMBEDDINGS) and not weights.acts_on_head
@@ -578,17 +484,11 @@ def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
     return gain
 
 
-def shard_lora(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
-    """This rank's part of a layer's LoRA, where the layer is split over ranks.
-
-    Args:
-        weights: LoRA of the whole layer; no DoRA, whose magnitude would not be split.
-        linear: the layer, with this rank's part of its weight.
-
-    Returns:
-        A part of B where the layer's outputs are split, a part of A where its inputs are; `weights`
-        where the layer is not split.
-    """
+def shard_lora(
+    weights: LoraWeights,  # of the whole layer; no DoRA, whose magnitude would not be split
+    linear: nn.Module,  # with this rank's part of its weight
+) -> LoraWeights:
+    """This rank's part, if the layer is split over ranks."""
     if isinstance(linear, SPLIT_OUTPUTS):
         parts = mx.split(weights.b, linear.group.size(), axis=1)
         return replace(weights, b=parts[linear.group.rank()])
@@ -598,16 +498,11 @@ def shard_lora(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
     return weights
 
 
-def copy_with_merged_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
-    """Make a copy of a layer with LoRA or DoRA merged into its weight.
-
-    Args:
-        layer: not quantised, one that `is_mergeable`; it stays as it is.
-        weights: LoRA of its shapes.
-
-    Returns:
-        The copy, whose weight has the dtype that it had; the other arrays are shared.
-    """
+def copy_with_merged_lora(
+    layer: nn.Module,  # not quantised, one that `is_mergeable`
+    weights: LoraWeights,
+) -> nn.Module:
+    """In the weight's own dtype; the other arrays are shared."""
     twin = copy.copy(layer)
     weight = _weight_with_lora(layer, weights)
     gain = dora_gain(layer, weights)
@@ -618,28 +513,19 @@ def copy_with_merged_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
 
 
 def is_mergeable(layer: nn.Module, weights: LoraWeights) -> bool:
-    """Whether LoRA on every row may be merged into a layer's weight.
-
-    True for linear layers and experts that are not quantised. True for an embedding that is not
-    quantised where LoRA acts on the head too, as the weight may be the LM head's.
-    """
     if isinstance(layer, nn.Embedding):  # which may be the head too
         return weights.acts_on_head
     return isinstance(layer, (*UNPACKED_LINEARS, SwitchLinear))
 
 
 def wrap_with_lora(
-    layer: nn.Module, weights: LoraWeights, scope: RowScope, dtype: mx.Dtype | None
+    layer: nn.Module,
+    weights: LoraWeights,  # this rank's part
+    # only linear layers follow it: of embeddings and experts LoRA acts on every row
+    scope: RowScope,
+    dtype: mx.Dtype | None,  # of activations, which the factors are cast to; None keeps theirs
 ) -> LoraLayer:
-    """Make the layer that has LoRA beside the weight of `layer`, of the class for its kind.
-
-    Args:
-        layer: linear, an embedding, or experts, quantised or not; it is held, and stays as it is.
-        weights: LoRA of its shapes; this rank's part of it.
-        scope: which rows LoRA acts on. Only linear layers follow it: of embeddings and experts LoRA
-            acts on every row.
-        dtype: what the factors are cast to, that of activations; None keeps theirs.
-    """
+    """The layer is held, and stays as it is."""
     if isinstance(layer, EMBEDDINGS):
         return EmbeddingLora(layer, weights, dtype)
     if isinstance(layer, EXPERTS):
@@ -650,32 +536,18 @@ def wrap_with_lora(
 
 def attach_lora(
     model: nn.Module,
-    lora: Mapping[str, LoraWeights],
+    lora: Mapping[str, LoraWeights],  # by module path
     scope: RowScope,
     *,
+    # add it into the weights of layers that are not quantised, which costs nothing per row: only
+    # for LoRA that acts on every row
     merge: bool,
-    dtype: mx.Dtype,
+    dtype: mx.Dtype,  # of the activations; what is not merged is cast to it
+    # see `share_products`; False in training, where the factors change
     shares_products: bool = True,
 ) -> ReplacedModules:
-    """Put LoRA on modules of a model, in place. Nothing is computed, but DoRA's gains.
-
-    Args:
-        model: an mlx-lm model.
-        lora: by module path.
-        scope: which rows LoRA acts on.
-        merge: add it into the weights of layers that are not quantised, which costs nothing per
-            row: only for LoRA that acts on every row.
-        dtype: of the activations; what is not merged is cast to it.
-        shares_products: let modules that are called on the same rows share one product with A, see
-            `share_products`. False in training, where the factors change.
-
-    Returns:
-        The modules that were replaced, by path, untouched: while those of merged layers are kept,
-        their weights are in memory twice.
-
-    Raises:
-        KeyError: the model has no module at a path; the model is as it was then.
-    """
+    """In place; only DoRA's gains are computed. Returns the replaced modules: while those of merged
+    layers are kept, their weights are in memory twice."""
     modules = dict(model.named_modules())
     updates: dict[str, nn.Module] = {}
     for path, weights in lora.items():

@@ -14,26 +14,25 @@ from .metal import TreeMask
 from .shapes import evaluated, expect_shape, indices
 
 
-def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
-    """The positions in the text of nodes and their streams: stream j of a node is j further on.
-
-    Args:
-        node_positions: [M] int.
-        num_streams: G.
-
-    Returns:
-        [M * (1 + G)], the nodes first, then the streams node by node.
-    """
+def stream_positions(
+    node_positions: mx.array,  # [M]
+    num_streams: int,  # G
+) -> mx.array:  # [M * (1 + G)]
+    """Positions in the text, nodes first, then streams node by node: stream j of a node is j
+    further on."""
     ahead = indices(1, num_streams + 1)
     return mx.concatenate([node_positions, (node_positions[:, None] + ahead).flatten()])
 
 
-def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
-    """Which row of a step (first axis) sees which (Speculative Streaming, eqs. 1 and 2).
+def stream_visibility(
+    ancestors: mx.array,  # [M, M] bool
+    num_streams: int,  # G
+) -> mx.array:  # [M * (1 + G), M * (1 + G)]
+    """Which row of a step (first axis) sees which (eqs. 1 and 2).
 
-    A node sees its ancestors and itself. Stream j of a node sees what the node sees, and the
-    node's streams 1 to j. No row sees another node's streams. With M = 2 (a root and its child)
-    and G = 2, rows n0 n1 s01 s02 s11 s12:
+    A node sees its ancestors and itself. Stream j of a node sees what the node sees, and the node's
+    streams 1 to j. No row sees another node's streams. With M = 2 (a root and its child) and G = 2,
+    rows n0 n1 s01 s02 s11 s12:
 
             n0  n1  s01 s02 s11 s12
         n0   x
@@ -42,16 +41,6 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
         s02  x       x   x
         s11  x   x           x
         s12  x   x           x   x
-
-    Args:
-        ancestors: [M, M] bool, `Tree.ancestors`.
-        num_streams: G; with 0, `ancestors` are returned.
-
-    Returns:
-        [M * (1 + G), M * (1 + G)] bool, the nodes first, then the streams node by node.
-
-    Raises:
-        ValueError: `ancestors` is not square.
     """
     num_nodes = ancestors.shape[0]
     expect_shape("ancestors", ancestors, num_nodes, num_nodes)
@@ -66,59 +55,43 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
 
 
 @lru_cache(maxsize=64)
-def earlier_streams_mask(num_streams: int, num_nodes: int = 1) -> mx.array:
-    """Which stream row (first axis) sees which: a node's stream j sees its streams 1 to j.
-
-    Args:
-        num_streams: G.
-        num_nodes: M.
-
-    Returns:
-        [M * G, M * G] bool, streams node by node; evaluated, and the same array for the same
-        arguments.
-    """
+def earlier_streams_mask(
+    num_streams: int,  # G
+    num_nodes: int = 1,  # M
+) -> mx.array:  # [M * G, M * G] bool
+    """A node's stream j sees its streams 1 to j; rows go node by node. Evaluated, and one array for
+    equal arguments."""
     row = indices(num_nodes * num_streams)
     owner = row // num_streams
     stream = row % num_streams
     return evaluated((owner[:, None] == owner) & (stream[:, None] >= stream))
 
 
+# First tokens of a text that streams always see: attention rests on them if nothing fits.
 SINKS = 4
-"""First tokens of a text that streams always see: attention rests on them where nothing fits."""
 
 
 Position = TypeVar("Position", int, mx.array)
 
 
-def window_start(position: Position, window: int) -> Position:
-    """The number of the first token behind the sinks that streams of a node see.
-
-    That is half a window before the last multiple of half a window up to the node, so it moves
-    seldom.
-
-    Args:
-        position: of the node, a number or an int array of any shape.
-        window: tokens, 2 or more, as the adapter's settings say.
-
-    Returns:
-        A position of the same kind and shape; 0 for positions below 2 * (`window` // 2).
-    """
+def window_start(
+    position: Position,
+    window: int,  # tokens, at least 2
+) -> Position:
+    """The number of the first token after the sinks that streams of a node see: half a window
+    before the last multiple of half a window up to the node, so it moves seldom."""
     half = window // 2
     start = (position // half - 1) * half
     return start * (start > 0)
 
 
-def hide_outside_window(visible: Any, columns: Any, firsts: Any) -> Any:
-    """Hide from each row the columns before its window, but not the first `SINKS` tokens.
-
-    Args:
-        visible: [..., R, C] bool, of MLX or NumPy: which row sees which column.
-        columns: [..., C] the position in the text of each column.
-        firsts: [..., R] the first position of each row's window; 0 hides nothing from it.
-
-    Returns:
-        [..., R, C] bool: a new mask, of the same library.
-    """
+def hide_outside_window(
+    visible: Any,  # [..., R, C] bool
+    columns: Any,  # [..., C] the position in the text of each column
+    firsts: Any,  # [..., R] the first position of each row's window; 0 hides nothing
+) -> Any:
+    """Hide from each row the columns before its window, except the first `SINKS` tokens. Of MLX or
+    NumPy: training's batches use it too."""
     columns = columns[..., None, :]
     return visible & ((columns < SINKS) | (columns >= firsts[..., None]))
 
@@ -151,43 +124,32 @@ class LayerMask(NamedTuple):
 
     mask: mx.array | metal.TreeMask | str | None  # as mlx-lm's layers take it
     first_left_out: int = 0  # number of the first key that is left out
-    end_left_out: int = 0  # number behind the last one; none is left out where both are equal
+    end_left_out: int = 0  # number after the last one; none is left out if both are equal
 
 
 class WindowMasks:
     """A step's mask, for layers that see the whole text and for those that see a window of it.
 
-    A row at position p of a layer with a window of W tokens sees none before p - W + 1. What no
-    row sees is left out of its keys, so a long text costs such a layer no more than a short one.
-
-    Args:
-        whole: [R, C + L], as `StepMasks` gives it.
-        positions: [R] of the rows; or [1], the first one's, where the others follow it.
-        num_rows: R.
-        cache: that they stand in.
+    A row at position p of a layer with a window of W tokens sees none before p - W + 1. What no row
+    sees is left out of its keys, so a long text costs such a layer no more than a short one.
     """
 
     def __init__(
-        self, whole: mx.array | metal.TreeMask, positions: mx.array, num_rows: int, cache: Columns
+        self,
+        whole: mx.array | metal.TreeMask,  # [R, C + L]
+        positions: mx.array,  # [R]; or [1], the first row's, if the others follow it
+        num_rows: int,  # R
+        cache: Columns,
     ) -> None:
-        """Keep the step's mask, and the position of each row; masks for windows are made when asked
-        for.
-        """
         self._whole = whole
         self._cache = cache
         self._rows = positions if positions.size == num_rows else positions + indices(num_rows)
         self._made: dict[int, LayerMask] = {}
 
-    def for_window(self, window: int | None) -> LayerMask:
-        """The mask of a layer with a window, and the keys that it has no column for.
-
-        Args:
-            window: tokens that a row sees, itself among them; None for all.
-
-        Returns:
-            The whole mask, with no keys left out, where the window hides nothing; else what
-            `_mask_and_left_out_keys` returns, made once for each window.
-        """
+    def for_window(
+        self,
+        window: int | None,  # tokens that a row sees, itself included; None for all
+    ) -> LayerMask:
         if window is None:
             return LayerMask(self._whole)
         if window not in self._made:
@@ -195,13 +157,8 @@ class WindowMasks:
         return self._made[window]
 
     def _mask_and_left_out_keys(self, window: int) -> LayerMask:
-        """Make the mask of a layer that sees `window` tokens, and find the keys that no row sees.
-
-        Returns:
-            A bool array [R, keys], also where the whole mask is a `TreeMask`; and from which to
-            which number (not included) keys are left out, as the window hides them from all rows.
-            The whole mask, 0 and 0 where the window hides nothing from any row.
-        """
+        """The mask is bool [R, keys], even if the whole one is a `TreeMask`; it is the whole one,
+        and no key is left out, if the window hides nothing from any row."""
         columns, dropped = self._cache.keys_in_window(self._rows, window)
         first = columns.size + dropped - self._cache.offset
         if self._cache.end + first <= window:
@@ -214,31 +171,23 @@ class WindowMasks:
 
 
 class CausalMasks:
-    """The causal masks of tokens that are appended, for layers with and without a window.
+    """The causal masks of tokens that are appended, for layers with and without a window."""
 
-    Args:
-        count: R, tokens that are appended.
-        offset: L, tokens before them.
-        dense: whether several tokens need an array; else their mask may be the word "causal". The
-            mask of a single token is always None.
-    """
-
-    def __init__(self, count: int, offset: int, *, dense: bool) -> None:
+    def __init__(
+        self,
+        count: int,  # R, tokens that are appended
+        offset: int,  # L, tokens before them
+        *,
+        dense: bool,  # whether several tokens need an array, and not the word "causal"
+    ) -> None:
         self._count = count
         self._offset = offset
         self._dense = dense
 
-    def for_window(self, window: int | None) -> LayerMask:
-        """The mask of a layer with a window, and the keys that it has no column for.
-
-        Args:
-            window: tokens that a row sees, itself among them; None for all.
-
-        Returns:
-            The mask: None for a single token; a bool array [R, keys] where `dense` is set or the
-            window hides keys from some row that others see; else "causal". And 0 and a number: the
-            keys from the first up to that number are left out, as the window hides them from all.
-        """
+    def for_window(
+        self,
+        window: int | None,  # tokens that a row sees, itself included; None for all
+    ) -> LayerMask:
         known = self._offset if window is None else min(self._offset, window - 1)
         if self._count == 1:
             return LayerMask(None, 0, self._offset - known)
@@ -271,31 +220,18 @@ class StepMasks:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def forget(self) -> None:
-        """Drop all kept masks: that of a step which is not run holds all that it was built of."""
+        """The mask of a step that is not run holds all that it was built of."""
         self._buffers.clear()
         self._written.clear()
 
     def step_mask(
-        self, visible: mx.array, cache: Columns, key: object, takes_bits: Callable[[], bool]
+        self,
+        visible: mx.array,  # [R, R] bool, which of the step's rows sees which
+        cache: Columns,
+        key: object,  # the same object means the same `visible`; None if that may differ every time
+        # whether the layers take a `TreeMask`; asked only if the fused kernel is on
+        takes_bits: Callable[[], bool],
     ) -> mx.array | TreeMask:
-        """The mask of a step over [its own rows | uncounted paths | committed tokens].
-
-        Args:
-            visible: [R, R] bool, which of the step's rows sees which of them.
-            cache: that the rows stand in.
-            key: an object that stands for the content of `visible`: the same object, the same
-                content. None if the content may differ every time.
-            takes_bits: says whether the model's layers take a `TreeMask`; called only if the fused
-                kernel is on.
-
-        Returns:
-            A `TreeMask` where the fused kernel is on and the layers take it; else what
-            `dense_mask` returns.
-
-        Raises:
-            InputError: attention=fused was chosen, and the kernel is off or the layers do not take
-                a `TreeMask`.
-        """
         takes_bits_here = metal.is_on() and takes_bits()
         require(
             takes_bits_here or metal.chosen_attention() != "fused",
@@ -308,22 +244,13 @@ class StepMasks:
         columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
         return TreeMask(columns, lambda: self.dense_mask(visible, cache, key))
 
-    def dense_mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
-        """The mask of a step as a bool array, whatever the kernel.
-
-        Its first columns are written into a kept buffer, but not where `key` is the object that the
-        last mask of this size had and no path is uncounted. The longest unused buffers are dropped
-        beyond `max_sizes`.
-
-        Args:
-            visible: [R, R] bool, which of the step's rows sees which of them.
-            cache: that the rows stand in.
-            key: an object that stands for the content of `visible`; None if that may differ.
-
-        Returns:
-            [R, R + paths + L] bool, a view of the kept buffer: it holds until the next mask of its
-            size.
-        """
+    def dense_mask(
+        self,
+        visible: mx.array,  # [R, R] bool
+        cache: Columns,
+        key: object,  # as in `step_mask`
+    ) -> mx.array:  # [R, R + paths + L] bool
+        """A view of a kept buffer: it holds until the next mask of its size."""
         if paths := cache.path_masks(visible.shape[0]):
             key = None
             visible = mx.concatenate([visible, *paths], axis=1)

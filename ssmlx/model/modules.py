@@ -11,15 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-def copy_with_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
-    """Make a shallow copy of a module, with some attributes replaced.
-
-    Args:
-        module: stays as it is; the copy shares its arrays and its other submodules.
-        call: a function of the module and its arguments, which becomes the copy's `__call__` where
-            given: the copy gets a subclass of its class.
-        parts: the new values, by attribute.
-    """
+def copy_with_parts(
+    module: nn.Module,
+    call: Any = None,  # becomes the copy's `__call__`, by a subclass
+    **parts: Any,  # new values, by attribute
+) -> Any:
+    """A shallow copy that shares all arrays and other submodules."""
     twin = copy.copy(module)
     kind = type(module)
     for name, part in parts.items():
@@ -30,32 +27,21 @@ def copy_with_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
 
 
 def module_arrays(model: nn.Module) -> list[mx.array]:
-    """Every array that a model's modules hold, those that are no parameters among them, such as a
-    rotary embedding's frequencies.
-    """
+    """Includes arrays that are no parameters, such as a rotary embedding's frequencies."""
     held = (value for module in model.modules() for value in module.values())
     return [value for value in held if isinstance(value, mx.array)]
 
 
 def clone_sharing_arrays(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules, whose arrays are the very arrays of `model`.
-
-    A module that stands in two places is one module in the copy too.
-    """
+    """A module that stands in two places is one module in the copy too."""
     twin: nn.Module = _clone_modules_in(model, {})
     return twin
 
 
-def _clone_modules_in(value: Any, copies: dict[int, Any]) -> Any:
-    """Copy `value` with all modules in it, also those in lists, tuples and dictionaries.
-
-    Anything else, arrays among it, is returned as it is.
-
-    Args:
-        value: a module, a container, or anything else.
-        copies: the modules' copies so far, by `id` of the original; new ones are added, so that a
-            module that is met again has one copy.
-    """
+def _clone_modules_in(
+    value: Any,  # a module, a container, or anything else
+    copies: dict[int, Any],  # by `id` of the original
+) -> Any:
     if isinstance(value, nn.Module):
         if id(value) not in copies:
             twin: Any = copy.copy(value)
@@ -71,19 +57,15 @@ def _clone_modules_in(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def note_inputs(module: nn.Module, note: Callable[[mx.array], None]) -> None:
-    """Let `note` be called with the first argument of `module` before each of its calls, for good.
-
-    The module gets another class, in place, and computes what it did. One whose inputs are noted
-    already stays as it is: a second `note` is never called. The class is kept for good, by the
-    module's class and `note`, which is best a function of a file.
-    """
+    """Call `note` with the first argument of `module` before each of its calls, for good: the
+    module gets another class. A second `note` is never called. The class is kept by `note`, so that
+    should be a module-level function."""
     if not hasattr(module, "_notes_input"):
         module.__class__ = _noting_class(type(module), note)
 
 
 @cache
 def _noting_class(kind: type[nn.Module], note: Callable[[mx.array], None]) -> type[nn.Module]:
-    """Make a subclass of `kind` that calls `note` first; the same one for the same arguments."""
     original: Any = kind.__call__
 
     def call(self: Any, x: mx.array, *others: Any, **named: Any) -> mx.array:

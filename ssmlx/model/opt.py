@@ -14,23 +14,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs, create_attention_mask, scaled_dot_product_attention
 
-_FIRST_POSITION = 2
-"""Row of the position table that belongs to the first token."""
+_FIRST_POSITION = 2  # row of the position table that belongs to the first token
 
+# Settings that decide how it is built, which is as their defaults say.
 _BUILT = (
     "do_layer_norm_before", "_remove_final_layer_norm", "activation_function", "enable_bias",
     "layer_norm_elementwise_affine", "tie_word_embeddings",
 )  # fmt: skip
-"""Settings that decide how it is built, which is as their defaults say."""
 
 
 @dataclass
 class ModelArgs(BaseModelArgs):  # type: ignore[misc]  # mlx-lm has no types
-    """The fields of config.json that decide what is computed; defaults are transformers'.
-
-    Raises:
-        ValueError: a model that is built otherwise, such as OPT-350m, or whose sizes do not fit.
-    """
+    """The fields of config.json that decide what is computed; defaults are transformers'."""
 
     model_type: str = "opt"
     vocab_size: int = 50272
@@ -48,12 +43,6 @@ class ModelArgs(BaseModelArgs):  # type: ignore[misc]  # mlx-lm has no types
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        """Set `word_embed_proj_dim` to the hidden size where it is 0, and check the values.
-
-        Raises:
-            ValueError: a setting in `_BUILT` is not the default, embeddings have another width than
-                the layers, or the number of heads does not divide the hidden size.
-        """
         self.word_embed_proj_dim = self.word_embed_proj_dim or self.hidden_size
         built = {name: getattr(ModelArgs, name) for name in _BUILT}
         for name, expected in {**built, "word_embed_proj_dim": self.hidden_size}.items():
@@ -70,7 +59,6 @@ class Attention(nn.Module):
     """Multi-head attention with biases, without rotary embedding."""
 
     def __init__(self, args: ModelArgs) -> None:
-        """Make four projections of [D, D] with biases, random until weights are loaded."""
         super().__init__()
         size = args.hidden_size
         self.num_heads = args.num_attention_heads
@@ -80,17 +68,12 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(size, size)
         self.out_proj = nn.Linear(size, size)
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """Attention of rows over themselves and what the cache holds.
-
-        Args:
-            x: [B, R, D].
-            mask: as mlx-lm's `scaled_dot_product_attention` takes it.
-            cache: one of mlx-lm's for this layer; gets the rows' keys and values. None for none.
-
-        Returns:
-            [B, R, D].
-        """
+    def __call__(
+        self,
+        x: mx.array,  # [B, R, D]
+        mask: Any = None,
+        cache: Any = None,
+    ) -> mx.array:  # [B, R, D]
         batch, length, _ = x.shape
 
         def heads(y: mx.array) -> mx.array:
@@ -108,12 +91,9 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a ReLU MLP, each behind a layer norm and with a residual."""
+    """Attention and a ReLU MLP, each after a layer norm and with a residual."""
 
     def __init__(self, args: ModelArgs) -> None:
-        """Make attention, two layer norms and the MLP's two layers, random until weights are
-        loaded.
-        """
         super().__init__()
         self.self_attn = Attention(args)
         self.self_attn_layer_norm = nn.LayerNorm(args.hidden_size)
@@ -121,17 +101,18 @@ class DecoderLayer(nn.Module):
         self.fc2 = nn.Linear(args.ffn_dim, args.hidden_size)
         self.final_layer_norm = nn.LayerNorm(args.hidden_size)
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """[B, R, D] of `x` [B, R, D]; `mask` and `cache` as mlx-lm's layers take them."""
+    def __call__(
+        self,
+        x: mx.array,  # [B, R, D]
+        mask: Any = None,
+        cache: Any = None,
+    ) -> mx.array:  # [B, R, D]
         x = x + self.self_attn(self.self_attn_layer_norm(x), mask, cache)
         return x + self.fc2(nn.relu(self.fc1(self.final_layer_norm(x))))
 
 
 class Decoder(nn.Module):
-    """Embeddings, layers and the final norm."""
-
     def __init__(self, args: ModelArgs) -> None:
-        """Make embeddings of tokens and positions, the layers and the norm, not loaded yet."""
         super().__init__()
         size = args.hidden_size
         self.last_position = args.max_position_embeddings - 1
@@ -142,39 +123,26 @@ class Decoder(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """[B, R, D] to what the head takes, under the name that other models have for it."""
+        """Under the name that other models have for it."""
         return self.final_layer_norm
 
-    def embed_at(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """Embed tokens, and add the learned embeddings of their positions.
-
-        A draft tree may reach beyond the last position; such tokens are never part of an answer,
-        and get the last position's. Padding stands before the first, at -1, as do lower positions.
-
-        Args:
-            tokens: [B, R] ids.
-            positions: [B, R] or [R] int, from 0 at the text's first token.
-
-        Returns:
-            [B, R, D].
-        """
+    def embed_at(
+        self,
+        tokens: mx.array,  # [B, R]
+        positions: mx.array,  # [B, R] or [R], from 0 at the text's first token
+    ) -> mx.array:  # [B, R, D]
+        """A draft tree may reach beyond the last position; such tokens are never part of an answer,
+        and get the last position's. Padding stands before the first, at -1."""
         positions = mx.clip(positions, -1, self.last_position)
         embedded: mx.array = self.embed_tokens(tokens)
         of_positions: mx.array = self.embed_positions(positions + _FIRST_POSITION)
         return embedded + of_positions
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        """Run tokens through embedding, layers and final norm.
-
-        Args:
-            tokens: [B, R] ids.
-            cache: one of mlx-lm's caches, or None, for each layer; gets the tokens' keys and
-                values, and its offset says where the tokens stand. None for a text that begins
-                here.
-
-        Returns:
-            [B, R, D] last hidden states, behind the final norm.
-        """
+    def __call__(
+        self,
+        tokens: mx.array,  # [B, R]
+        cache: Any = None,
+    ) -> mx.array:  # [B, R, D], after the final norm
         cache = cache or [None] * len(self.layers)
         offset = mx.array(0 if cache[0] is None else cache[0].offset)
         hidden = self.embed_at(tokens, mx.arange(tokens.shape[1]) + offset[..., None])
@@ -201,30 +169,22 @@ class Model(nn.Module):
     """OPT with its LM head, which is tied to the embedding."""
 
     def __init__(self, args: ModelArgs) -> None:
-        """Make the decoder by the settings; its weights are random until they are loaded."""
         super().__init__()
         self.args = args
         self.model_type = args.model_type
         self.model = OPTModel(args)
 
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """Logits [B, R, V] of `inputs` [B, R]; `cache` has one of mlx-lm's caches for each
-        layer."""
+    def __call__(
+        self,
+        inputs: mx.array,  # [B, R]
+        cache: Any = None,
+    ) -> mx.array:  # [B, R, V]
         logits: mx.array = self.model.decoder.embed_tokens.as_linear(self.model(inputs, cache))
         return logits
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Rename a checkpoint's weights to this model's names; mlx-lm calls it while it loads.
-
-        Some checkpoints are of the model without its head: "model." is put before names that begin
-        with "decoder.". `lm_head.weight`, which is the embedding, is dropped.
-
-        Args:
-            weights: arrays by name; it stays as it is.
-
-        Returns:
-            A new dictionary of the same arrays.
-        """
+        """mlx-lm calls it while it loads. Some checkpoints are of the model without its head:
+        "model." is missing. `lm_head.weight` is the embedding."""
         return {
             f"model.{name}" if name.startswith("decoder.") else name: array
             for name, array in weights.items()

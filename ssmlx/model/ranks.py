@@ -23,22 +23,14 @@ LINEARS = (nn.Linear, nn.QuantizedLinear, *SPLIT_OUTPUTS, *SPLIT_INPUTS)
 
 
 def launched_group() -> Group | None:
-    """The processes that `mlx.launch` started, this one among them; None where it runs alone."""
+    """The processes that `mlx.launch` started; None if this one runs alone."""
     # Only then: looking for MPI, say, takes time, and may fail.
     group = mx.distributed.init() if os.environ.get("MLX_RANK") else None
     return group if group is not None and group.size() > 1 else None
 
 
 def shard_over_ranks(model: nn.Module, group: Group) -> None:
-    """Split an mlx-lm model over ranks: it keeps this rank's part of its weights, in place.
-
-    Args:
-        model: its weights need not have been computed yet.
-        group: the ranks, this process among them.
-
-    Raises:
-        InputError: mlx-lm cannot split such models, or this one into so many parts.
-    """
+    """In place: keeps this rank's part of the weights, which need not have been computed yet."""
     wrapped: Any = model
     size = group.size()
     require(
@@ -63,16 +55,10 @@ def shard_over_ranks(model: nn.Module, group: Group) -> None:
         ) from error
 
 
-def partial_product(linear: nn.Module, x: mx.array) -> mx.array:
-    """What this rank adds to the output of a layer whose inputs are split over ranks.
-
-    Args:
-        linear: of `SPLIT_INPUTS`, quantised or not.
-        x: [..., in / ranks] this rank's part of the inputs.
-
-    Returns:
-        [..., out], not summed over ranks, without the bias.
-    """
+def partial_product(
+    linear: nn.Module,  # of `SPLIT_INPUTS`, quantised or not
+    x: mx.array,  # [..., in / ranks]
+) -> mx.array:  # [..., out], not summed over ranks, without bias
     if isinstance(linear, nn.ShardedToAllLinear):
         return x @ linear.weight.T
     form = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
@@ -80,17 +66,8 @@ def partial_product(linear: nn.Module, x: mx.array) -> mx.array:
 
 
 def sum_over_ranks(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
-    """Sum each array over all ranks, which call this with arrays of the same shapes and dtypes.
-
-    They are sent as one message: sums must come in one order on every rank.
-
-    Args:
-        arrays: this rank's; one or more.
-        group: the ranks.
-
-    Returns:
-        The sums, on every rank, in the order, shapes and dtypes of `arrays`.
-    """
+    """Sent as one message, since sums must come in one order on every rank: all ranks call this
+    with the same shapes and dtypes."""
     flat = mx.concatenate([array.flatten() for array in arrays])
     flat = mx.distributed.all_sum(flat, group=group)
     ends = list(accumulate(array.size for array in arrays))
@@ -99,15 +76,8 @@ def sum_over_ranks(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
 
 
 def from_rank0(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array]:
-    """Give every rank the values that `arrays` have on rank 0.
-
-    Args:
-        arrays: this rank's; every rank calls this with the same shapes and dtypes.
-        group: the ranks; None where there is one process, whose own arrays are returned.
-
-    Returns:
-        Arrays of the same order, shapes and dtypes; lazy.
-    """
+    """The values that `arrays` have on rank 0, lazily: all ranks call this with the same shapes and
+    dtypes."""
     if group is None:
         return list(arrays)
     if group.rank() > 0:

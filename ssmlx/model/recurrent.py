@@ -1,11 +1,11 @@
-"""Recurrent layers: the state behind any row of a call, without running the call again.
+"""Recurrent layers: the state after any row of a call, without running the call again.
 
-A recurrent layer (a gated delta net, Mamba 2, linear attention, a short convolution) keeps a
-state of the text in the place of keys and values. A token cannot be dropped from a state as a row
-is dropped from a cache. So a call on drafted tokens keeps what its recurrences were given, where
-mlx-lm's modules call them. Once it is known how many tokens were accepted, the recurrence alone
-runs again, over their rows, from the state before the call; and the window that a convolution keeps
-is cut from its input. Both are small beside the call: no weight matrix is read again.
+A recurrent layer (a gated delta net, Mamba 2, linear attention, a short convolution) keeps a state
+of the text instead of keys and values. A token cannot be dropped from a state as a row is dropped
+from a cache. So a call on drafted tokens keeps what its recurrences were given, at the place where
+mlx-lm's modules call them. Once it is known how many tokens were accepted, only the recurrence runs
+again, over their rows, from the state before the call; and the window that a convolution keeps is
+cut from its input. Both are small beside the call: no weight matrix is read again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class _Signature:
     state: str  # the argument that is the state before the call; None before the first token
 
 
+# mlx-lm's functions that run a recurrence, by the name under which its modules call them.
 RECURRENCES: Mapping[str, _Signature] = {
     # gated delta nets: Qwen3-Next, Qwen3.5, Kimi Linear, OLMo Hybrid, Bailing v3
     "gated_delta_update": _Signature(("q", "k", "v", "a", "b"), 1, "state"),
@@ -42,28 +43,20 @@ RECURRENCES: Mapping[str, _Signature] = {
     # linear attention: the other hybrids of Bailing
     "recurrent_gla": _Signature(("q", "k", "v"), 2, "h"),
 }
-"""mlx-lm's functions that run a recurrence, by the name under which its modules call them."""
 _HOOKED = "_notes_recurrences"
 
 
 @dataclass(frozen=True, eq=False)
 class Recurrence:
-    """One run of a recurrence, which can run again over its first rows.
+    """One run of a recurrence, which can run again over its first rows."""
 
-    Attributes:
-        state: what it left.
-    """
-
-    state: mx.array
+    state: mx.array  # that it left
     _function: Callable[..., tuple[mx.array, mx.array]]
     _arguments: Mapping[str, Any]
     _signature: _Signature
 
     def state_after_first(self, count: int) -> mx.array | None:
-        """The state behind the first `count` rows, by running the recurrence over them again.
-
-        With `count` 0 the state before the call: None before a text's first token.
-        """
+        """None before a text's first token."""
         if count == 0:
             return self._arguments.get(self._signature.state)  # type: ignore[no-any-return]
         axis = self._signature.axis
@@ -74,15 +67,11 @@ class Recurrence:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What recurrences and convolutions were given in a call, in the order of the call.
-
-    Attributes:
-        recurrences: each run of one of mlx-lm's recurrences.
-        convolutions: [1, K - 1 + R, C] the input of each convolution over K tokens: the window that
-            the call before left, then R rows.
-    """
+    """What recurrences and convolutions were given in a call, in the order of the call."""
 
     recurrences: list[Recurrence] = field(default_factory=list)
+    # [1, K - 1 + R, C] inputs of convolutions over K tokens: the window that the call before left,
+    # then R rows
     convolutions: list[mx.array] = field(default_factory=list)
 
 
@@ -91,13 +80,8 @@ _here = threading.local()  # `recording`: where this thread notes what is given,
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Note what recurrences and convolutions are given on this thread inside the `with` block.
-
-    Those of models that `hook_recurrences` has seen. A block inside of another ends both.
-
-    Yields:
-        The recording, empty at first.
-    """
+    """Notes on this thread what the models that `hook_recurrences` has seen give their recurrences.
+    Nested blocks end together."""
     found = Recording()
     _here.recording = found
     try:
@@ -111,12 +95,9 @@ def _recording_of_this_thread() -> Recording | None:
 
 
 def hook_recurrences(model: nn.Module) -> None:
-    """Let the recurrences and convolutions of `model` be noted by `recording`, for good.
-
-    Its `nn.Conv1d` modules get another class. The functions of `RECURRENCES` are replaced, for the
-    whole process, in the Python files of the classes of all its modules. Outside of `recording`
-    both compute what they did. What was changed before stays as it is.
-    """
+    """For good: `nn.Conv1d` modules get another class, and the functions of `RECURRENCES` are
+    replaced, for the whole process, in the Python files of the classes of all modules of
+    `model`."""
     for module in model.modules():
         if isinstance(module, nn.Conv1d):
             note_inputs(module, _note_convolution)
@@ -129,7 +110,6 @@ def hook_recurrences(model: nn.Module) -> None:
 
 
 def _note_convolution(entering: mx.array) -> None:
-    """Note the input of a convolution, where this thread records."""
     noted = _recording_of_this_thread()
     if noted is not None:
         noted.convolutions.append(entering)
@@ -138,13 +118,10 @@ def _note_convolution(entering: mx.array) -> None:
 def _noting_recurrence(
     function: Callable[..., tuple[mx.array, mx.array]], signature: _Signature
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Make a function like `function` that notes each call and its state, where its thread
-    records."""
     parameters = inspect.signature(function)
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> tuple[mx.array, mx.array]:
-        """Run `function`; where this thread records, note its arguments and its state."""
         outputs, state = function(*given, **named)
         noted = _recording_of_this_thread()
         if noted is not None:

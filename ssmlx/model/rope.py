@@ -10,32 +10,40 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from transformers import CONFIG_MAPPING
 
+# Scaling that was added to a model later may leave the number of positions as it was. If the
+# original number times the factor is more, that is the context, for these kinds, and provided that
+# mlx-lm's class of the model scales by it:
+#
+# | kind of scaling | what mlx-lm computes | context |
+# |---|---|---|
+# | yarn, linear | angles, or those of low frequencies, over the factor | original times factor |
+# | yarn, linear without an original length | the same, yarn's from 4,096 | as the settings say |
+# | yarn, linear of a class that ignores scaling (Qwen 3 MoE) | plain angles | the same |
+# | llama3, longrope, su | angles over factors that were trained | the same: it is the long one |
+# | dynamic | other angles past the context's end, which kept keys do not follow | the same |
+# | default, mrope, proportional | plain angles | the same |
 _INTERPOLATING = ("linear", "yarn", "deepseek_yarn", "telechat3-yarn")
+# What families call the most positions in config.json; the largest counts, as some models were
+# extended by a second one.
 _LENGTHS = (
     "max_position_embeddings", "max_sequence_length", "max_seq_len", "max_context_length",
     "model_max_length",
 )  # fmt: skip
-"""What families call the most positions in config.json."""
 _KINDS = ("full_attention", "sliding_attention")
 _OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
-def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a config.json under the names that every mlx-lm class reads.
+def rope_settings(
+    config: Mapping[str, Any],  # the content of config.json
+) -> dict[str, Any]:
+    """What has to be changed in a config.json, so that every mlx-lm class reads its rotary
+    settings.
 
     transformers 5 nests them under `rope_parameters`, which some of mlx-lm's classes ignore; for
     models whose sliding layers turn by other angles, once more by kind of layer. There the classes
     have one setting for each kind: `rope_theta` and `rope_scaling` of full attention,
-    `rope_local_base_freq` of sliding attention. What is nested counts more than what is beside it,
-    but for a `rope_scaling` that was added, as in transformers.
-
-    Args:
-        config: the content of config.json, which stays as it is.
-
-    Returns:
-        What is to be changed or added. `rope_scaling` names its kind both by "rope_type" and by
-        "type", or is None for the default kind. Of a model that also sees, the whole `text_config`
-        with its own changes.
+    `rope_local_base_freq` of sliding attention. What is nested takes precedence over what is beside
+    it, except for a `rope_scaling` that was added, as in transformers.
     """
     settings: dict[str, Any] = {}
     inner = config.get("text_config")
@@ -66,38 +74,20 @@ def _scaling_by_both_names(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if kind == "default" else {**rest, "type": kind, "rope_type": kind}
 
 
-def context_length(model: nn.Module, args: Any, config: Mapping[str, Any]) -> int | None:
-    """Return the most positions that a model was made for; None if its settings do not say, or if
-    it has recurrent layers alone, which no number of positions bounds.
-
-    config.json says it under one of the names in `_LENGTHS`, the largest of which counts, as some
-    models were extended by a second one. `n_positions` counts alone: it is the length of a table of
-    learned positions. If config.json leaves it to the default, that is the default of the class in
-    transformers, or else of mlx-lm's.
-
-    Scaling that was added later may leave this as it was, and say by
-    `original_max_position_embeddings` and `factor` what it is now: if their product is more, that
-    is the context, provided that mlx-lm's class of the model scales by it.
-
-    | kind of scaling | what mlx-lm computes | context |
-    |---|---|---|
-    | yarn, linear | angles, or those of low frequencies, over the factor | original times factor |
-    | yarn, linear without an original length | the same, yarn's from 4,096 | as the settings say |
-    | yarn, linear of a class that ignores scaling (Qwen 3 MoE) | plain angles | the same |
-    | llama3, longrope, su | angles over factors that were trained | the same: it is the long one |
-    | dynamic | other angles past the context's end, which kept keys do not follow | the same |
-    | default, mrope, proportional | plain angles | the same |
-
-    Args:
-        model: as mlx-lm builds it.
-        args: its settings, those of the language model if that is wrapped.
-        config: the content of its config.json; empty if it was built of `args` alone.
-    """
+def context_length(
+    model: nn.Module,
+    args: Any,
+    # the content of its config.json; empty if it was built of `args` alone
+    config: Mapping[str, Any],
+) -> int | None:
+    """Most positions that a model was made for; None if its settings do not say, or if it has only
+    recurrent layers, which no number of positions bounds."""
     if all(isinstance(one, ArraysCache) for one in make_prompt_cache(model)):
         return None
     inner = config.get("text_config")
     stated = {**config, **(inner if isinstance(inner, dict) else {})}
     built = getattr(args, "__dict__", {})
+    # What config.json leaves out is the default of the class in transformers, or else of mlx-lm's.
     lengths = _lengths(stated) or _lengths(_defaults(stated.get("model_type"))) or _lengths(built)
     scaling = rope_settings(stated or built).get("rope_scaling") or {}
     kind = scaling.get("rope_type")
@@ -111,14 +101,15 @@ def context_length(model: nn.Module, args: Any, config: Mapping[str, Any]) -> in
 
 
 def _lengths(settings: Mapping[str, Any]) -> list[int]:
-    """List what settings say of a context's length, in tokens; empty if they say nothing."""
+    """In tokens; empty if the settings say nothing."""
+    # `n_positions` counts alone: it is the length of a table of learned positions.
     names = ("n_positions",) if settings.get("n_positions") else _LENGTHS
     values: list[Any] = [settings.get(name) for name in names]
     return [int(one) for one in values if type(one) in (int, float) and 1 <= one < math.inf]
 
 
 def _defaults(model_type: Any) -> dict[str, Any]:
-    """The lengths that transformers' settings of a model type have by default."""
+    """Of transformers' settings of a model type."""
     is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     kind = CONFIG_MAPPING[model_type] if is_known else None
     return {name: getattr(kind, name, None) for name in _LENGTHS}
@@ -130,18 +121,13 @@ def _scales_angles(model: nn.Module, kind: str, factor: float) -> bool:
     if kind == "linear":
         ropes = [one for one in modules if type(one) is nn.RoPE]
         return any(math.isclose(one.scale * factor, 1) for one in ropes)
-    # mlx-lm has two classes of it, one for DeepSeek V2 alone.
+    # mlx-lm has two classes of it, one only for DeepSeek V2.
     return any("Yarn" in type(one).__name__ for one in modules)
 
 
 def keep_positions_in_table(model: nn.Module) -> None:
-    """Have a model's table of learned positions (`wpe`) give its last row for any position past it.
-
-    No answer goes so far, but drafted tokens may, and MLX would read past the table.
-
-    Args:
-        model: which is changed in place.
-    """
+    """In place: a table of learned positions (`wpe`) gives its last row for any position past it.
+    No answer goes so far, but drafted tokens may, and MLX would read past the table."""
     for module in model.modules():
         table = module.get("wpe")
         if isinstance(table, nn.Module):
@@ -149,8 +135,6 @@ def keep_positions_in_table(model: nn.Module) -> None:
 
 
 def _bounded_class(kind: Any) -> Any:
-    """A subclass of a table's class that takes any position past the table as its last one."""
-
     def look_up(self: Any, positions: mx.array) -> mx.array:
         rows: mx.array = kind.__call__(self, mx.minimum(positions, self.weight.shape[0] - 1))
         return rows
@@ -159,31 +143,24 @@ def _bounded_class(kind: Any) -> Any:
 
 
 class Positions:
-    """Where a step's rows stand, with the rotary angles that follow, computed once for all layers.
+    """Where a step's rows stand, with the rotary angles that follow, computed once for all
+    layers."""
 
-    Args:
-        array: [R] positions; or [1], the first row's, where the others follow it.
-    """
-
-    def __init__(self, array: mx.array) -> None:
+    def __init__(
+        self,
+        array: mx.array,  # [R]; or [1], the first row's, if the others follow it
+    ) -> None:
         self.array = array
         self._tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 
-    def rotary_tables(self, rope: Any, rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Cosines and signed sines of the rows' rotary angles.
-
-        They are read off the vector (1, 0) of each pair as `rope` turns it, and kept: computed once
-        for all layers whose rope has the same dims, base and scale.
-
-        Args:
-            rope: an `nn.RoPE` that pairs feature i with i + Dh / 2 (not `traditional`).
-            rows: R.
-            dtype: of the result.
-
-        Returns:
-            [R, Dh] what each feature is multiplied by, and [R, Dh] what its partner is multiplied
-            by, in the sum that is the rotated feature.
-        """
+    def rotary_tables(
+        self,
+        rope: Any,  # an `nn.RoPE` that pairs feature i with i + Dh / 2 (not `traditional`)
+        rows: int,  # R
+        dtype: mx.Dtype,
+    ) -> tuple[mx.array, mx.array]:
+        """Cosines and signed sines, [R, Dh] each: what a feature and its partner are multiplied by.
+        They are read off the vector (1, 0) of each pair as `rope` turns it."""
         key = (rope.dims, rope.base, rope.scale, rows, dtype)
         if key not in self._tables:
             halves = mx.repeat(mx.array([1, 0], dtype), rope.dims // 2)
@@ -204,35 +181,23 @@ def is_one_kernel() -> bool:
 
 
 class PositionedRope(nn.Module):
-    """A rotary embedding that also takes one position a row.
-
-    `mx.fast.rope` takes one offset a batch row, so rows become the batch for the call.
-
-    Args:
-        rope: a rotary embedding of mlx-lm's. One that changes angles past the context's end is
-            replaced by a plain one: nothing is answered there.
-    """
+    """A rotary embedding that also takes one position a row: `mx.fast.rope` takes one offset a
+    batch row, so rows become the batch for the call."""
 
     def __init__(self, rope: nn.Module) -> None:
-        """Wrap `rope`; one that changes angles past the context's end becomes a plain `nn.RoPE`."""
         super().__init__()
         if isinstance(rope, DynamicNTKScalingRoPE):
-            # It turns by other angles past the context's end alone, where nothing is answered.
+            # It turns by other angles only past the context's end, where nothing is answered.
             rope = nn.RoPE(rope.dims, rope.traditional, rope.base)
         self.rope = rope
 
-    def __call__(self, x: mx.array, offset: int | mx.array | Positions = 0) -> mx.array:
-        """Rotate queries or keys by their rows' positions in the text.
-
-        Args:
-            x: [B, H, R, Dh].
-            offset: the first row's position, which the others follow: a number or [1] for all
-                texts, or [B] where B is not 1. Or the position of every row: [R] where B is 1, or
-                [B, R]. `Positions` stand for their array; on the CPU their tables are used.
-
-        Returns:
-            The same shape.
-        """
+    def __call__(
+        self,
+        x: mx.array,  # [B, H, R, Dh]
+        # the first row's: a number or [1], or [B] unless B is 1; or every row's: [R] if B is 1, or
+        # [B, R]
+        offset: int | mx.array | Positions = 0,
+    ) -> mx.array:  # [B, H, R, Dh]
         rope: Any = self.rope
         if isinstance(offset, Positions):
             is_plain = type(rope) is nn.RoPE and not rope.traditional and rope.dims == x.shape[-1]

@@ -24,31 +24,25 @@ from mlx.utils import tree_flatten
 
 
 def to_int(array: mx.array) -> int:
-    """The one number in `array`, on the host; waits for the device."""
+    """Waits for the device."""
     return int(cast("int", array.item()))
 
 
 def to_float(array: mx.array) -> float:
-    """The one number in `array`, on the host; waits for the device."""
+    """Waits for the device."""
     return float(cast("float", array.item()))
 
 
 def to_list(array: mx.array) -> list[Any]:
-    """The array as nested Python lists, one level for each dimension; waits for the device."""
+    """Waits for the device."""
     return cast("list[Any]", array.tolist())
 
 
-def expect_shape(name: str, array: mx.array, *shape: int | None) -> None:
-    """Check that `array` has as many dimensions as `shape`, and each of its sizes.
-
-    Args:
-        name: what the array is; the error begins with it.
-        array: it is not computed.
-        shape: the sizes in order; None stands for any size.
-
-    Raises:
-        ValueError: another shape.
-    """
+def expect_shape(
+    name: str,  # of the array: the error begins with it
+    array: mx.array,  # not computed
+    *shape: int | None,  # None stands for any size
+) -> None:
     found = array.shape
     if len(found) != len(shape) or any(
         want is not None and have != want for have, want in zip(found, shape, strict=True)
@@ -57,29 +51,27 @@ def expect_shape(name: str, array: mx.array, *shape: int | None) -> None:
 
 
 def evaluated(array: mx.array) -> mx.array:
-    """Compute `array` and return it: what is kept must be, for no other thread can compute it
-    later.
-    """
+    """What is kept must be computed, for no other thread can compute it later."""
     mx.eval(array)
     return array
 
 
 @lru_cache(maxsize=512)
 def indices(first: int, last: int | None = None) -> mx.array:
-    """int32 numbers from 0 up to `first`, or from `first` up to `last` where given; kept and
-    shared.
-    """
+    """int32 numbers from 0 up to `first`, or from `first` up to `last` if given; kept and
+    shared."""
     return evaluated(mx.arange(first) if last is None else mx.arange(first, last))
 
 
-def take(array: mx.array, positions: mx.array) -> mx.array:
-    """[m] elements of `array` [n] at `positions` [m]: one primitive, where brackets cost two."""
+def take(
+    array: mx.array,  # [n]
+    positions: mx.array,  # [m]
+) -> mx.array:  # [m]
+    """One primitive, where brackets cost two."""
     return mx.take_along_axis(array, positions, axis=0)
 
 
 def arrays_in(tree: Any) -> list[mx.array]:
-    """Every array in nested lists, tuples and dictionaries, such as a module's parameters; other
-    leaves are left out.
-    """
+    """In nested lists, tuples and dictionaries, such as a module's parameters."""
     pairs: Any = tree_flatten(tree)
     return [leaf for _, leaf in pairs if isinstance(leaf, mx.array)]

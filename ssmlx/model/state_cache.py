@@ -1,13 +1,13 @@
 """What a model itself keeps of one text, in mlx-lm's caches, and the way back from drafted tokens.
 
 A `cache.TreeCache` holds rows of attention, which this package writes. Models whose layers cannot
-be run one by one, those with recurrent layers among them, are called as a whole, with caches of
+be run one by one, those with recurrent layers for example, are called as a whole, with caches of
 their own kinds. They verify drafted tokens as a chain: by a call on them as if they were the text.
 Then each layer's cache drops what the tokens that were not accepted have left:
 
     KVCache            forgets its newest rows
     RotatingKVCache    is set to what it was, and gets the accepted rows again
-    ArraysCache        gets the states behind the last accepted row, see `recurrent`
+    ArraysCache        gets the states after the last accepted row, see `recurrent`
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from .recurrent import RECURRENCES, Recording, recording
 from .shapes import arrays_in
 from .text_cache import TextCache
 
+# A model of mlx-lm's: tokens [1, R] and `cache=`, its caches by layer, to logits [1, R, V].
 ModelCall = Callable[..., mx.array]
-"""A model of mlx-lm's: tokens [1, R] and `cache=`, its caches by layer, to logits [1, R, V]."""
 
 
 class Rollback(Protocol):
     """Takes back from one mlx-lm cache the last rows of a call on a chain."""
 
     def keep_first(self, count: int) -> None:
-        """Set the cache to what it would be behind the first `count` rows of the call alone.
-
-        To be called once, and before the cache is used again.
-        """
+        """To be called once, and before the cache is used again."""
 
 
 class _RowsRollback:
@@ -49,10 +46,8 @@ class _RowsRollback:
 
 
 class _WindowRollback:
-    """Of attention that sees a window: a call of several rows leaves new arrays in the cache.
-
-    To be made before the call: it holds the arrays from before.
-    """
+    """Of attention that sees a window: a call of several rows leaves new arrays in the cache. To be
+    made before the call: it holds the arrays from before."""
 
     def __init__(self, cache: RotatingKVCache, num_rows: int) -> None:
         self._cache = cache
@@ -60,9 +55,6 @@ class _WindowRollback:
         self._before = dict(vars(cache))
 
     def keep_first(self, count: int) -> None:
-        """Set the cache to what it was before the call, then write the call's first `count` rows to
-        it.
-        """
         cache = self._cache
         keys = cache.keys[..., -self._num_rows :, :][..., :count, :]
         values = cache.values[..., -self._num_rows :, :][..., :count, :]
@@ -71,12 +63,12 @@ class _WindowRollback:
             cache.update_and_fetch(keys, values)
 
 
+# Gives the state after the first so many rows of a call; None if there is none.
 StateAfterFirst = Callable[[int], mx.array | None]
-"""Gives the state behind the first so many rows of a call; None where there is none."""
 
 
 class _StatesRollback:
-    """Of a recurrent layer: each of its states can be had behind any row of the call."""
+    """Of a recurrent layer: each of its states can be had after any row of the call."""
 
     def __init__(self, cache: ArraysCache, states_after_first: list[StateAfterFirst]) -> None:
         self._cache = cache
@@ -89,8 +81,8 @@ class _StatesRollback:
 class _StateSources:
     """Finds what each state that a call left in a cache comes from.
 
-    A recurrence's state is the very array that the recurrence returned. All others are windows:
-    the last rows of the convolutions' inputs, in the order in which the convolutions ran.
+    A recurrence's state is the very array that the recurrence returned. All others are windows: the
+    last rows of the convolutions' inputs, in the order in which the convolutions ran.
     """
 
     def __init__(self, recorded: Recording, num_rows: int) -> None:
@@ -98,18 +90,11 @@ class _StateSources:
         self._convolutions = list(recorded.convolutions)
         self._num_rows = num_rows
 
-    def find(self, state: mx.array | None) -> StateAfterFirst:
-        """Say how to get a state behind fewer rows; asked once for each, in the caches' order.
-
-        Args:
-            state: an array that a cache holds behind the call; None, which stays None.
-
-        Returns:
-            A function of the number of rows to the state behind so many.
-
-        Raises:
-            ValueError: it comes from nothing that was recorded.
-        """
+    def find(
+        self,
+        state: mx.array | None,  # that a cache holds after the call
+    ) -> StateAfterFirst:
+        """To be asked once for each state, in the caches' order."""
         if state is None:
             return lambda count: None
         recurrence = self._recurrences.get(id(state))
@@ -126,16 +111,12 @@ class _StateSources:
 class StateCache(TextCache):
     """A text's cache of a model without stages: mlx-lm's own caches, by layer.
 
-    It takes chains alone, and none behind a call that the host has not read. Behind `verify` these
+    It takes only chains, and none after a call that the host has not read. After `verify` these
     hold rejected tokens too. They are taken back when the caches are used next: until then
     `keep_first` may still go back to any place in the chain.
-
-    Args:
-        make_caches: makes empty ones, one for each layer.
     """
 
     def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
-        """Begin with an empty text, and the caches that `make_caches` makes."""
         self._offset = 0
         self._make_caches = make_caches
         self._caches = make_caches()
@@ -156,42 +137,29 @@ class StateCache(TextCache):
         return list({id(array): array for array in arrays_in(kept)}.values())
 
     def reserve(self, *, more_tokens: int, step_rows: int = 0) -> None:
-        """Does nothing: mlx-lm's caches grow by themselves."""
+        """Nothing to do: mlx-lm's caches grow by themselves."""
 
-    def append(self, model: ModelCall, tokens: mx.array) -> mx.array:
-        """Run tokens through the model and commit them, once rejected tokens are taken back.
-
-        Args:
-            model: of these caches.
-            tokens: [R] that follow the committed ones.
-
-        Returns:
-            [1, R, V] logits.
-        """
+    def append(
+        self,
+        model: ModelCall,
+        tokens: mx.array,  # [R] that follow the committed ones
+    ) -> mx.array:  # [1, R, V]
         self._take_back_rejected()
         logits = model(tokens[None], cache=self._caches)
         self._offset += tokens.shape[0]
         return logits
 
-    def verify(self, model: ModelCall, tokens: mx.array) -> mx.array:
-        """Run a chain through the model; `commit_accepted` commits those of its tokens that are
-        accepted.
+    def verify(
+        self,
+        model: ModelCall,  # `recurrent.hook_recurrences` has seen it
+        tokens: mx.array,  # [R], at least two: the newest token, then drafted ones
+    ) -> mx.array:  # [1, R, V]
+        """Run a chain, of which `commit_accepted` says how much stays; a chain before it of which
+        nothing was committed is rejected whole.
 
-        The caches hold the whole chain from now on. A chain before it of which nothing was
-        committed is rejected whole.
-
-        Args:
-            model: of these caches; `recurrent.hook_recurrences` has seen it.
-            tokens: [R], two or more, that follow the committed ones: the newest token, then drafted
-                ones.
-
-        Returns:
-            [1, R, V] logits.
-
-        Raises:
-            ValueError: it is one token, or a layer's cache is no `KVCache`, `RotatingKVCache` or
-                `ArraysCache` itself: nothing has run then. Or a state comes from no recurrence that
-                was recorded: then the caches hold the chain, and this object is of no use any more.
+        ValueError if a layer's cache is of an unknown kind, before anything has run; or if a state
+        comes from no recorded recurrence: then the caches hold the chain, and this object is of no
+        use any more.
         """
         if tokens.shape[0] < 2:
             raise ValueError("a chain of one token is appended, not verified")
@@ -204,14 +172,7 @@ class StateCache(TextCache):
         return logits
 
     def commit_accepted(self, num_tokens: int) -> None:
-        """Commit the first `num_tokens` of the chain that was verified last; reject the others.
-
-        The caches still hold the rejected ones until they are used next.
-
-        Raises:
-            ValueError: `num_tokens` is not from 1 to the length of the chain, or the chain is
-                committed already.
-        """
+        """The caches still hold the rejected tokens until they are used next."""
         if self._chain is None or self._offset != self._chain.start:
             raise ValueError("no chain waits to be committed")
         if not 1 <= num_tokens <= self._chain.num_rows:
@@ -223,14 +184,8 @@ class StateCache(TextCache):
         return any(type(cache) is not KVCache for cache in flatten_caches(self._caches))
 
     def mark(self) -> bool:
-        """Let `keep_first` come back to where the text ends now, until it goes back further, or
-        `forget_marks` is called.
-
-        Does nothing where a layer keeps a window: its rows are overwritten.
-
-        Returns:
-            Whether it can come back here.
-        """
+        """Let `keep_first` come back to here, until it goes back further. Returns whether it can:
+        not if a layer keeps a window, whose rows are overwritten."""
         self._take_back_rejected()
         if any(type(one) not in (KVCache, ArraysCache) for one in flatten_caches(self._caches)):
             return False
@@ -238,7 +193,6 @@ class StateCache(TextCache):
         return True
 
     def forget_marks(self) -> None:
-        """Free the states that `mark` keeps."""
         self._marks.clear()
 
     def mark_here_alone(self) -> bool:
@@ -246,12 +200,8 @@ class StateCache(TextCache):
         return self.mark()
 
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of a text's first `num_tokens` tokens `keep_first` and `fork` can keep at most.
-
-        `num_tokens` itself, or all that are committed, within the chain that was verified last and
-        where every layer keeps the rows of the whole text; else the last mark before it, the text's
-        end, or 0.
-        """
+        """All within the last chain, and if every layer keeps the rows of the whole text; else the
+        last mark before, the text's end, or 0."""
         num_tokens = min(num_tokens, self._offset)
         if self._is_in_chain(num_tokens) or not self.has_fixed_places:
             return num_tokens
@@ -259,11 +209,7 @@ class StateCache(TextCache):
         return max(place for place in places if place <= num_tokens)
 
     def keep_first(self, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens` committed tokens, and the marks behind them.
-
-        Raises:
-            ValueError: `longest_keepable` says that it cannot.
-        """
+        """Marks after that place are forgotten."""
         if num_tokens < 0 or num_tokens != self.longest_keepable(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}
@@ -271,22 +217,12 @@ class StateCache(TextCache):
             self._restore(num_tokens)
         self._offset = num_tokens
 
-    def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
-        """What one layer's attention keeps of the committed tokens, for others to read.
-
-        What rejected tokens have left is taken back first.
-
-        Args:
-            layer: its number among the layers that have a cache of their own.
-
-        Returns:
-            Keys [1, H, R, Dh] and values [1, H', R, Dh']. Of a layer with a window of W tokens: of
-            the newest, at least W of them or all that are committed; in the text's order where
-            there are more than W, else in any. Slices, as `TreeCache.keys_and_values` gives.
-
-        Raises:
-            ValueError: the layer keeps something else, or nothing yet.
-        """
+    def keys_and_values(
+        self,
+        layer: int,  # its number among the layers that have a cache of their own
+    ) -> tuple[mx.array, mx.array]:  # [1, H, R, Dh] and [1, H', R, Dh']
+        """Of a layer with a window of W tokens: the newest ones, at least W or all; in the text's
+        order if there are more than W, else in any."""
         self._take_back_rejected()
         cache = self._caches[layer]
         if type(cache) not in (KVCache, RotatingKVCache) or cache.keys is None:
@@ -295,16 +231,7 @@ class StateCache(TextCache):
         return cache.keys[..., :held, :], cache.values[..., :held, :]
 
     def fork(self, num_tokens: int) -> StateCache:
-        """A new cache of the first `num_tokens` committed tokens, with the marks up to there.
-
-        It goes on by itself; this one stays as it is. Both hold the same buffers, of which MLX
-        makes a copy when one of them writes. The new one has taken back what was rejected, and
-        cannot go back into the last chain.
-
-        Raises:
-            ValueError: `num_tokens` is below 0 or above the committed ones, or no place that this
-                cache can go back to, see `longest_keepable`.
-        """
+        """It has taken back what was rejected, and cannot go back into the last chain."""
         fork = self.snapshot()
         fork.keep_first(num_tokens)
         fork._take_back_rejected()
@@ -318,8 +245,7 @@ class StateCache(TextCache):
         return held
 
     def drop_free_room(self) -> None:
-        """Cut keys and values to the rows of the text, computed: of a fork that is shorter than
-        what it was made of, the rest is freed."""
+        """Computed: of a fork that is shorter than what it was made of, the rest is freed."""
         for cache in flatten_caches(self._caches):
             if type(cache) is KVCache and cache.keys is not None:
                 cache.keys = mx.contiguous(cache.keys[..., : cache.offset, :])
@@ -336,11 +262,8 @@ class StateCache(TextCache):
         return self._chain is not None and self._chain.start <= num_tokens <= self._offset
 
     def _restore(self, num_tokens: int) -> None:
-        """Set the caches to what the first `num_tokens` committed tokens left.
-
-        That is a marked place or the beginning; any place where all layers keep the rows of the
-        whole text. `offset` stays as it is.
-        """
+        """To a marked place or the beginning; any place if all layers keep the rows of the whole
+        text. `offset` stays."""
         self._take_back_rejected()
         if num_tokens == 0:
             self._caches = self._make_caches()
@@ -354,33 +277,21 @@ class StateCache(TextCache):
                 cache.cache = list(kept)
 
     def _take_back_rejected(self) -> None:
-        """Take back what the last chain has left beyond the committed tokens."""
         if self._chain is not None:
             self._chain.keep_first(self._offset - self._chain.start)
             self._chain = None
 
 
 class _PendingChain:
-    """A call on a chain, of which some rows may have to be taken back.
+    """A call on a chain, of which some rows may have to be taken back. To be made before the call,
+    since it holds what windows keep; `end_call` follows it."""
 
-    To be made before the call; `end_call` follows it.
-
-    Attributes:
-        start: tokens before the chain.
-        num_rows: tokens of the chain.
-    """
-
-    def __init__(self, start: int, num_rows: int, caches: Iterable[Any]) -> None:
-        """Prepare to take rows back from each of `caches`, before the call on the chain runs.
-
-        Args:
-            start: tokens before the chain.
-            num_rows: tokens of the chain.
-            caches: of the layers; what keeps a window is held as it is now.
-
-        Raises:
-            ValueError: a cache is no `KVCache`, `RotatingKVCache` or `ArraysCache` itself.
-        """
+    def __init__(
+        self,
+        start: int,  # tokens before the chain
+        num_rows: int,  # tokens of the chain
+        caches: Iterable[Any],
+    ) -> None:
         self.start = start
         self.num_rows = num_rows
         self._rollbacks: list[Rollback] = []
@@ -398,25 +309,20 @@ class _PendingChain:
                 )
 
     def end_call(self, recorded: Recording) -> None:
-        """Find where the states that the call left come from, in what was recorded in it.
-
-        Raises:
-            ValueError: a state comes from nothing that was recorded.
-        """
+        """Find where the states that the call left come from."""
         sources = _StateSources(recorded, self.num_rows)
         for cache in self._state_caches:
             states_after_first = [sources.find(state) for state in cache.cache]
             self._rollbacks.append(_StatesRollback(cache, states_after_first))
 
     def keep_first(self, count: int) -> None:
-        """Set every cache to what the first `count` rows leave."""
         if count < self.num_rows:
             for rollback in self._rollbacks:
                 rollback.keep_first(count)
 
 
 def flatten_caches(caches: Iterable[Any]) -> Iterator[Any]:
-    """mlx-lm's caches by layer, those in a `CacheList` one by one."""
+    """Those in a `CacheList` one by one."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from flatten_caches(cache.caches)

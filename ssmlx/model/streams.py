@@ -45,8 +45,10 @@ class LowRank:
     a: mx.array  # [r, in]
     b: mx.array  # [D, r]
 
-    def __call__(self, hidden: mx.array) -> mx.array:
-        """[..., D] = B A h of `hidden` [..., in]."""
+    def __call__(
+        self,
+        hidden: mx.array,  # [..., in]
+    ) -> mx.array:  # [..., D]
         return (hidden @ self.a.T) @ self.b.T
 
 
@@ -54,26 +56,22 @@ class LowRank:
 class StreamWeights:
     """The weights that an adapter adds to the base model beside LoRA."""
 
-    # [G, D] the stream identifier embeddings P_j of eq. 3; None where streams are told apart
-    # by the rotation of their values
+    # [G, D] the stream identifier embeddings P_j of eq. 3; None if the rotation of
+    # their values tells streams apart
     embeddings: mx.array | None
     init: LowRank | None = None  # f of eq. 3, None for identity
     # of [2 D], the root token's embedding and the normed last hidden state that predicted it;
-    # None where streams start from f alone
+    # None if streams start from f alone
     root_init: LowRank | None = None
-    # the early-exit adapter o_theta of section 3.2.3, None where there is none
+    # the early-exit adapter o_theta of section 3.2.3, None without one
     prune: LowRank | None = None
     # [Vd] int32, the tokens that streams draft from, ascending; None for all
     draft_vocab: mx.array | None = None
-    condition: Condition | None = None  # on the tokens drafted before, None where there is none
+    condition: Condition | None = None  # on the tokens drafted before; None without one
 
     @property
     def trainable_arrays(self) -> list[mx.array]:
-        """Every array that training changes, always in the same order.
-
-        Stream embeddings, the low-rank maps, and the condition's, as far as there are any; the
-        draft vocabulary's ids are not among them.
-        """
+        """Always in the same order: training and its checkpoints go by it."""
         low_rank = (self.init, self.root_init, self.prune)
         maps = [array for m in low_rank if m is not None for array in (m.a, m.b)]
         if (given := self.condition) is not None:
@@ -91,43 +89,34 @@ class ValueRotation:
 
     A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
     pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
-
-    Args:
-        num_streams: G, the most streams.
-        step: radians.
     """
 
-    def __init__(self, num_streams: int, step: float) -> None:
+    def __init__(
+        self,
+        num_streams: int,  # G, the most streams
+        step: float,  # radians
+    ) -> None:
         angles = step * mx.arange(1, num_streams + 1)[:, None]
         self._cos = evaluated(mx.cos(angles))
         self._sin = evaluated(mx.sin(angles))
 
-    def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
-        """Rotate the values of stream rows among those of a step; nodes' values stay as they are.
-
-        Args:
-            values: [1, Hkv, M * (1 + G), Dh], nodes first, then streams node by node.
-            num_nodes: M.
-            num_streams: G, at most as many as this was made for; with 0, `values` are returned.
-
-        Returns:
-            The same shape and dtype.
-        """
+    def __call__(
+        self,
+        values: mx.array,  # [1, Hkv, M * (1 + G), Dh], nodes first, then streams node by node
+        num_nodes: int,  # M
+        num_streams: int,  # G
+    ) -> mx.array:  # as `values`
+        """Nodes' values stay as they are."""
         if num_streams == 0:
             return values
         turned = self.rotate_streams(values[:, :, num_nodes:], num_streams)
         return mx.concatenate([values[:, :, :num_nodes], turned], axis=2)
 
-    def rotate_streams(self, values: mx.array, num_streams: int | None = None) -> mx.array:
-        """Rotate the values of stream rows, those of stream j by j times the step.
-
-        Args:
-            values: [B, Hkv, M * G, Dh] of stream rows alone, node by node.
-            num_streams: G; as many as this was made for unless given.
-
-        Returns:
-            The same shape and dtype.
-        """
+    def rotate_streams(
+        self,
+        values: mx.array,  # [B, Hkv, M * G, Dh] of stream rows alone, node by node
+        num_streams: int | None = None,  # G; as many as this was made for unless given
+    ) -> mx.array:  # as `values`
         cos = self._cos[:num_streams]
         sin = self._sin[:num_streams]
         batch, num_heads, _, head_size = values.shape
@@ -148,38 +137,23 @@ class NodeRows:
 class StreamFusedModel:
     """A base model with LoRA attached, and its speculative streams; read-only while it decodes.
 
-    Args:
-        backbone: the base model, LoRA already on its layers.
-        config: the adapter's settings; None for plain decoding and other drafters.
-        streams: the adapter's weights, in the backbone's dtype; None likewise.
-        scope: the row scope that the attached LoRA follows; none is attached unless given.
-
-    Raises:
-        InputError: the model cannot run in stages, or not with these streams.
-        ValueError: weights of another shape than `config` says.
+    Without streams, `config` and `streams` are None: for plain decoding and other drafters.
     """
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: Backbone,  # LoRA is on its layers already
         config: StreamConfig | None = None,
-        streams: StreamWeights | None = None,
-        scope: RowScope | None = None,
+        streams: StreamWeights | None = None,  # in the backbone's dtype
+        scope: RowScope | None = None,  # that the attached LoRA follows
     ) -> None:
-        """Check the streams' weights against `config`, and make the LM head of their draft
-        vocabulary.
-
-        InputError where the model cannot run in stages, or not with these streams; ValueError for
-        weights of another shape. Where `config` or `streams` is None, nothing is checked; both are,
-        or neither.
-        """
         self.backbone = backbone
         self.config = config
         self.streams = streams
         self._scope = scope or RowScope()
-        self.lora_digest: str | None = None  # of LoRA on every row, where there is some
+        self.lora_digest: str | None = None  # of LoRA on every row, if there is any
         self.rotation: ValueRotation | None = None
-        self.draft_head: LMHead | None = None  # of the draft vocabulary, where there is one
+        self.draft_head: LMHead | None = None  # of the draft vocabulary, if there is one
         if config is None or streams is None:
             return
         backbone.capabilities.require("stages", "an adapter")
@@ -205,7 +179,7 @@ class StreamFusedModel:
 
     @property
     def is_fine_tuned(self) -> bool:
-        """Whether LoRA acts on every row: its answers are not the base model's then."""
+        """Whether LoRA acts on every row: then its answers are not the base model's."""
         return self.lora_digest is not None
 
     @property
@@ -214,8 +188,8 @@ class StreamFusedModel:
         return self.config.num_streams if self.config else 0
 
     @property
-    def draft_vocab(self) -> mx.array | None:
-        """[Vd] the tokens that streams draft from; None for the whole vocabulary."""
+    def draft_vocab(self) -> mx.array | None:  # [Vd]
+        """The tokens that streams draft from; None for the whole vocabulary."""
         return self.streams.draft_vocab if self.streams else None
 
     @property
@@ -230,14 +204,11 @@ class StreamFusedModel:
 
     @property
     def schedules(self) -> tuple[StreamSchedule, ...]:
-        """The schedules that its streams may run by: ("second-pass",) alone where they start from
-        the root.
-        """
         return STREAM_SCHEDULES if not self.starts_from_root else ("second-pass",)
 
     @property
     def draft_vocab_size(self) -> int:
-        """Vd; V where streams draft from the whole vocabulary."""
+        """Vd; V if streams draft from the whole vocabulary."""
         vocab = self.draft_vocab
         return self.backbone.vocab_size if vocab is None else vocab.shape[0]
 
@@ -251,29 +222,19 @@ class StreamFusedModel:
         """N - Ns, the layer before which streams are inserted."""
         return self.config.insertion_layer if self.config else self.num_layers
 
-    def make_cache(self, scratch: int = 0) -> TextCache:
-        """Make an empty cache for one text: a `TreeCache`, or a `StateCache` for a model without
-        stages.
-
-        Args:
-            scratch: S, the most rows that a step will have, where that is known; the cache makes
-                more room when a step needs it. Not used for a model without stages.
-        """
+    def make_cache(
+        self,
+        # S, the most rows of a step, if known: the cache makes more room when a step needs it
+        scratch: int = 0,
+    ) -> TextCache:
+        """An empty cache for one text."""
         if not self.backbone.capabilities.has("stages"):
             return StateCache(self.backbone.make_model_cache)
         return TreeCache(self.num_layers, scratch=scratch)
 
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
-        """Positions and mask of the nodes of `tree`, without streams.
-
-        Args:
-            tree: N nodes.
-            cache: holds the tokens before the root. The mask is written into one of its buffers,
-                and holds until its next mask of the same size.
-
-        Raises:
-            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
-        """
+        """Without streams. The mask is written into a buffer of the cache: it holds until the next
+        mask of the same size."""
         key = tree.topology
         takes_bits = self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
@@ -281,15 +242,7 @@ class StreamFusedModel:
         return NodeRows(positions, self._mask_by_layer(mask, positions, tree.num_nodes, cache))
 
     def append(self, tokens: mx.array, cache: TextCache, taps: Sequence[int] = ()) -> CallOutput:
-        """Run tokens through the model and commit them to the cache, as `Backbone.append`.
-
-        Returns:
-            What `Backbone.append` returns, with the input of the insertion layer where there are
-            streams.
-
-        Raises:
-            InputError, ValueError: as `Backbone.append`.
-        """
+        """`Backbone.append`, with the input of the insertion layer if there are streams."""
         if not self.num_streams:
             return self.backbone.append(tokens, cache, taps)
         split = self.insertion_layer
@@ -301,55 +254,33 @@ class StreamFusedModel:
         self,
         tree: Tree,
         cache: TreeCache,
-        nodes: NodeRows | None = None,
-        tapped: LayerInputs | None = None,
-    ) -> mx.array:
-        """Run a tree's nodes through the layers before the insertion layer (section 3.2.2, eq. 4).
-
-        Args:
-            tree: N nodes.
-            cache: holds the tokens before the root; gets the nodes' keys and values as scratch
-                rows.
-            nodes: this tree's `node_rows`, where they are known.
-            tapped: set to the inputs [1, N, D] of its keys' layers, see `Stages.run`.
-
-        Returns:
-            [1, N, D] the input of the insertion layer.
-        """
+        nodes: NodeRows | None = None,  # this tree's `node_rows`, if they are known
+        tapped: LayerInputs | None = None,  # set to the inputs [1, N, D] of its keys' layers
+    ) -> mx.array:  # [1, N, D] the input of the insertion layer
+        """The layers before the insertion layer (section 3.2.2, eq. 4); the cache gets the nodes'
+        keys and values as scratch rows."""
         nodes = nodes or self.node_rows(tree, cache)
         views = [cache.view(layer, nodes.positions) for layer in range(self.insertion_layer)]
         hidden = self.backbone.embed(tree.tokens, nodes.positions.array)
         return self.backbone.run(hidden, 0, self.insertion_layer, nodes.mask, views, tapped)
 
-    def early_exit_logits(self, hidden: mx.array) -> mx.array:
-        """Logits from half-way up, H(o(M_l)) (Speculative Streaming, section 3.2.3).
-
-        The early-exit adapter's output is added to the states before final norm and LM head. The
-        model must have such an adapter (`StreamWeights.prune`).
-
-        Args:
-            hidden: [1, R, D] the input of the insertion layer.
-
-        Returns:
-            [R, V].
-        """
+    def early_exit_logits(
+        self,
+        hidden: mx.array,  # [1, R, D] the input of the insertion layer
+    ) -> mx.array:  # [R, V]
+        """H(o(M_l)), half-way up (section 3.2.3): the early-exit adapter's output is added to the
+        states before final norm and LM head."""
         assert self.streams is not None and self.streams.prune is not None
         return self.backbone.logits(hidden + self.streams.prune(hidden))
 
-    def condition_logits(self, normed: mx.array, previous: mx.array, tokens: mx.array) -> mx.array:
-        """What the token before a drafted token adds to its logit, see `condition`.
-
-        The model must have a condition (`is_conditional`).
-
-        Args:
-            normed: [..., D] last hidden states of streams behind the final norm.
-            previous: [..., K'] ids of tokens that may stand before the stream's own.
-            tokens: [..., K] ids of the stream's tokens whose logits are wanted.
-
-        Returns:
-            [..., K', K] to add to the logits of `tokens`, for each token before; scaled as the
-            model scales its logits.
-        """
+    def condition_logits(
+        self,
+        normed: mx.array,  # [..., D] last hidden states of streams, after the final norm
+        previous: mx.array,  # [..., K'] tokens that may stand before the stream's own
+        tokens: mx.array,  # [..., K] the stream's tokens whose logits are wanted
+    ) -> mx.array:  # [..., K', K]
+        """To add to the logits of `tokens`, for each token before (`Condition`); scaled as the
+        model scales its logits."""
         assert self.streams is not None and self.streams.condition is not None
         condition = self.streams.condition
         embedded = self.backbone.token_embeddings(previous)
@@ -359,38 +290,24 @@ class StreamFusedModel:
         scale = self.backbone.logit_scale
         return scores if scale == 1.0 else scale * scores
 
-    def root_states(self, roots: mx.array, last_hidden: mx.array) -> mx.array:
-        """What streams that start from the root are told: the input of `StreamWeights.root_init`.
-
-        Args:
-            roots: [B, M] ids: the token behind each node, the next tree's root.
-            last_hidden: [B, M, D] the nodes' last hidden states, before the final norm.
-
-        Returns:
-            [B, M, 2 D]: the root's embedding, of RMS 1, then the state behind the final norm; in
-            the dtype of the latter.
-        """
+    def root_states(
+        self,
+        roots: mx.array,  # [B, M] the token after each node, the next tree's root
+        last_hidden: mx.array,  # [B, M, D] the nodes' last hidden states, before the final norm
+    ) -> mx.array:  # [B, M, 2 D]
+        """The input of `StreamWeights.root_init`: the root's embedding, of RMS 1, then the state
+        after the final norm."""
         normed = self.backbone.final_norm(last_hidden)
         embedded = scale_to_unit_rms(self.backbone.token_embeddings(roots))
         return mx.concatenate([embedded.astype(normed.dtype), normed], axis=-1)
 
     def insert(
-        self, hidden: mx.array, num_streams: int, root_states: mx.array | None = None
-    ) -> mx.array:
-        """Put the streams' rows behind the nodes' rows (Speculative Streaming, eq. 3).
-
-        Args:
-            hidden: [1, M, D] the nodes' rows, as they enter the insertion layer.
-            num_streams: G, at most as many as were trained; with 0, `hidden` is returned.
-            root_states: [1, M, 2 D] as the method of this name gives it, where streams start from
-                the root too; else not used.
-
-        Returns:
-            [1, M * (1 + G), D] the nodes' rows, then what `start_streams` returns.
-
-        Raises:
-            ValueError: the streams start from the root too, and `root_states` is None.
-        """
+        self,
+        hidden: mx.array,  # [1, M, D] the nodes' rows, as they enter the insertion layer
+        num_streams: int,  # G
+        root_states: mx.array | None = None,  # [1, M, 2 D]
+    ) -> mx.array:  # [1, M * (1 + G), D]
+        """The nodes' rows, then their streams' (eq. 3)."""
         if num_streams == 0:
             return hidden
         return mx.concatenate(
@@ -398,27 +315,14 @@ class StreamFusedModel:
         )
 
     def start_streams(
-        self, hidden: mx.array, num_streams: int, root_states: mx.array | None = None
-    ) -> mx.array:
-        """The streams' rows as they enter the insertion layer (Speculative Streaming, eq. 3).
-
-        Stream j of a node starts as f(h) + P_j, h the node's row. f is the identity where none was
-        trained; else a low-rank map, to which h is added if `stream_init` is "residual". Without
-        stream embeddings P, as where values are rotated, all streams of a node start alike.
-        `root_init` of `root_states` is added where streams start from the root too.
-
-        Args:
-            hidden: [B, M, D] the nodes' rows, as they enter the insertion layer.
-            num_streams: G, at most as many as were trained.
-            root_states: [B, M, 2 D] as the method of this name gives it, where streams start from
-                the root too; else not used.
-
-        Returns:
-            [B, M * G, D] in the dtype of `hidden`, node by node.
-
-        Raises:
-            ValueError: the streams start from the root too, and `root_states` is None.
-        """
+        self,
+        hidden: mx.array,  # [B, M, D] the nodes' rows, as they enter the insertion layer
+        num_streams: int,  # G, at most as many as were trained
+        # [B, M, 2 D], needed if the streams start from the root
+        root_states: mx.array | None = None,
+    ) -> mx.array:  # [B, M * G, D], node by node
+        """The streams' rows as they enter the insertion layer (eq. 3): stream j of a node h starts
+        as f(h) + P_j, plus `root_init` of `root_states` if there is one."""
         assert self.streams is not None and self.config is not None
         batch, num_nodes, size = hidden.shape
         start = hidden
@@ -438,34 +342,20 @@ class StreamFusedModel:
 
     def upper(
         self,
-        rows: mx.array,
-        tree: Tree,
+        rows: mx.array,  # [1, M * (1 + G), D], as `insert` gives them
+        tree: Tree,  # the M nodes that are left after pruning
         cache: TreeCache,
-        num_streams: int,
+        num_streams: int,  # G
+        # this tree's `node_rows`, if they are known; used only if G is 0
         nodes: NodeRows | None = None,
+        # [M] the first token after the sinks that each node's streams see
         starts: mx.array | None = None,
+        # set to the inputs [1, M * (1 + G), D] of its keys' layers
         tapped: LayerInputs | None = None,
-    ) -> mx.array:
-        """Run nodes and their streams through the layers from the insertion layer on (eqs. 1 and
-        2).
-
-        Args:
-            rows: [1, M * (1 + G), D] of the M nodes and their streams, as `insert` gives them.
-            tree: the M nodes that are left after pruning.
-            cache: holds the tokens before them; gets the rows' keys and values as scratch rows.
-            num_streams: G, at most as many as were trained.
-            nodes: this tree's `node_rows`, where they are known; used only where G is 0.
-            starts: [M] the first token behind the sinks that each node's streams see; what
-                `window_start` says of the root's position unless given. Nodes see the whole text.
-            tapped: set to the inputs [1, M * (1 + G), D] of its keys' layers, see `Stages.run`.
-
-        Returns:
-            [1, M * (1 + G), D] last hidden states, before the final norm.
-
-        Raises:
-            ValueError: `rows` are not as many.
-            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
-        """
+    ) -> mx.array:  # [1, M * (1 + G), D] before the final norm
+        """The layers from the insertion layer on (eqs. 1 and 2); the cache gets the rows' keys and
+        values as scratch rows. Nodes see the whole text, streams from `starts` on, by default
+        `window_start` of the root."""
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
         if num_streams == 0:
@@ -495,51 +385,24 @@ class StreamFusedModel:
         return self._run_upper_layers(rows, by_layer, views, num_nodes, tapped)
 
     def window_start(self, cache: TreeCache, position: int | None = None) -> int:
-        """The number of the first token behind the sinks that streams of a node see.
-
-        Args:
-            cache: of the text.
-            position: of the node in the text; unless given the number of committed tokens.
-
-        Returns:
-            See `masks.window_start`, with the window of the adapter's settings.
-        """
+        """`masks.window_start` of a position in the text, the end of the committed tokens unless
+        given."""
         assert self.config is not None
         position = cache.offset if position is None else position
         return window_start(position, self.config.stream_window)
 
     def second_pass(
         self,
-        hidden: mx.array,
-        last: mx.array,
-        position: mx.array,
-        cache: StreamCache,
-        num_streams: int,
-        root_states: mx.array | None = None,
-    ) -> mx.array:
-        """Run the streams of the last accepted node alone through the upper layers (eq. 2).
-
-        They see what `upper` lets them see: it runs those of every node in the pass that verifies
-        the tree, this a pass of its own behind that one.
-
-        Args:
-            hidden: [1, M, D] the nodes' rows, as they entered the insertion layer.
-            last: [1] the number of the last accepted node.
-            position: [1] its position in the text.
-            cache: of the layers from `insertion_layer` on, after its `catch_up_with_tree_cache`
-                behind this step's `hold_accepted_path`, from `window_start` on; gets the streams'
-                keys and values as scratch rows.
-            num_streams: G, at most as many as were trained.
-            root_states: [1, 1, 2 D] that node's, as the method of this name gives it, where streams
-                start from the root too.
-
-        Returns:
-            [1, G, D] last hidden states of its streams, before the final norm.
-
-        Raises:
-            ValueError: the streams start from the root too, and `root_states` is None.
-            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
-        """
+        hidden: mx.array,  # [1, M, D] the nodes' rows, as they entered the insertion layer
+        last: mx.array,  # [1] the number of the last accepted node
+        position: mx.array,  # [1] its position in the text
+        cache: StreamCache,  # has caught up with the target's cache, from `window_start` on
+        num_streams: int,  # G
+        root_states: mx.array | None = None,  # [1, 1, 2 D] that node's
+    ) -> mx.array:  # [1, G, D] before the final norm
+        """The streams of the last accepted node alone through the upper layers (eq. 2), after the
+        verifying pass; they see what `upper` lets them see. The cache gets their keys and values as
+        scratch rows."""
         rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, root_states)
         positions = Positions(position + indices(1, 2))
         visible = earlier_streams_mask(num_streams)
@@ -554,7 +417,6 @@ class StreamFusedModel:
     def _mask_by_layer(
         self, mask: mx.array | TreeMask, positions: Positions, num_rows: int, cache: RowsCache
     ) -> Mask:
-        """The mask itself; wrapped in `WindowMasks` where some layer sees a window alone."""
         if not any(self.backbone.windows):
             return mask
         return WindowMasks(mask, positions.array, num_rows, cache)
@@ -568,25 +430,13 @@ class StreamFusedModel:
 
     def _run_upper_layers(
         self,
-        rows: mx.array,
+        rows: mx.array,  # [1, R, D]
         mask: Mask,
         views: list[Any],
+        # first row that LoRA of scope "streams" acts on; None for no row
         first_lora_row: int | None,
-        tapped: LayerInputs | None = None,
-    ) -> mx.array:
-        """Run rows through the layers from the insertion layer on.
-
-        Args:
-            rows: [1, R, D].
-            mask: which of them sees which key.
-            views: the cache objects of these layers.
-            first_lora_row: number of the first row that LoRA of scope "streams" acts on; None for
-                no row. LoRA of scope "all" acts on every row anyway.
-            tapped: set to the inputs [1, R, D] of its keys' layers, see `Stages.run`.
-
-        Returns:
-            [1, R, D] last hidden states, before the final norm.
-        """
+        tapped: LayerInputs | None = None,  # set to the inputs [1, R, D] of its keys' layers
+    ) -> mx.array:  # [1, R, D] before the final norm
         layers = self._upper_layers
         if self._scope.first == 0:  # LoRA acts on every row
             return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)

@@ -13,20 +13,19 @@ from typing import Self
 
 import mlx.core as mx
 
-CACHE_STEP = 256
-"""Tokens by which the room for a text grows at once, as in mlx-lm's own caches."""
+CACHE_STEP = 256  # tokens by which the room for a text grows at once, as in mlx-lm's own caches
 
 
 class TextCache(ABC):
     """What a model keeps of one text.
 
-    Some of the text's first tokens are committed: what they left is kept. A call may leave
-    more, of which `commit_accepted` says how much becomes text.
+    Some of the text's first tokens are committed: what they left is kept. A call may leave more, of
+    which `commit_accepted` says how much becomes text.
 
     Attributes:
-        scratch: rows of a step that there is room for beside the committed tokens; 0 where steps
-            need no room.
-        can_build_ahead: whether a call may be built behind one that left drafted tokens here, of
+        scratch: rows of a step that there is room for beside the committed tokens; 0 if steps need
+            no room.
+        can_build_ahead: whether a call may be built after one that left drafted tokens here, of
             which `commit_accepted` has not said how many are text.
     """
 
@@ -45,10 +44,8 @@ class TextCache(ABC):
 
     @property
     def has_uncounted_paths(self) -> bool:
-        """Whether an accepted path is kept of which the host does not know yet how much counts.
-
-        Tokens that are appended cannot follow it.
-        """
+        """Whether an accepted path is kept of which the host does not know yet how much counts:
+        tokens cannot be appended after it."""
         return False
 
     @property
@@ -59,14 +56,12 @@ class TextCache(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of what is kept, with the room that is reserved for more."""
+        """Bytes of what is kept, including the room that is reserved for more."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of `nbytes` for each token or row that there is room for.
-
-        0 where that cannot be said: where no room is reserved, or nothing was written yet.
-        """
+        """Bytes of `nbytes` for each token or row that there is room for; 0 if no room is reserved,
+        or nothing was written yet."""
         return 0
 
     @property
@@ -82,79 +77,56 @@ class TextCache(ABC):
     def commit_accepted(self, num_tokens: int) -> None:
         """Commit the first `num_tokens` rows of the oldest call that waits for it.
 
-        Raises:
-            ValueError: no call waits, or `num_tokens` is not from 1 to the number of its rows;
-                nothing is changed then.
+        ValueError if no call waits, or `num_tokens` is not from 1 to the number of its rows; then
+        nothing is changed.
         """
 
     @property
     def has_fixed_places(self) -> bool:
-        """Whether `keep_first` can go back to certain places of the text alone."""
+        """Whether `keep_first` can only go back to certain places of the text."""
         return False
 
     def mark_here_alone(self) -> bool:
         """Let `keep_first` come back to where the text ends now, and no longer to places that were
-        marked before.
-
-        Does nothing where it can go back to any place.
-
-        Returns:
-            Whether it can come back here.
-        """
+        marked before. Returns whether it can."""
         return True
 
     @abstractmethod
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of a text's first `num_tokens` tokens, 0 or more, `keep_first` and `fork` can
-        keep at most.
-
-        Never more than are committed.
-        """
+        """How many of a text's first `num_tokens` tokens `keep_first` and `fork` can keep: never
+        more than are committed."""
 
     @abstractmethod
     def keep_first(self, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens` committed tokens, and what is not committed.
-
-        Raises:
-            ValueError: it cannot go back to there, see `longest_keepable`.
-        """
+        """Forget all but the first `num_tokens` committed tokens, and what is not committed;
+        ValueError unless `longest_keepable` says that it can."""
 
     @abstractmethod
     def fork(self, num_tokens: int) -> Self:
-        """A new cache of the first `num_tokens` committed tokens, 0 or more, which goes on by
-        itself.
+        """A new cache of the first `num_tokens` committed tokens, which goes on by itself;
+        ValueError unless `longest_keepable` says that it can.
 
-        This one stays as it is. Both may hold the same buffers, of which MLX makes a copy when one
-        of them writes.
-
-        Raises:
-            ValueError: it cannot go back to there, see `longest_keepable`.
+        Both may hold the same buffers, of which MLX makes a copy when one of them writes.
         """
 
     @abstractmethod
     def snapshot(self) -> Self:
         """A copy of what is kept now, to `restore` should the next call not be run.
 
-        What is done to this cache later does not change the copy. Both share their arrays, and MLX
-        cannot write in place into what a copy holds: drop it before evaluating.
+        Both share their arrays, and MLX cannot write in place into what a copy holds: drop it
+        before evaluating.
         """
 
     def restore(self, held: Self) -> None:
-        """Take over everything from `held`, a snapshot or another cache of the same model.
-
-        Nothing of the present is kept. `held` must not be used any more.
-        """
+        """Take over everything from `held`, a snapshot or another cache of the same model, which
+        must not be used any more."""
         vars(self).update(vars(held))
 
     @abstractmethod
-    def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
-        """What one layer's attention keeps of the committed tokens, for others to read.
-
-        Args:
-            layer: its number among the layers that keep something; its keys carry their rotary
-                positions.
-
-        Returns:
-            Keys [1, H, R, Dh] and values [1, H', R, Dh']: slices of the buffers, so drop them
-            before the cache is written to, or it is copied.
-        """
+    def keys_and_values(
+        self,
+        layer: int,  # its number among the layers that keep something
+    ) -> tuple[mx.array, mx.array]:  # [1, H, R, Dh] and [1, H', R, Dh']
+        """What one layer's attention keeps of the committed tokens; keys carry their rotary
+        positions. Slices of the buffers: drop them before the cache is written to, or it is
+        copied."""

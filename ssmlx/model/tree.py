@@ -1,9 +1,9 @@
 """Draft trees: their fixed topologies, and the trees that streams draft (section 3.2.2, A.1).
 
-A tree stores for every node the path from the root to it. Masks, acceptance and the cache
-all read that one table. Nodes stand in breadth-first order, so the root is node 0 and a
-parent comes before its children. Everything that depends on the drafted tokens stays on the
-device, with shapes that the settings alone decide.
+A tree stores for every node the path from the root to it. Masks, acceptance and the cache all read
+that one table. Nodes stand in breadth-first order, so the root is node 0 and a parent comes before
+its children. Everything that depends on the drafted tokens stays on the device, with shapes that
+the settings alone decide.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, the root included."""
+        """Includes the root."""
         return self.depths.shape[0]
 
 
@@ -70,7 +70,7 @@ class Tree:
     depths: mx.array
     paths: mx.array
     num_internal: int
-    # the fixed topology, or None where this tree's shape was chosen on the device
+    # the fixed topology, or None if this tree's shape was chosen on the device
     topology: Topology | None = None
     num_padding: int = 0  # nodes of `PAD_TOKEN`
 
@@ -91,7 +91,7 @@ class Tree:
 
     @property
     def num_drafted(self) -> int:
-        """Drafted tokens: all nodes but the root and those of `PAD_TOKEN`."""
+        """All nodes but the root and those of `PAD_TOKEN`."""
         return self.num_nodes - 1 - self.num_padding
 
     @cached_property
@@ -104,30 +104,20 @@ class Tree:
         """[N, N] bool: column j is row i itself or one of its ancestors (eq. 4, figure 8)."""
         return self.topology.ancestors if self.topology else _ancestors(self.paths)
 
-    def path_sums(self, edges: mx.array) -> mx.array:
-        """Sum a value over each node's path from the root, the root's own value left out.
-
-        Args:
-            edges: [N] one value a node, such as its log probability given its parent.
-
-        Returns:
-            [N] the sums, each with the node's own value; 0 for the root.
-        """
+    def path_sums(
+        self,
+        edges: mx.array,  # [N] one value a node, such as its log probability given its parent
+    ) -> mx.array:  # [N]; 0 for the root
+        """Sums over each node's path from the root, without the root's own value."""
         fixed = self.topology
         below_root = fixed.below_root if fixed else _below_root(self.paths, self.depths)
         return mx.where(below_root, edges[self.paths], 0.0).sum(axis=1)
 
-    def select(self, keep: mx.array) -> Tree:
-        """A new tree of some of the nodes, which are numbered from 0 up in the same order.
-
-        Args:
-            keep: [M] node numbers, ascending; every ancestor of a kept node must be among them,
-                which is not checked.
-
-        Returns:
-            The tree of M nodes. It has no `topology`; as many levels in `paths` as this one; and
-            `num_internal` M, as any of its nodes may have children.
-        """
+    def select(
+        self,
+        keep: mx.array,  # [M] ascending node numbers, including every ancestor of a kept node
+    ) -> Tree:
+        """The tree of these M nodes, numbered from 0 up in the same order."""
         is_on_path = self.paths[keep][:, :, None] == keep
         paths = is_on_path.argmax(axis=-1).astype(mx.int32)
         tree = Tree(take(self.tokens, keep), take(self.depths, keep), paths, keep.shape[0])
@@ -135,34 +125,36 @@ class Tree:
         return tree
 
 
-def _parents(paths: mx.array, depths: mx.array) -> mx.array:
-    """[N] the parent of each node of `paths` [N, P] and `depths` [N]; the root is its own."""
+def _parents(
+    paths: mx.array,  # [N, P]
+    depths: mx.array,  # [N]
+) -> mx.array:  # [N]
+    """The root is its own parent."""
     # The root's -1 is the end of its path, which is the root.
     return mx.take_along_axis(paths, depths[:, None] - 1, axis=1)[:, 0]
 
 
-def _ancestors(paths: mx.array) -> mx.array:
-    """[N, N] bool of `paths` [N, P]: column j is row i itself or one of its ancestors."""
+def _ancestors(
+    paths: mx.array,  # [N, P]
+) -> mx.array:  # [N, N]
+    """Column j is row i itself or one of its ancestors."""
     return (paths[:, :, None] == indices(paths.shape[0])).any(axis=1)
 
 
-def _below_root(paths: mx.array, depths: mx.array) -> mx.array:
-    """[N, P] bool of `paths` [N, P]: which entries are neither the root nor repeated."""
+def _below_root(
+    paths: mx.array,  # [N, P]
+    depths: mx.array,  # [N]
+) -> mx.array:  # [N, P]
+    """Which entries are neither the root nor repeated."""
     levels = indices(paths.shape[1])
     return (levels > 0) & (levels <= depths[:, None])
 
 
-def top_nodes(scores: mx.array, count: int) -> mx.array:
-    """Find the nodes of the highest scores.
-
-    Args:
-        scores: [N] one for each node.
-        count: how many nodes are wanted, at least 1.
-
-    Returns:
-        [count] int32 node numbers, ascending, so not in the order of their scores; all N numbers
-        where `count` is N or more. Which of equal scores are taken is left open.
-    """
+def top_nodes(
+    scores: mx.array,  # [N]
+    count: int,  # at least 1
+) -> mx.array:  # [count] ascending; all N if there are no more
+    """The nodes of the highest scores; which of equal scores are taken is left open."""
     if count >= scores.shape[0]:
         return indices(scores.shape[0])
     others = scores.shape[0] - count
@@ -170,25 +162,17 @@ def top_nodes(scores: mx.array, count: int) -> mx.array:
 
 
 def clip_logprobs(logprobs: mx.array) -> mx.array:
-    """`logprobs` in float32, clipped to `MIN_EDGE_LOGPROB` to `MAX_EDGE_LOGPROB`, both below 0.
-
-    So a child's path sum is always below its parent's, and never -inf.
-    """
+    """To a range below 0, in float32: so a child's path sum is always below its parent's, and never
+    -inf."""
     return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
 
 
-def topology_of_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
-    """Build the topology of a tree whose nodes are given by the ranks on their paths.
-
-    Args:
-        ranks: for each of the N nodes, the rank (from 0, the best) of the candidate at each depth
-            of its path; () for the root, which is the first. Breadth first. Every node's parent
-            must be among them, else a KeyError is raised.
-        num_candidates: K, candidates of each stream; more than every rank.
-
-    Returns:
-        The topology, in which node number i is `ranks[i]`.
-    """
+def topology_of_paths(
+    # by node, the rank, from 0, of the candidate at each depth of its path; () for the root.
+    # Breadth first, with every node's parent
+    ranks: list[tuple[int, ...]],
+    num_candidates: int,  # K, more than every rank
+) -> Topology:
     index = {path: node for node, path in enumerate(ranks)}
     depths = np.array([len(path) for path in ranks], np.int32)
     num_levels = int(depths.max()) + 1
@@ -206,32 +190,22 @@ def topology_of_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topo
 
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
-    """The topology in which every node has `width` children, `levels` levels deep below the root.
-
-    It has 1 + width + ... + width^levels nodes. K is `width`. The same object is returned for the
-    same arguments.
-    """
+    """Every node has `width` children, `levels` levels deep below the root; K is `width`."""
     ranks = [path for depth in range(levels + 1) for path in product(range(width), repeat=depth)]
     return topology_of_paths(ranks, width)
 
 
 @lru_cache(maxsize=64)
-def topology_of_possible_nodes(size: int, width: int | None, levels: int) -> Topology:
-    """The topology of all nodes that may be among the best `size`, whatever the probabilities are.
+def topology_of_possible_nodes(
+    size: int,  # nodes of the tree that is chosen later, including the root
+    width: int | None,  # most children of a node; None for any number
+    levels: int,  # below the root
+) -> Topology:
+    """All nodes that may be among the best `size`, whatever the probabilities are.
 
     A node is outscored by every node whose ranks are all at least as good, at its own depth and
-    above. Counting itself, depth d holds (r_1 + 1) ... (r_d + 1) of those; with more than
-    `size` of them in all, the node cannot be chosen.
-
-    Args:
-        size: nodes of the tree that is chosen later, the root included.
-        width: most children of a node; None for any number.
-        levels: levels below the root.
-
-    Returns:
-        A topology of `size` nodes or more, or of fewer where `width` and `levels` allow no more.
-        Its K is `width`, at most `size` - 1 and at least 1. The same object is returned for the
-        same arguments.
+    above. Counting itself, depth d holds (r_1 + 1) ... (r_d + 1) of those; with more than `size` of
+    them in all, the node cannot be chosen.
     """
     limit = max(1, min(width or size - 1, size - 1))
     ranks: list[tuple[int, ...]] = []
@@ -249,85 +223,59 @@ def topology_of_possible_nodes(size: int, width: int | None, levels: int) -> Top
 
 @lru_cache(maxsize=64)
 def chain_with_siblings_topology(width: int, levels: int) -> Topology:
-    """The topology of a chain that has siblings at every level.
-
-    Each of the `levels` levels below the root has `width` nodes, candidates 0 to `width` - 1 of
-    that level, all of them children of the level above's candidate 0. So N = 1 + levels * width,
-    and K is `width`. The same object is returned for the same arguments.
-    """
+    """Each level has `width` nodes, all of them children of the level above's candidate 0. So N = 1
+    + levels * width, and K is `width`."""
     ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
     return topology_of_paths([(), *ranks], width)
 
 
-def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
-    """The topology whose nodes are filled with the streams' candidates.
-
-    Of kind "full" it is the drafted tree's own. Else it is
-    `topology_of_possible_nodes`, of whose nodes the drafted tree keeps the best.
-
-    Args:
-        config: kind, size and width of the tree.
-        num_streams: G, levels below the root.
-
-    Raises:
-        InputError: a full tree would be too large.
-    """
+def draft_topology(
+    config: TreeConfig,
+    num_streams: int,  # G, levels below the root
+) -> Topology:
+    """Of kind "full" it is the drafted tree's own; else its best nodes are the drafted tree."""
     if config.kind == "full":
         config.num_nodes(num_streams)
         return full_topology(config.full_width, num_streams)
     return topology_of_possible_nodes(config.size, config.width, num_streams)
 
 
-def count_candidates(config: TreeConfig, num_streams: int, *, conditional: bool) -> int:
-    """K, how many of each stream's likeliest tokens `grow_tree` has to be given.
-
-    Args:
-        config: kind, size and width of the tree.
-        num_streams: G, levels below the root.
-        conditional: whether candidates are scored given the token before them. K is `RESCORED`
-            then, or a full tree's width where that is larger; else `draft_topology`'s K.
-
-    Raises:
-        InputError: a full tree would be too large; not checked where `conditional`.
-    """
+def count_candidates(
+    config: TreeConfig,
+    num_streams: int,  # G, levels below the root
+    *,
+    conditional: bool,  # candidates are scored given the token before them
+) -> int:
+    """K, how many of each stream's likeliest tokens `grow_tree` has to be given."""
     if not conditional:
         return draft_topology(config, num_streams).num_candidates
     return max(RESCORED, config.full_width) if config.kind == "full" else RESCORED
 
 
-def root_tree(root: mx.array) -> Tree:
-    """The tree of one node, the token `root` [1]."""
+def root_tree(
+    root: mx.array,  # [1]
+) -> Tree:
     bare = full_topology(1, 0)
     return Tree(root, bare.depths, bare.paths, 1, bare)
 
 
-def chain_tree(tokens: mx.array) -> Tree:
-    """The tree in which each of `tokens` [N] is the one child of the token before it."""
+def chain_tree(
+    tokens: mx.array,  # [N]
+) -> Tree:
+    """Each is the one child of the token before it."""
     chain = chain_with_siblings_topology(1, tokens.shape[0] - 1)
     return Tree(tokens, chain.depths, chain.paths, chain.num_internal, chain)
 
 
-def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig) -> Tree:
-    """Draft a tree from each stream's ranked candidates (Speculative Streaming, section 3.2.2).
-
-    Streams are conditionally independent given the node that they belong to, so a node's score is
-    the product of its streams' probabilities along the path.
-
-    Args:
-        root: [1] int32 the newest token.
-        tokens: [G, K] each stream's candidates, best first, K as `count_candidates` gives it.
-        logprobs: [G, K] their log probabilities; or [G, K, K] where they depend on the token
-            before, see `grow_conditional_tree`, which draws the tree then.
-        config: kind, size and width of the tree.
-
-    Returns:
-        The tree, stream j's candidates at depth j: of kind "full" every node; else the `size` nodes
-        (root included) of the highest scores, or fewer where there are no more.
-
-    Raises:
-        ValueError: [G, K] candidates of another K.
-        InputError: a full tree would be too large.
-    """
+def grow_tree(
+    root: mx.array,  # [1] the newest token
+    tokens: mx.array,  # [G, K] each stream's candidates, best first, K of `count_candidates`
+    logprobs: mx.array,  # [G, K]; or [G, K, K], given the token before
+    config: TreeConfig,
+) -> Tree:
+    """Draft a tree, stream j's candidates at depth j (section 3.2.2). Streams are conditionally
+    independent given their node, so a node's score is the product of its streams' probabilities
+    along the path."""
     if logprobs.ndim == 3:
         return grow_conditional_tree(root, tokens, logprobs, config)
     topology = draft_topology(config, tokens.shape[0])
@@ -336,24 +284,12 @@ def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: Tree
 
 
 def grow_best_tree(
-    root: mx.array, tokens: mx.array, logprobs: mx.array, topology: Topology, size: int
+    root: mx.array,  # [1] the newest token
+    tokens: mx.array,  # [G, K] best first; stream j's are the nodes at depth j
+    logprobs: mx.array,  # [G, K]; a node's score is their sum along its path
+    topology: Topology,  # of all nodes that may be chosen
+    size: int,  # most nodes, including the root
 ) -> Tree:
-    """Fill a topology with candidates, and keep the likeliest nodes.
-
-    Args:
-        root: [1] int32 the newest token.
-        tokens: [G, K] each stream's candidates, best first; stream j's are the nodes at depth j.
-        logprobs: [G, K] their log probabilities; a node's score is their sum along its path.
-        topology: of all nodes that may be chosen; its K is that of `tokens`.
-        size: most nodes, the root included.
-
-    Returns:
-        The tree of the best `size` nodes; where the topology has no more than that, of all its
-        nodes, with the topology itself.
-
-    Raises:
-        ValueError: `tokens` has another K than the topology.
-    """
     expect_shape("candidates", tokens, tokens.shape[0], topology.num_candidates)
     node_tokens = mx.concatenate([root, take(tokens.flatten(), topology.slots)])
     tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
@@ -364,27 +300,18 @@ def grow_best_tree(
 
 
 def grow_conditional_tree(
-    root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig
+    root: mx.array,  # [1] the newest token
+    tokens: mx.array,  # [G, K] in any order
+    # [G, K, K] (last axis) given each of the stream before; of the first stream row 0: given the
+    # root
+    logprobs: mx.array,
+    config: TreeConfig,
 ) -> Tree:
     """Draft a tree from candidates whose log probabilities depend on the token before them.
 
     Of kind "best" it is a beam search, exact among the candidates: no child outscores its parent,
     so that of the best nodes at most `size` - d are d levels below the root, all of them among the
     children of such nodes above.
-
-    Args:
-        root: [1] int32 the newest token.
-        tokens: [G, K] each stream's candidates, in any order.
-        logprobs: [G, K, K] of each candidate (last axis) given each candidate of the stream before
-            (middle axis). Of the first stream row 0 is read: given the root.
-        config: kind, size and width of the tree.
-
-    Returns:
-        Of kind "full" the tree in which every node has its best `full_width` candidates as
-        children, or all K where there are fewer. Else the `size` nodes (root included) of the
-        largest sums of log probabilities, no node with more than `width` children; fewer nodes
-        where there are no more. The root alone where G is 0, or where the kind is "best" and the
-        size 1.
     """
     levels, count = tokens.shape
     width = min(count, config.full_width if config.kind == "full" else config.width or count)
@@ -407,22 +334,14 @@ def grow_conditional_tree(
 
 @mx.compile
 def _search_beam(
-    root: mx.array, tokens: mx.array, logprobs: mx.array, levels: int, size: int, width: int
+    root: mx.array,  # [1]
+    tokens: mx.array,  # [G, K]
+    logprobs: mx.array,  # [G, K, K]
+    levels: int,  # below the root, at most G
+    size: int,  # nodes, including the root
+    width: int,  # most children of a node, at most K
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Find the best `size` nodes by a beam search, for `grow_conditional_tree`.
-
-    Args:
-        root: [1] int32 the newest token.
-        tokens: [G, K] candidates.
-        logprobs: [G, K, K] of each candidate (last axis) given each of the stream before.
-        levels: levels below the root, at most G; the search uses the first so many streams.
-        size: nodes of the tree, the root included.
-        width: most children of a node, at most K.
-
-    Returns:
-        Tokens [N], depths [N], paths [N, P] and ancestors [N, N] of the tree, breadth first; N is
-        `size`, or fewer where `width` and `levels` allow no more.
-    """
+    """Tokens [N], depths [N], paths [N, P] and ancestors [N, N], breadth first."""
     count = tokens.shape[1]
     children = []
     if width < count:
@@ -454,33 +373,27 @@ def _search_beam(
     return tree.tokens, tree.depths, tree.paths, tree.ancestors
 
 
-def _best_children(logprobs: mx.array, width: int) -> mx.array:
-    """[G, K, width] the columns of the `width` largest values in each row of `logprobs` [G, K, K],
-    the largest first.
-    """
+def _best_children(
+    logprobs: mx.array,  # [G, K, K]
+    width: int,
+) -> mx.array:  # [G, K, width]
+    """The columns of each row's largest values, the largest first."""
     if width == 1:
         return mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.argsort(-logprobs, axis=-1)[:, :, :width]
 
 
 def _split_levels(array: mx.array) -> list[mx.array]:
-    """The parts of an array along its first axis, as a list: brackets would gather them."""
+    """As a list: brackets would gather them."""
     return [one.squeeze(0) for one in mx.split(array, array.shape[0])]
 
 
 def _full_conditional_tree(
-    root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology
+    root: mx.array,  # [1]
+    tokens: mx.array,  # [G, K]
+    ranked: mx.array,  # [G, K, width] by `_best_children`
+    topology: Topology,  # the full tree of that width; its levels may be fewer than G
 ) -> Tree:
-    """The full tree in which every node's children are its best candidates given its token.
-
-    Args:
-        root: [1] the newest token.
-        tokens: [G, K] candidates.
-        ranked: [G, K, width] the columns of the best candidates of each stream, given each
-            candidate of the stream before, as `_best_children` gives them.
-        topology: the full tree of that width; its levels may be fewer than G, and the streams
-            behind them are not used.
-    """
     slots = indices(1)
     nodes = [root]
     rows = zip(_split_levels(ranked), _split_levels(tokens), strict=True)
@@ -493,7 +406,7 @@ def _full_conditional_tree(
 
 @dataclass(frozen=True, eq=False)
 class _BeamLayout:
-    """What is known of a beam's N nodes, the root among them, before their tokens are."""
+    """What is known of a beam's N nodes, including the root, before their tokens are."""
 
     counts: list[int]  # of each depth below the root
     depths: mx.array  # [N]
@@ -505,20 +418,14 @@ class _BeamLayout:
 
 
 @lru_cache(maxsize=64)
-def _beam_layout(levels: int, size: int, num_candidates: int, width: int) -> _BeamLayout:
-    """The layout of a beam search, before tokens are known: how many nodes each depth keeps.
-
-    Depth d keeps `size` - d nodes, or all children of depth d - 1 where these are fewer.
-
-    Args:
-        levels: levels below the root.
-        size: nodes of the tree that is chosen from the beam, the root included.
-        num_candidates: K, candidates of each stream.
-        width: most children of a node.
-
-    Returns:
-        Evaluated arrays; the same object for the same arguments.
-    """
+def _beam_layout(
+    levels: int,  # below the root
+    size: int,  # nodes of the tree that is chosen from the beam, including the root
+    num_candidates: int,  # K
+    width: int,  # most children of a node
+) -> _BeamLayout:
+    """Depth d keeps `size` - d nodes, or all children of depth d - 1 if these are fewer.
+    Evaluated."""
     counts = [1]
     for level in range(levels):
         counts.append(min(size - 1 - level, counts[-1] * width))

@@ -10,7 +10,7 @@ from typing import Any, Self
 from .costs import context_bucket
 
 FIRST_RATIO = 0.9
-"""Accepted over offered tokens where nothing was learned. Below 1, because offers come from answers
+"""Accepted over offered tokens before any were learned. Below 1, because offers come from answers
 to an adapter's own test questions; others' questions accepted two thirds of what these did."""
 FIRST_WEIGHT = 10.0
 """Offered tokens that the first ratio counts as: an answer or two replace it."""
@@ -29,54 +29,34 @@ _MOST_ENTRIES = 256  # ratios that a file may hold
 
 @dataclass
 class Ratio:
-    """Accepted over offered tokens.
-
-    Attributes:
-        value: the ratio.
-        weight: offered tokens that it rests on.
-    """
+    """Accepted over offered tokens."""
 
     value: float = FIRST_RATIO
-    weight: float = FIRST_WEIGHT
+    weight: float = FIRST_WEIGHT  # offered tokens that it rests on
 
 
 class AcceptancePrior:
     """The acceptance ratios of earlier answers with one adapter, by name and context bucket.
 
-    A name is a drafter's, or, where the length of a match decides how much is accepted, a drafter's
-    with that length behind it.
+    A name is a drafter's, followed by the length of a match if that decides how much is accepted.
     """
 
     def __init__(self) -> None:
         self._ratios: dict[tuple[str, int], Ratio] = {}
 
     def ratio(self, name: str, context: int, first_ratio: float = FIRST_RATIO) -> float:
-        """The acceptance ratio to expect under a name behind `context` tokens.
-
-        It is that of the context's bucket, else of the next shorter one that is known, else
-        `first_ratio`.
-        """
+        """Of the context's bucket, else of the longest shorter one known, else `first_ratio`."""
         return self._nearest(name, context, first_ratio).value
 
     def learn(
         self,
         name: str,
-        context: int,
-        accepted: float,
-        offered: float,
-        first_ratio: float = FIRST_RATIO,
+        context: int,  # committed tokens when the answer began
+        accepted: float,  # drafted tokens
+        offered: float,  # drafted tokens that were expected at a ratio of 1
+        first_ratio: float = FIRST_RATIO,  # of a new ratio, if no shorter bucket has one
     ) -> None:
-        """Average an answer's counts into the ratio of a name and of the bucket of `context`.
-
-        What is known already counts as `MAX_PRIOR_WEIGHT` offered tokens at most.
-
-        Args:
-            name: what the ratio is kept under.
-            context: committed tokens when the answer began.
-            accepted: drafted tokens that were accepted.
-            offered: those that were expected at a ratio of 1; with 0 nothing changes.
-            first_ratio: what a new ratio starts from where no shorter bucket has one.
-        """
+        """Average an answer's counts into the ratio of a name and of the bucket of `context`."""
         if offered <= 0:
             return
         key = name, context_bucket(context)
@@ -88,33 +68,26 @@ class AcceptancePrior:
         ratio.value += (accepted / offered - ratio.value) * offered / ratio.weight
 
     def _nearest(self, name: str, context: int, first_ratio: float) -> Ratio:
-        """The ratio of a context's bucket, else of the next shorter one that is known, else a new
-        one of the value `first_ratio`. It is not to be changed."""
+        """Not to be changed: it may be another bucket's."""
         bucket = context_bucket(context)
         known = [one for other, one in self._ratios if other == name and one <= bucket]
         return self._ratios[name, max(known)] if known else Ratio(first_ratio)
 
     def known_ratios(self, context: int) -> dict[str, float]:
-        """All ratios, by name, that were learned in the bucket of `context` tokens or in a shorter
-        one: of each name, that of the longest such bucket."""
+        """By name, as `ratio` gives them; those that were never learned are left out."""
         bucket = context_bucket(context)
         names = {name for name, one in self._ratios if one <= bucket}
         return {name: self.ratio(name, context) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values to write to disk: {"ratios": [[name, bucket, value, weight], ...]}."""
+        """JSON: {"ratios": [[name, bucket, value, weight], ...]}."""
         return {
             "ratios": [[*key, ratio.value, ratio.weight] for key, ratio in self._ratios.items()]
         }
 
     @classmethod
-    def from_dict_or_raise(cls, values: Any) -> Self:
-        """A new prior from what `to_dict` gave.
-
-        Raises:
-            ValueError: it is not of that form, has more than `_MOST_ENTRIES` ratios, a bucket that
-                is none, or a number that is not from 0 to 10,000.
-        """
+    def from_dict(cls, values: Any) -> Self:
+        """A prior from what `to_dict` gave; ValueError for anything else."""
         prior = cls()
         try:
             if len(values["ratios"]) > _MOST_ENTRIES:
@@ -131,22 +104,19 @@ class AcceptancePrior:
 
 
 class AnswerAcceptance:
-    """What an answer accepts under one name: the prior's ratio, more and more replaced by counts.
+    """What an answer accepts under one name: a prior ratio, more and more replaced by counts."""
 
-    Args:
-        prior_ratio: that of earlier answers.
-        first_ratio: what is assumed where there were none; only kept, for `AcceptancePrior.learn`.
-
-    Attributes:
-        total_accepted, total_offered: all counts of the answer, without decay.
-    """
-
-    def __init__(self, prior_ratio: float, first_ratio: float = FIRST_RATIO) -> None:
-        """Begin an answer with the ratio `prior_ratio`, and no counts."""
+    def __init__(
+        self,
+        prior_ratio: float,  # of earlier answers
+        # assumed if there were none; only kept, for `AcceptancePrior.learn`
+        first_ratio: float = FIRST_RATIO,
+    ) -> None:
         self._prior_ratio = prior_ratio
         self.first_ratio = first_ratio
         self._accepted = 0.0  # of late: with decay
         self._offered = 0.0
+        # Of the whole answer, without decay.
         self.total_accepted = 0.0
         self.total_offered = 0.0
 
@@ -156,22 +126,17 @@ class AnswerAcceptance:
         accepted = PRIOR_WEIGHT_IN_ANSWER * self._prior_ratio + self._accepted
         return accepted / (PRIOR_WEIGHT_IN_ANSWER + self._offered)
 
-    def decay_and_add_counts(self, accepted: float, offered: float) -> None:
-        """Add what a call that verified a draft accepted, of those `offered` at a ratio of 1.
-
-        The counts behind `ratio` first decay to `KEEP_PER_CALL`; the totals do not.
-        """
+    def add(self, accepted: float, offered: float) -> None:
+        """Add what a call that verified a draft accepted, of those `offered` at a ratio of 1."""
         self._decay(KEEP_PER_CALL)
         self._accepted += accepted
         self._offered += offered
         self.total_accepted += accepted
         self.total_offered += offered
 
-    def decay_by_plain_tokens(self, tokens: int) -> None:
-        """Let the counts behind `ratio` decay, as `tokens` were decoded without a draft."""
+    def add_plain_tokens(self, tokens: int) -> None:
         self._decay(KEEP_PER_PLAIN_TOKEN**tokens)
 
     def _decay(self, kept: float) -> None:
-        """Multiply the counts behind `ratio`, but not the totals, by `kept`."""
         self._accepted *= kept
         self._offered *= kept

@@ -1,7 +1,7 @@
 """The controller: what each call of one answer drafts.
 
 It weighs what drafters offer (tokens a call should bring) against what calls cost, both in plain
-calls, and drafts the shape that advances fastest, or nothing where plain decoding does. How far an
+calls, and drafts the shape that advances fastest, or nothing if plain decoding does. How far an
 answer may fall behind plain decoding is bounded, and so is what probes of other shapes may lose (a
 conservative bandit: Wu et al., 2016). See `CostTable` for costs, which are frozen while an answer
 runs, and `AnswerAcceptance` for what is accepted.
@@ -22,8 +22,8 @@ from .offers import Offer, OfferSource
 # reason were chosen by replaying recorded answers: see `tests.replayed`.
 
 FIRST_NODES = 4
-"""Nodes that a draft may have where no drafting call was timed; later it may have twice the largest
-timed number. Four nodes pay on most machines, and lose little where they do not."""
+"""Nodes that a draft may have before any drafting call was timed; later, twice the largest timed
+number. Four nodes pay on most machines, and lose little on others."""
 
 ENTER_SPEED = 1.02
 """Speed above which drafting begins: a gain below 2 % is within the error of the costs."""
@@ -38,10 +38,10 @@ MAX_BEHIND = 4.0
 """Plain calls that an answer may fall behind plain decoding, were the next call to bring one token:
 what a short answer may lose."""
 MAX_BEHIND_PER_TOKEN = 0.07
-"""The same for each token of the answer, where that is more: a long answer has at least 0.93 of
+"""The same for each token of the answer, if that is more: a long answer has at least 0.93 of
 plain decoding's speed."""
 CREDIT_CALLS = 4.0
-"""Calls whose expected gain is added to what the answer may be behind: where drafting promises
+"""Calls whose expected gain is added to what the answer may be behind: if drafting promises
 much, a few bad calls do not end it."""
 
 MIN_RUN_CALLS = 3
@@ -76,27 +76,22 @@ MIN_PLAIN_CALLS = 3
 PLAIN_ERROR = 0.03
 """Relative standard error of the seconds of a plain call that is always good enough."""
 PLAIN_ERROR_OF_GAIN = 0.15
-"""The same, as a share of what drafting gains: where it gains 60 %, an error of 9 % seldom
+"""The same, as a share of what drafting gains: if it gains 60 %, an error of 9 % seldom
 changes what is best."""
 KEPT_PLAIN_CALLS = 64
 """Plain calls of an answer whose seconds are kept, the latest."""
 PLAIN_FRESH_TOKENS = 64
 """Tokens for which an answer's own timing of plain calls stays comparable with its other calls."""
 HOST_WAIT = 0.1
-"""Plain calls that waiting for a call's tokens takes where the next call could have been under way:
+"""Plain calls that waiting for a call's tokens takes if the next call could have been under way:
 the device idles while the host looks up, drafts and launches."""
 
 
 class ExpectedCall(NamedTuple):
-    """What a call should bring, and what it should take.
+    """What a call should bring, and what it should take."""
 
-    Attributes:
-        tokens: that the answer should advance by.
-        plain_calls: as many of which it should take.
-    """
-
-    tokens: float
-    plain_calls: float
+    tokens: float  # that the answer should advance by
+    plain_calls: float  # as many of which it should take
 
     @property
     def speed(self) -> float:
@@ -110,20 +105,13 @@ PLAIN_CALL = ExpectedCall(tokens=1.0, plain_calls=1.0)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape that can be drafted now, and what is expected of the call that verifies it.
-
-    Attributes:
-        shape: the shape.
-        offer: the offer of its drafter.
-        tokens: that the call should advance by, 1 or more.
-        cost: plain calls that it should take.
-        hoped_cost: plain calls that it may take at best: the less than `cost`, the less is known.
-    """
+    """A shape that can be drafted now, and what is expected of the call that verifies it."""
 
     shape: DraftShape
     offer: Offer
-    tokens: float
-    cost: float
+    tokens: float  # that the call should advance by, 1 or more
+    cost: float  # plain calls that it should take
+    # plain calls that it may take at best: the less than `cost`, the less is known
     hoped_cost: float
 
     @property
@@ -133,25 +121,18 @@ class Candidate:
 
     @property
     def hoped_speed(self) -> float:
-        """The same at the hoped cost."""
         return self.tokens / self.hoped_cost
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a call drafts for the next one.
+    """What a call drafts for the next one."""
 
-    Attributes:
-        candidate: what is drafted; None for nothing.
-        risk: plain calls that it may lose, where it begins a probe; None where it does not.
-    """
-
-    candidate: Candidate | None
-    risk: float | None = None
+    candidate: Candidate | None  # None for nothing
+    risk: float | None = None  # plain calls that it may lose, if it begins a probe
 
     @property
     def shape(self) -> DraftShape | None:
-        """The shape that is drafted; None for nothing."""
         return self.candidate.shape if self.candidate else None
 
 
@@ -167,17 +148,11 @@ class Run:
     seconds: list[float]
 
 
-def size_to_time(offer: Offer, most_timed: int) -> int:
-    """Nodes of the shape that is to be timed next, not always one of the offer's sizes.
-
-    Args:
-        offer: its smallest and largest shape bound the result.
-        most_timed: the largest number of nodes that was timed so far, 0 for none.
-
-    Returns:
-        Twice `most_timed`, but `FIRST_NODES` and the offer's smallest shape at least, and the
-        offer's largest shape at most.
-    """
+def size_to_time(
+    offer: Offer,
+    most_timed: int,  # largest number of nodes that was timed so far, 0 for none
+) -> int:
+    """Nodes of the shape that is to be timed next, not always one of the offer's sizes."""
     size = max(2 * most_timed, FIRST_NODES, offer.shapes[0].nodes)
     return min(size, offer.shapes[-1].nodes)
 
@@ -189,30 +164,17 @@ class Controller:
     for `finish`, and have two uses before: a size that nobody has timed is known as soon as a few
     of its calls are, and calls in a row that are far off their cost, as on a machine that
     throttles, make the answer time plain calls again and scale its costs.
-
-    Args:
-        table: what calls cost here.
-        prior: what earlier answers accepted of this adapter's drafts.
-        sources: what each drafter offers.
-        context: committed tokens when the answer begins; another bucket's costs are taken when the
-            answer grows into it.
-        reads_seconds: whether seconds are read at all.
     """
 
     def __init__(
         self,
-        table: CostTable,
-        prior: AcceptancePrior,
-        sources: Sequence[OfferSource],
+        table: CostTable,  # what calls cost here
+        prior: AcceptancePrior,  # what earlier answers accepted of this adapter's drafts
+        sources: Sequence[OfferSource],  # what each drafter offers
         *,
-        context: int = 0,
-        reads_seconds: bool = True,
+        context: int = 0,  # committed tokens when the answer begins
+        reads_seconds: bool = True,  # if not, all calls are the same on every run
     ) -> None:
-        """Begin an answer: freeze the costs of the bucket of `context`, with nothing drafted yet.
-
-        Where seconds are read, the sources are asked for offers, and the first calls are plain if
-        the table says that plain calls are to be timed.
-        """
         self._table = table
         self._prior = prior
         self._sources = sources
@@ -247,51 +209,36 @@ class Controller:
         """One that knows nothing of earlier answers, learns nothing and reads no seconds."""
         return cls(CostTable(), AcceptancePrior(), sources, context=context, reads_seconds=False)
 
-    def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """The shape that the call under way is to draft; None for nothing.
-
-        The decision is remembered, so that `record` finds it again; of the last three.
-
-        Args:
-            is_read: whether drafters know that call's tokens already.
-        """
-        self._decisions.append(self._decide_what_to_draft(is_read))
+    def next(
+        self,
+        *,
+        is_read: bool = False,  # whether drafters know that call's tokens already
+    ) -> DraftShape | None:
+        """What the call under way is to draft; remembered, so that `record` finds it again."""
+        self._decisions.append(self._decide(is_read))
         return self._decisions[-1].shape
 
     def expected_fastest_call(self) -> ExpectedCall:
-        """What the fastest call should bring and take, were all tokens so far known to drafters.
-
-        Returns:
-            Of the candidate with the greatest expected speed; `PLAIN_CALL` where there is none, or
-            none that is faster than plain decoding.
-        """
-        best = max(self._draft_candidates(is_read=True), key=lambda one: one.speed, default=None)
+        """What the fastest call should bring and take, were all tokens so far known to drafters."""
+        best = max(self._candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
             return PLAIN_CALL
         return ExpectedCall(best.tokens, best.cost)
 
     def record(self, call: CallRecord) -> None:
-        """Note a call that was done, in order and each once: tokens, acceptance, seconds, probe.
-
-        Where the text has grown into another context bucket, its costs are taken first. What the
-        call drafted is what the next call is taken to verify.
-        """
+        """Learn from a call that is done: tokens, acceptance, seconds, probe."""
         if context_bucket(call.context) > context_bucket(self._context):
-            self._enter_next_context_bucket(call.context)
+            self._enter_bucket(call.context)
         decision = self._find_decision(call.drafted)
-        self._count_tokens_and_acceptance(call)
-        self._continue_end_or_begin_probe(call, decision)
+        self._count(call)
+        self._update_probe(call, decision)
         if self._reads_seconds:
-            self._collect_seconds_in_runs(call)
+            self._collect_seconds(call)
         self._pending = call.drafted
         self._pending_candidate = decision.candidate
 
     def finish(self) -> None:
-        """Write what the answer has taught into the table and the prior. To be called once.
-
-        All counts of acceptance go to the bucket of the context that the answer began with. Where a
-        probe was begun that did not yet time a new size, another may begin at once.
-        """
+        """Write what the answer has taught into the table and the prior. Called once."""
         for name, counted in self._acceptance.items():
             self._prior.learn(
                 name,
@@ -300,20 +247,12 @@ class Controller:
                 counted.total_offered,
                 counted.first_ratio,
             )
-        self._write_costs_to_table()
+        self._teach_costs()
         if self._probe is not None:
             self._table.reset_probes()  # the answer has ended before it taught anything
 
-    def _write_costs_to_table(self) -> None:
-        """Move the seconds that were collected into the table, as costs in plain calls.
-
-        Seconds of plain calls go first, from `MIN_PLAIN_CALLS` of them on. Where no plain call was
-        timed in this process in the bucket of this context, that is all, and runs are kept. Else
-        the table learns, of each shape, the median of all calls of its runs of `MIN_RUN_CALLS`
-        calls or more, over a plain call's seconds; where a cost changes by more than
-        `INFORMATIVE_CHANGE`, probes may begin at once. Then all runs are dropped but those that are
-        still too short of drafters that wait for tokens, and the open run ends.
-        """
+    def _teach_costs(self) -> None:
+        """Move the seconds that were collected into the table, as costs in plain calls."""
         if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain_seconds(self._context, self._plain)
             self._plain.clear()
@@ -325,11 +264,12 @@ class Controller:
             if len(run.seconds) >= MIN_RUN_CALLS:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
-            moved = self._table.learn_cost_and_return_change(
+            moved = self._table.learn(
                 self._cost_kind(shape), self._context, median(taken) / plain, self._follows_seconds
             )
             if abs(moved - 1) > INFORMATIVE_CHANGE:
                 self._table.reset_probes()
+        # Of drafters that wait for tokens, runs that are still too short go on.
         self._runs = [
             run
             for run in self._runs
@@ -337,15 +277,9 @@ class Controller:
         ]
         self._is_run_open = False
 
-    def _enter_next_context_bucket(self, context: int) -> None:
-        """Go on with the costs of the bucket of a context of `context` tokens, which is another
-        one.
-
-        What was timed so far is first learned for the bucket before; what is left of it, the latest
-        seconds and surprises are dropped. The answer's scale stays. Where the table says so, plain
-        calls are timed next.
-        """
-        self._write_costs_to_table()
+    def _enter_bucket(self, context: int) -> None:
+        """Go on with the costs of another bucket; what was timed is learned for the one before."""
+        self._teach_costs()
         self._runs = []
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
@@ -357,26 +291,25 @@ class Controller:
         ):
             self._plain_calls_due = MAX_PLAIN_CALLS
 
-    def _decide_what_to_draft(self, is_read: bool) -> Decision:
+    def _decide(self, is_read: bool) -> Decision:
         """Decide what to draft now, by the first of these that applies.
 
-        1. Nothing, while plain calls are timed, and where nothing can be drafted.
-        2. The shape of the probe under way, as long as it can be drafted and its cost is not
-           learned.
+        1. Nothing, while plain calls are timed, and if nothing can be drafted.
+        2. The shape of the probe under way, if it can be drafted and its cost is not learned.
         3. The start of another probe, if one is due and affordable.
         4. The fastest shape, if it pays, with `STAY_BONUS` for the present one.
         5. Nothing.
         """
         if self._plain_calls_due:
             return NOTHING
-        candidates = list(self._draft_candidates(is_read))
+        candidates = list(self._candidates(is_read))
         if not candidates:
             return NOTHING
-        probed = self._candidate_under_probe(candidates)
+        probed = self._probed(candidates)
         if probed is not None:
             return Decision(probed)
-        fastest = max(candidates, key=self._speed_favouring_present_shape)
-        pays = self._is_fast_enough(fastest) and self._may_lose_a_call(fastest)
+        fastest = max(candidates, key=self._favoured_speed)
+        pays = self._is_fast_enough(fastest) and self._may_lose(fastest)
         probe = self._choose_probe(fastest.speed if pays else 1.0)
         if probe is not None:
             return probe
@@ -386,18 +319,8 @@ class Controller:
         """The kind under which the table has calls that verify, and draft, this shape."""
         return self._cost_names.get(shape.drafter, shape.drafter), shape.nodes
 
-    def _draft_candidates(self, is_read: bool) -> Iterator[Candidate]:
-        """Yield every shape that can be drafted now, with what is expected of it.
-
-        Of a drafter's shapes these are the ones up to the largest number of nodes that was timed
-        (`FIRST_NODES` where none was), and the next larger one to time. Of a drafter that needs the
-        tokens of the call under way, where they are not read, it is what is left of the offer
-        behind them: weighted by how likely that holds, and the wait is added to the cost. Notes for
-        each drafter under which name its costs are kept, and whether it waits for tokens.
-
-        Args:
-            is_read: whether drafters know the tokens of the call under way.
-        """
+    def _candidates(self, is_read: bool) -> Iterator[Candidate]:
+        """Every shape that can be drafted now, with what is expected of it."""
         for source in self._sources:
             offer = source.offer()
             if offer is None:
@@ -410,6 +333,7 @@ class Controller:
                 self._need_host_tokens.add(offer.drafter)
                 if not is_read:
                     wait = self._wait_for_tokens()
+                    # What is left of the offer after tokens that are not known yet.
                     likely, then = offer.after_tokens(
                         self._expected_unread_tokens, self._acceptance_ratio
                     )
@@ -424,9 +348,7 @@ class Controller:
                 )
 
     def _shapes_to_consider(self, offer: Offer, cost_name: str) -> list[DraftShape]:
-        """The shapes of an offer up to the most nodes that were timed under `cost_name`, and the
-        next larger one.
-        """
+        """The shapes up to the most nodes that were timed, and the next larger one."""
         if not offer.shapes:
             return []
         most_timed = self._costs.largest_known(cost_name)
@@ -435,7 +357,7 @@ class Controller:
         return [one for one in offer.shapes if one.nodes <= most or one.nodes == next_size]
 
     def _wait_for_tokens(self) -> float:
-        """Plain calls that waiting for the call under way takes; 0 where it is awaited anyhow."""
+        """Plain calls that waiting for the call under way takes; 0 if it is awaited anyhow."""
         pending = self._pending
         is_awaited = pending is not None and pending.drafter in self._need_host_tokens
         return 0.0 if is_awaited else HOST_WAIT
@@ -446,10 +368,8 @@ class Controller:
         pending = self._pending_candidate
         return 1 if pending is None else round(pending.tokens)
 
-    def _candidate_under_probe(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """The candidate of the probe under way; None where there is no probe, its shape is not
-        among them, or its cost rests on a run of an answer or more.
-        """
+    def _probed(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The candidate of the probe under way, until its cost is learned."""
         if not self._probe_calls:
             return None
         for one in candidates:
@@ -457,54 +377,36 @@ class Controller:
                 return one
         return None
 
-    def _speed_favouring_present_shape(self, one: Candidate) -> float:
-        """A candidate's expected speed, times `STAY_BONUS` if it is the present shape."""
+    def _favoured_speed(self, one: Candidate) -> float:
         return one.speed * (STAY_BONUS if one.shape == self._pending else 1)
 
     def _is_fast_enough(self, one: Candidate) -> bool:
-        """Whether a candidate is faster than `LEAVE_SPEED` where the last recorded call drafted,
-        else than `ENTER_SPEED`.
-        """
+        """Whether a candidate is fast enough to go on drafting, or to begin."""
         return one.speed > (ENTER_SPEED if self._pending is None else LEAVE_SPEED)
 
-    def _may_lose_a_call(self, one: Candidate) -> bool:
-        """Whether a candidate may be drafted even if its call then brings one token.
-
-        What the answer has lost so far, plus what that call would lose (and the entry, where the
-        last call drafted nothing), must not exceed `MAX_BEHIND` plain calls, or
-        `MAX_BEHIND_PER_TOKEN` of the answer where that is more, plus `CREDIT_CALLS` times the
-        expected gain.
-        """
+    def _may_lose(self, one: Candidate) -> bool:
+        """Whether a candidate may be drafted even if its call then brings one token."""
         allowed = max(MAX_BEHIND, MAX_BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT_CALLS * max(0.0, one.tokens - one.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
         loss = self._costs.pessimistic_calls(self._cost_kind(one.shape)) - 1
-        return self._behind + loss + self._entry_if_nothing_drafted(one.shape) <= allowed
+        return self._behind + loss + self._next_entry(one.shape) <= allowed
 
-    def _choose_probe(self, speed: float) -> Decision | None:
-        """The start of a probe: a shape that may turn out faster than what is drafted now.
-
-        Candidates are judged as if the call under way was read. Nothing is paid yet.
-
-        Args:
-            speed: what is reached without a probe, in tokens per plain call; exactly 1.0 says that
-                plain decoding is best.
-
-        Returns:
-            Of the shapes whose risk the bank can pay for, the one with the greatest hoped speed.
-            Where plain decoding is best, none is affordable and the bank is full, the one of the
-            least risk. None where no probe is due, the answer is too far behind, or no shape is
-            left: its hoped speed has to exceed `speed` times `MIN_PROBE_GAIN`, but where plain
-            decoding is best every shape counts, however little it promises.
-        """
+    def _choose_probe(
+        self,
+        # tokens per plain call without a probe; exactly 1.0 says that plain decoding is best
+        speed: float,
+    ) -> Decision | None:
+        """The start of a probe: a shape that may turn out faster than what is drafted now."""
         if self._behind > MAX_BEHIND_FOR_PROBE or not self._table.may_probe(
             is_start=self._tokens <= 1
         ):
             return None
         is_parked = speed == 1.0
+        # Where plain decoding is best every shape counts, however little it promises.
         probes = [
             (self._probe_risk(one, speed), one)
-            for one in self._draft_candidates(is_read=True)
+            for one in self._candidates(is_read=True)
             if is_parked or one.hoped_speed > speed * MIN_PROBE_GAIN
         ]
         affordable = [pair for pair in probes if pair[0] <= self._table.bank]
@@ -518,22 +420,17 @@ class Controller:
         return None
 
     def _probe_risk(self, probe: Candidate, speed: float) -> float:
-        """Plain calls that a probe may lose, compared with going on at `speed`; 0 or more.
-
-        They are what `PROBE_CALLS` calls take, at the mean of expected and hoped cost, beyond what
-        their tokens take at `speed`; and the entry, where the last recorded call drafted nothing.
-        """
-        entry = self._entry_if_nothing_drafted(probe.shape)
+        """Plain calls that a probe may lose, compared with going on at `speed`."""
+        entry = self._next_entry(probe.shape)
+        # At the mean of expected and hoped cost.
         likely = (probe.cost + probe.hoped_cost) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
 
     def _entry_cost(self, shape: DraftShape) -> float:
-        """Plain calls that the first drafting pass behind a plain call takes beside steady drafting
-        calls; 0 for drafters that wait for tokens."""
+        """Plain calls that the first drafting pass after a plain call takes beside steady ones."""
         return 0.0 if shape.drafter in self._need_host_tokens else ENTRY
 
-    def _entry_if_nothing_drafted(self, shape: DraftShape) -> float:
-        """The entry of a shape where the last recorded call drafted nothing; else 0."""
+    def _next_entry(self, shape: DraftShape) -> float:
         return self._entry_cost(shape) if self._pending is None else 0.0
 
     def _acceptance_ratio(self, name: str, first_ratio: float) -> float:
@@ -541,58 +438,38 @@ class Controller:
         return self._acceptance_for(name, first_ratio).ratio
 
     def _acceptance_for(self, name: str, first_ratio: float) -> AnswerAcceptance:
-        """This answer's counts under a name; made at the first question, with the prior's ratio
-        behind the context that the answer began with."""
+        """This answer's counts under a name, begun with the prior's ratio."""
         if name not in self._acceptance:
             prior = self._prior.ratio(name, self._first_context, first_ratio)
             self._acceptance[name] = AnswerAcceptance(prior, first_ratio)
         return self._acceptance[name]
 
     def _find_decision(self, drafted: DraftShape | None) -> Decision:
-        """The latest decision for the shape `drafted`, which a recorded call followed.
-
-        The loop may have asked once more since; an empty decision where none is found.
-        """
+        """The latest decision for the shape `drafted`: the loop may have asked once more since."""
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, NOTHING)
 
-    def _plain_calls_charged_by_frozen_costs(self, call: CallRecord) -> float:
-        """Plain calls that a call is charged with: by frozen costs, pessimistic, not by its
-        seconds.
-
-        A plain call is charged 1. One that verifies without drafting is charged less, by the entry
-        but never below 1; one that drafts without verifying 1 and the entry.
-        """
+    def _charge(self, call: CallRecord) -> float:
+        """Plain calls that a call is charged with: by frozen costs, pessimistic, not by seconds."""
         if call.shape is None:
             return 1.0 if call.drafted is None else 1 + self._entry_cost(call.drafted)
         steady = self._costs.pessimistic_calls(self._cost_kind(call.shape))
         return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
-    def _count_tokens_and_acceptance(self, call: CallRecord) -> None:
-        """Add a call's tokens to the answer, to the table (bank, ages) and to the acceptance
-        counts.
-
-        The answer is behind by what the call is charged, less its tokens. A call without a draft
-        lets all counts decay; one with a draft is counted by the offer that it came from, if that
-        is known.
-        """
+    def _count(self, call: CallRecord) -> None:
         self._tokens += call.tokens
-        self._behind += self._plain_calls_charged_by_frozen_costs(call) - call.tokens
-        self._table.refill_bank_and_age_timings(call.tokens, self._context)
+        self._behind += self._charge(call) - call.tokens
+        self._table.note_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
-                counted.decay_by_plain_tokens(call.tokens)
+                counted.add_plain_tokens(call.tokens)
         elif self._pending_candidate is not None:
             for one in self._pending_candidate.offer.acceptance_counts(call.shape, call.tokens - 1):
                 counted = self._acceptance_for(one.name, one.first_ratio)
-                counted.decay_and_add_counts(one.accepted, one.offered)
+                counted.add(one.accepted, one.offered)
 
-    def _continue_end_or_begin_probe(self, call: CallRecord, decision: Decision) -> None:
-        """Count a probe's calls down, end it where another shape was drafted, or begin one.
-
-        One begins where `decision`, which the call followed, has a risk and the call drafted
-        another shape than it verified. Its risk is taken from the table's bank.
-        """
+    def _update_probe(self, call: CallRecord, decision: Decision) -> None:
+        """Count a probe's calls down, end it if another shape was drafted, or begin one."""
         if self._probe_calls:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
         elif decision.risk is not None and call.drafted != call.shape:
@@ -601,32 +478,19 @@ class Controller:
             self._table.pay_for_probe(decision.risk)
 
     def _learn_first_timings(self) -> None:
-        """End the probe, have the table learn what was timed, and go on with its new costs.
-
-        For a size that nobody had timed: so this answer gains too, and not only later ones. The
-        answer's scale stays.
-        """
+        """End the probe of a size that nobody had timed: this answer gains too."""
         self._probe = None
-        self._write_costs_to_table()
+        self._teach_costs()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
-    def _collect_seconds_in_runs(self, call: CallRecord) -> None:
-        """Collect a call's seconds: with plain calls, or in the run of the shape that it verified.
-
-        A call that neither verified nor drafted is a plain call; with it a timing of plain calls
-        may end, and the table learn them. One that drafted without verifying is left out. Either
-        ends the open run. To a call that verified without drafting the seconds of a drafting pass
-        are added; it is left out where no plain call was timed yet. So is a call without seconds.
-        When a run reaches `MIN_RUN_CALLS` and its size was not timed before, the table learns it
-        and the answer's costs are taken anew; every other call of a run is checked for surprises,
-        of which the third in a row has the costs rescaled, or plain calls timed again. The tokens
-        of all calls are added to those since the last timed plain call.
-        """
+    def _collect_seconds(self, call: CallRecord) -> None:
+        """Collect a call's seconds: with plain calls, or in a run of the shape it verified."""
         self._since_plain += call.tokens
         if call.shape is None:
             self._is_run_open = False
+            # A call that drafted without verifying is left out.
             if call.drafted is None:
-                self._collect_plain_seconds_and_end_timing(call)
+                self._collect_plain_seconds(call)
             return
         seconds = call.seconds
         if call.drafted is None and seconds is not None:
@@ -635,22 +499,18 @@ class Controller:
             seconds = None if plain is None else seconds + self._entry_cost(call.shape) * plain
         if seconds is None:
             return
-        run = self._find_or_begin_run(call.shape)
+        run = self._run_of(call.shape)
         run.seconds.append(seconds)
         is_untimed = self._costs.weight(self._cost_kind(call.shape)) < MIN_TIMED_WEIGHT
         if len(run.seconds) == MIN_RUN_CALLS and is_untimed:
             self._learn_first_timings()
         else:
-            self._rescale_costs_at_third_surprise(call.shape, seconds)
+            self._watch_for_surprises(call.shape, seconds)
 
-    def _find_or_begin_run(self, shape: DraftShape) -> Run:
-        """The run that a call of `shape` joins, begun where there is none; surprises then count
-        from 0.
-
-        Calls of drafters that wait for tokens are timed each for itself: they join their shape's
-        run from anywhere, and leave no run open. Others join only where the call before was of the
-        same shape.
-        """
+    def _run_of(self, shape: DraftShape) -> Run:
+        """The run that a call of `shape` joins."""
+        # Calls of drafters that wait for tokens are timed each for itself: they join their shape's
+        # run from anywhere, and leave no run open.
         is_alone = shape.drafter in self._need_host_tokens
         if is_alone:
             found = next((run for run in self._runs if run.shape == shape), None)
@@ -664,49 +524,33 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _collect_plain_seconds_and_end_timing(self, call: CallRecord) -> None:
-        """Collect the seconds of a plain call, if it has any, and count down a timing of plain
-        calls.
-
-        The timing ends when the seconds are certain enough, or after `MAX_PLAIN_CALLS`. The table
-        then learns the seconds, if any call had some, and costs are rescaled if there were
-        surprises. Outside a timing the seconds are only collected.
-        """
+    def _collect_plain_seconds(self, call: CallRecord) -> None:
         if call.seconds is not None:
             self._plain.append(call.seconds)
             self._since_plain = 0
         if self._plain_calls_due:
             self._plain_calls_due -= 1
-            if self._has_timed_enough_plain_calls() or (not self._plain_calls_due and self._plain):
+            if self._is_plain_certain() or (not self._plain_calls_due and self._plain):
                 self._plain_calls_due = 0
                 self._table.learn_plain_seconds(self._context, self._plain)
                 self._plain.clear()
-                self._rescale_costs_after_surprises()
+                self._rescale_costs()
 
-    def _has_timed_enough_plain_calls(self) -> bool:
-        """Whether enough plain calls were timed for the error that is tolerable."""
+    def _is_plain_certain(self) -> bool:
         count = len(self._plain)
         error = self._table.plain_error(self._context, count)
         return count >= MIN_PLAIN_CALLS and error <= self._tolerable_plain_error()
 
     def _tolerable_plain_error(self) -> float:
-        """Relative standard error of the seconds of a plain call that changes no decision: the more
-        drafting gains, the greater."""
+        """Relative standard error of a plain call's seconds that changes no decision."""
         return max(PLAIN_ERROR, PLAIN_ERROR_OF_GAIN * (self.expected_fastest_call().speed - 1))
 
-    def _rescale_costs_at_third_surprise(self, shape: DraftShape, seconds: float) -> None:
-        """Count calls in a row whose seconds are far off their cost, all to one side.
-
-        Far off is by more than a factor of 1 + `SURPRISING_ERROR`, either way; a call that is not
-        begins the count anew. After `SURPRISING_CALLS` of them the answer's
-        costs are rescaled, and at every call from then on; where plain calls were not timed in the
-        last `PLAIN_FRESH_TOKENS`, these are timed again first. Nothing is counted where a plain
-        call was never timed.
-        """
+    def _watch_for_surprises(self, shape: DraftShape, seconds: float) -> None:
+        """Count calls in a row whose seconds are far off their cost, all to one side."""
         kind = self._cost_kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
-            self._rescale_costs_after_surprises()
+            self._rescale_costs()
             return
         plain = self._table.plain_seconds(self._context)
         if plain is None:
@@ -721,19 +565,13 @@ class Controller:
         if abs(self._surprises) >= SURPRISING_CALLS:
             self._follows_seconds = True
             if self._since_plain <= PLAIN_FRESH_TOKENS:
-                self._rescale_costs_after_surprises()
+                self._rescale_costs()
             else:
                 # The whole machine may be slower, plain calls too.
                 self._plain_calls_due = MAX_PLAIN_CALLS
 
-    def _rescale_costs_after_surprises(self) -> None:
-        """After surprises: scale the answer's costs to the median of what its latest calls took.
-
-        What calls take beyond a plain one is multiplied by 1 / `MAX_SCALE` to `MAX_SCALE`. Nothing
-        happens before surprises, or where no plain call was timed in this process. The first time,
-        the answer is also charged with what `SURPRISING_CALLS` calls like the latest cost more by
-        the new scale than by the old, or credited with what they cost less.
-        """
+    def _rescale_costs(self) -> None:
+        """After surprises: scale the answer's costs to the median of what its latest calls took."""
         plain = self._table.plain_seconds(self._context, only_of_this_process=True)
         if plain is None or not self._follows_seconds or not self._latest:
             return
@@ -743,6 +581,7 @@ class Controller:
             (seconds / plain - 1) / (unscaled.calls(kind) - 1) for kind, seconds in self._latest
         ]
         self._costs = before.scaled(min(max(median(scales), 1 / MAX_SCALE), MAX_SCALE))
+        # The calls that surprised cost more than they were charged with, or less.
         if abs(self._surprises) >= SURPRISING_CALLS:
             kind, _ = self._latest[-1]
             self._behind += SURPRISING_CALLS * (self._costs.calls(kind) - before.calls(kind))

@@ -24,11 +24,11 @@ BUCKETS = (0, 256, 1024, 3072)
 of costs."""
 DRAFT_COST = 0.3
 ROW_COST = 0.1
-"""Plain calls that a drafting pass, and each row beyond the first, take where nothing was measured.
+"""Plain calls that a drafting pass, and each row beyond the first, take before any was measured.
 Measured calls of 2 to 16 nodes start at 1.3 to 1.7 and gain 0.03 (CPU, float32) to 0.2 (Apple GPUs,
 4 bits) a row: this is between, so that the first shape tried is one of few nodes."""
 CAUTION = 1.2
-"""Standard errors that are added to a cost where an answer's loss is bounded."""
+"""Standard errors that are added to a cost to bound an answer's loss."""
 FIRST_NOISE = 0.08
 """Standard deviation of a call's seconds over their mean, before any was measured: a quiet
 machine's."""
@@ -39,11 +39,11 @@ NOISE_WEIGHT = 12
 MEDIAN_ERROR = 1.25
 """Standard error of a median over that of a mean, of normal noise: sqrt(pi / 2)."""
 TYPICAL_RUN_CALLS = 5
-"""Calls that a run has as a rule: what a weight of 1 stands for where errors are computed."""
+"""Calls that a run has as a rule: what a weight of 1 stands for in computed errors."""
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
-"""Plain calls that the first drafting pass behind a plain call takes beside steady drafting calls;
+"""Plain calls that the first drafting pass after a plain call takes beside steady drafting calls;
 a call that verifies and drafts nothing goes without it."""
 SEED_WEIGHT = 0.5
 """Runs that a head start's timing counts as. Below 1, so that it does not count as learned: it was
@@ -76,7 +76,7 @@ TIMING_WAIT_MOST = 4096
 MAX_PLAIN_CALLS = 12
 """Plain calls that an answer times in a row at most: drafting waits for them."""
 TIMING_PAUSE = 96
-"""Tokens behind such a timing before the next, however poor it is: on a busy machine, where timings
+"""Tokens after such a timing before the next, however poor it is: on a busy machine, whose timings
 do not agree, short answers would be timed and nothing else."""
 MAX_AVERAGED_PLAIN_CALLS = 128
 """Plain calls that a timing averages at most, so that it follows its machine."""
@@ -86,22 +86,13 @@ _MOST_ENTRIES = 1024
 
 @dataclass
 class Mean:
-    """A running mean of a cost, in which the past counts as `MAX_WEIGHT` runs at most.
+    """A running mean of a cost, in which the past counts as `MAX_WEIGHT` runs at most."""
 
-    Attributes:
-        value: plain calls that a call takes.
-        weight: runs that this rests on.
-    """
-
-    value: float
-    weight: float
+    value: float  # plain calls that a call takes
+    weight: float  # runs that this rests on
 
     def average_in(self, value: float, most_relative_change: float) -> None:
-        """Average in a run's `value`, first cut to the mean times 1 - `most_relative_change` to 1 +
-        `most_relative_change`.
-
-        `weight` grows by 1, but the past counts as `MAX_WEIGHT` - 1 runs at most.
-        """
+        """Average in a run's `value`, which may change the mean by so much."""
         low = self.value * (1 - most_relative_change)
         high = self.value * (1 + most_relative_change)
         self.weight = min(self.weight, MAX_WEIGHT - 1) + 1
@@ -110,22 +101,13 @@ class Mean:
 
 @dataclass
 class PlainTiming:
-    """What plain calls take in one context bucket.
+    """What plain calls take in one context bucket."""
 
-    Attributes:
-        seconds: of one call.
-        tokens_since: tokens that were written since the last timing.
-        wait: tokens after which plain calls are timed again.
-        calls: calls timed in this process that agree, up to `MAX_AVERAGED_PLAIN_CALLS`; 0 where
-            `seconds` is from an earlier process.
-        last_calls: calls of the last timing.
-    """
-
-    seconds: float
-    tokens_since: int = 0
-    wait: int = TIMING_WAIT
-    calls: int = 0
-    last_calls: int = 0
+    seconds: float  # of one call
+    tokens_since: int = 0  # written since the last timing
+    wait: int = TIMING_WAIT  # tokens after which plain calls are timed again
+    calls: int = 0  # timed in this process that agree; 0 if `seconds` is from an earlier one
+    last_calls: int = 0  # calls of the last timing
 
 
 def context_bucket(context: int) -> int:
@@ -134,18 +116,17 @@ def context_bucket(context: int) -> int:
 
 
 def assumed_extra_calls(kind: Kind) -> float:
-    """Plain calls that a call of a kind is assumed to take beyond 1 where nothing was measured."""
+    """Plain calls that a call of a kind is assumed to take beyond 1 before any was measured."""
     name, rows = kind
     return ROW_COST * (rows - 1) + (0.0 if name in (BATCH, ROWS) else DRAFT_COST)
 
 
-def interpolate_flat_beyond_ends(
-    known: Sequence[float], values: Sequence[float], at: float
+def interpolate(
+    known: Sequence[float],  # ascending, one number or more
+    values: Sequence[float],
+    at: float,
 ) -> float:
-    """The value at `at` on straight lines through the points (known, values); beyond, the end's.
-
-    `known` is ascending, and has one number or more.
-    """
+    """The value at `at` on straight lines through the points (known, values); beyond, the end's."""
     right = bisect_right(known, at)
     if right == 0:
         return values[0]
@@ -157,74 +138,52 @@ def interpolate_flat_beyond_ends(
 
 @dataclass(frozen=True)
 class FrozenCosts:
-    """The costs of one context bucket, as an answer takes them: they do not change.
+    """The costs of one context bucket, as an answer takes them: they do not change."""
 
-    Args:
-        known: by measured kind, the plain calls that it takes, and the runs that this rests on.
-        noise: standard deviation of a call's seconds, over their mean.
-        plain_error: standard error of the seconds of a plain call, over the seconds.
-        scale: factor on what calls take beyond a plain one; an answer's own finding.
-    """
-
+    # plain calls of each measured kind, and the runs that this rests on
     known: Mapping[Kind, tuple[float, float]]
-    noise: float = 0.0
-    plain_error: float = 0.0
-    scale: float = 1.0
+    noise: float = 0.0  # standard deviation of a call's seconds, over their mean
+    plain_error: float = 0.0  # standard error of a plain call's seconds, over the seconds
+    scale: float = 1.0  # factor on what calls take beyond a plain one; an answer's own finding
     _found: dict[Kind, tuple[float, float]] = field(default_factory=dict, compare=False)
 
     def calls(self, kind: Kind) -> float:
         """Plain calls that a call of a kind should take: measured, interpolated or assumed."""
-        return 1 + self._extra_calls_and_weight(kind)[0]
+        return 1 + self._extra(kind)[0]
 
     def optimistic_calls(self, kind: Kind) -> float:
-        """Plain calls that a call may take at best: fewer than `calls`, the less is known."""
-        extra, weight = self._extra_calls_and_weight(kind)
+        """Plain calls that a call may take at best: the fewer, the less is known."""
+        extra, weight = self._extra(kind)
         return 1 + extra * (1 - OPTIMISM / max(weight, UNKNOWN_WEIGHT))
 
     def weight(self, kind: Kind) -> float:
-        """Runs that the cost of a kind rests on; 0 where nothing like it was measured."""
-        return self._extra_calls_and_weight(kind)[1]
+        """Runs that the cost of a kind rests on; 0 if nothing like it was measured."""
+        return self._extra(kind)[1]
 
     def pessimistic_calls(self, kind: Kind) -> float:
-        """Plain calls that a call of a kind may take at worst.
-
-        They are `calls` and `CAUTION` standard errors of the timings that it rests on, its own and
-        those of plain calls.
-        """
-        extra, weight = self._extra_calls_and_weight(kind)
+        """Plain calls that a call may take at worst: `CAUTION` standard errors more."""
+        extra, weight = self._extra(kind)
         run_error = (
             MEDIAN_ERROR * self.noise / math.sqrt(TYPICAL_RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
         )
         return (1 + extra) * (1 + CAUTION * math.hypot(run_error, self.plain_error))
 
     def largest_known(self, name: str) -> int:
-        """The largest number of nodes that was measured under a name; 0 where none was.
-
-        Under `ROWS` all drafters' sizes count: rows alone cost no more than with drafting.
-        """
+        """The largest number of nodes that was measured under a name; 0 if none was."""
+        # Rows alone cost no more than with drafting.
         names = {one for one, _ in self.known} - {BATCH} if name == ROWS else {name}
         return max((count for one, count in self.known if one in names), default=0)
 
     def scaled(self, factor: float) -> "FrozenCosts":
-        """A copy whose calls take `factor` times the table's extra plain calls."""
         return replace(self, scale=factor, _found={})
 
-    def _extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
+    def _extra(self, kind: Kind) -> tuple[float, float]:
         """Plain calls beyond 1 of a kind, and runs that they rest on; computed once."""
         if kind not in self._found:
-            self._found[kind] = self._interpolate_extra_calls_and_weight(kind)
+            self._found[kind] = self._interpolate_extra(kind)
         return self._found[kind]
 
-    def _interpolate_extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
-        """The extra plain calls of a kind, scaled, and their weight in runs, from what was
-        measured.
-
-        The measured extra over the assumed one is interpolated between node counts, and kept beyond
-        the first and last; so one measured count moves all others of its name. `ROWS` that were
-        never measured take that factor from the measured drafter that is first by name. Where that
-        gives nothing, a kind has the assumed cost, scaled, and weight 0. Weights are interpolated
-        too; what lies beyond, and `ROWS` by a drafter's factor, have `UNKNOWN_WEIGHT`.
-        """
+    def _interpolate_extra(self, kind: Kind) -> tuple[float, float]:
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
         prior = assumed_extra_calls(kind)
@@ -232,107 +191,75 @@ class FrozenCosts:
             # As much over the prior as what is known of a drafter's calls.
             others = sorted({one for one, _ in self.known} - {BATCH})
             if others:
-                extra, _ = self._extra_calls_and_weight((others[0], count))
+                extra, _ = self._extra((others[0], count))
                 drafted = assumed_extra_calls((others[0], count))
                 return prior * extra / drafted, UNKNOWN_WEIGHT
         if not counts:
             return prior * self.scale, 0.0
+        # Measured over assumed is interpolated, and kept beyond the ends: one measured count moves
+        # all others of its name.
         over = [(self.known[name, n][0] - 1) / assumed_extra_calls((name, n)) for n in counts]
         weights = [self.known[name, n][1] for n in counts]
         is_between = counts[0] <= count <= counts[-1]
-        weight = (
-            interpolate_flat_beyond_ends(counts, weights, count) if is_between else UNKNOWN_WEIGHT
-        )
-        return prior * interpolate_flat_beyond_ends(counts, over, count) * self.scale, weight
+        weight = interpolate(counts, weights, count) if is_between else UNKNOWN_WEIGHT
+        return prior * interpolate(counts, over, count) * self.scale, weight
 
 
 class CostTable:
     """What calls cost on one machine, by context bucket, and what probes may lose.
 
     Everything is in plain calls, so the table holds for a machine that is busy or slow.
-
-    Attributes:
-        bank: plain calls that probes may lose.
-        noise: standard deviation of a call's seconds, over their mean.
-        since_probe: tokens since the last probe began.
-        probe_wait: tokens that must lie between two probes.
     """
 
     def __init__(self) -> None:
-        """Begin with no cost known, `FIRST_BANK` plain calls in the bank, and a probe allowed at
-        once.
-        """
+        # Plain calls that probes may lose.
         self.bank = FIRST_BANK
+        # Standard deviation of a call's seconds, over their mean.
         self.noise = FIRST_NOISE
+        # Tokens that must lie between two probes; the first is allowed at once.
         self.probe_wait = PROBE_WAIT
         self.since_probe = PROBE_WAIT
         self._means: dict[int, dict[Kind, Mean]] = {}
         self._plain: dict[int, PlainTiming] = {}
 
     def frozen(self, context: int) -> FrozenCosts:
-        """A copy of the costs of the bucket of `context` tokens, else of the next shorter one that
-        has any; it does not change.
-        """
-        means = self._costs_of_nearest_bucket(context)
+        """A copy of the costs of a context's bucket, else of the longest shorter one known."""
+        means = self._nearest(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
 
-    def set_head_start_where_unlearned(
+    def set_head_start(
         self,
-        costs: Mapping[Kind, float],
-        context: int = 0,
-        plain_seconds: Sequence[float] = (),
+        costs: Mapping[Kind, float],  # plain calls that kinds of calls take
+        context: int = 0,  # committed tokens after which they were timed
+        plain_seconds: Sequence[float] = (),  # of the plain calls that they were compared with
     ) -> None:
-        """Set costs that were timed before any answer; what answers have taught stays.
-
-        A cost is set where none is known for the bucket of `context`, or one of at most
-        `SEED_WEIGHT` runs.
-
-        Args:
-            costs: plain calls that kinds of calls take; `LEAST_COST` is set where they are fewer.
-            context: committed tokens behind which they were timed.
-            plain_seconds: of the plain calls that they were compared with; learned first, as by
-                `learn_plain_seconds`.
-        """
+        """Set costs that were timed before any answer; what answers have taught stays."""
         if plain_seconds:
             self.learn_plain_seconds(context, plain_seconds)
-        means = self._own_bucket_created_if_missing(context)
+        means = self._own_bucket(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
-    def learn_cost_and_return_change(
-        self, kind: Kind, context: int, calls: float, is_surprise: bool = False
+    def learn(
+        self,
+        kind: Kind,
+        context: int,  # committed tokens; only their bucket is changed
+        calls: float,  # plain calls that it took
+        is_surprise: bool = False,  # whether the answer found its costs to be wrong
     ) -> float:
         """Average in what calls of a kind took in an answer, as one run.
 
-        A cost is learned when it rests on one run or more. A kind that is new starts from the cost
-        that `FrozenCosts` gives it. The cost may change by `CLAMP` at most, by `FIRST_CLAMP` where
-        it was not learned yet, and stays at `LEAST_COST` or above. Where it is off by more than
-        `DISTRUST_ERROR`, or at a surprise, its past counts as one run if it was learned, else as
-        none. One that was not learned and is off by more than `FIRST_CLAMP` is not learned now
-        either: it has the weight of a head start.
-
-        Other costs of the same name that are not yet learned are scaled along, for a head start
-        that is wrong for one node count is mostly wrong for all. Where a learned cost is off by
-        more than `CLAMP`, the machine has changed: all costs of the name are scaled along. What is
-        scaled counts as a head start at most.
-
-        Args:
-            kind: what was measured.
-            context: committed tokens behind which it was; only their bucket is changed.
-            calls: plain calls that it took.
-            is_surprise: whether the answer found its costs to be wrong.
-
-        Returns:
-            The factor by which what the kind takes beyond a plain call has changed; 1 is no change.
+        Returns the factor by which what the kind takes beyond a plain call has changed.
         """
-        means = self._own_bucket_created_if_missing(context)
+        means = self._own_bucket(context)
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
         is_learned = mean.weight >= 1
         most_relative_change = CLAMP if is_learned else FIRST_CLAMP
+        # The machine is another one now: the past counts as one run, or none.
         if off > DISTRUST_ERROR or is_surprise:
             mean.weight = 1.0 if is_learned else 0.0
         mean.average_in(calls, most_relative_change)
@@ -340,6 +267,8 @@ class CostTable:
         if not is_learned and off > most_relative_change:
             mean.weight = SEED_WEIGHT  # still too far off to count as learned
         moved = (mean.value - 1) / (before - 1)
+        # A head start that is wrong for one node count is mostly wrong for all; and if a learned
+        # cost is this far off, so are the others of its name.
         has_changed = is_learned and off > CLAMP
         for (name, count), other in means.items():
             if name == kind[0] and count != kind[1] and (other.weight < 1 or has_changed):
@@ -348,23 +277,14 @@ class CostTable:
         return moved
 
     def plain_seconds(self, context: int, only_of_this_process: bool = False) -> float | None:
-        """Seconds of a plain call in the bucket of `context` tokens; None where it was never timed.
-
-        With `only_of_this_process`, None as well where it was not timed in this process.
-        """
+        """Seconds of a plain call in a context's bucket, if it was timed."""
         timing = self._plain.get(context_bucket(context))
         if timing is None or (only_of_this_process and not timing.calls):
             return None
         return timing.seconds
 
     def is_timing_due(self, context: int, tolerable_error: float) -> bool:
-        """Whether an answer should time plain calls behind `context` tokens.
-
-        True where they were never timed in the context's bucket, where `wait` tokens have passed
-        since, or where, timed in this process, their relative standard error is above
-        `tolerable_error` and the last timing had fewer than `MAX_PLAIN_CALLS` or is `TIMING_PAUSE`
-        tokens ago.
-        """
+        """Whether an answer should time plain calls: never timed, long ago, or too uncertain."""
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
             return True
@@ -373,22 +293,13 @@ class CostTable:
         return is_poor and has_more
 
     def plain_error(self, context: int, more_calls: int = 0) -> float:
-        """Relative standard error of the seconds of a plain call in the bucket of `context` tokens.
-
-        As if `more_calls` were timed beside those of the table; 0 where none was.
-        """
+        """Relative standard error of a plain call's seconds, as if `more_calls` were timed too."""
         timing = self._plain.get(context_bucket(context))
         calls = more_calls + (timing.calls if timing else 0)
         return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
 
     def learn_plain_seconds(self, context: int, seconds: Sequence[float]) -> None:
-        """Average in the median of the seconds of some plain calls in a row, one or more.
-
-        A median replaces a timing of an earlier process, and one from which it is off by more than
-        `CLAMP`: the machine has changed. From three calls on, the noise is averaged in too. Tokens
-        since the last timing count from 0; where the timing was due by them, the next has to wait
-        twice as long, `TIMING_WAIT_MOST` at most.
-        """
+        """Average in the median of the seconds of some plain calls in a row."""
         bucket = context_bucket(context)
         found = median(seconds)
         if len(seconds) >= 3:
@@ -396,6 +307,7 @@ class CostTable:
             self.noise += share * (min(stdev(seconds) / fmean(seconds), MAX_NOISE) - self.noise)
         timing = self._plain.setdefault(bucket, PlainTiming(found))
         agrees = 1 / (1 + CLAMP) < found / timing.seconds < 1 + CLAMP
+        # One that does not agree replaces the timing: the machine has changed.
         before = timing.calls if agrees else 0
         timing.calls = min(before + len(seconds), MAX_AVERAGED_PLAIN_CALLS)
         timing.last_calls = len(seconds)
@@ -404,12 +316,8 @@ class CostTable:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
 
-    def refill_bank_and_age_timings(self, tokens: int, context: int) -> None:
-        """Note that an answer behind `context` tokens advanced by `tokens`.
-
-        The bank gains `BANK_REFILL` a token, up to `BANK_MOST`; the last probe, and the timing of
-        plain calls in that bucket, grow older.
-        """
+    def note_tokens(self, tokens: int, context: int) -> None:
+        """An answer after `context` tokens advanced by `tokens`."""
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens
         timing = self._plain.get(context_bucket(context))
@@ -417,8 +325,8 @@ class CostTable:
             timing.tokens_since += tokens
 
     def may_probe(self, is_start: bool) -> bool:
-        """Whether enough tokens have passed since the last probe; at the start of an answer, whose
-        text may be of another kind, the shortest wait is enough."""
+        """Whether enough tokens have passed since the last probe."""
+        # The text of another answer may be of another kind: the shortest wait is enough.
         return self.since_probe >= (PROBE_WAIT if is_start else self.probe_wait)
 
     def reset_probes(self) -> None:
@@ -427,32 +335,22 @@ class CostTable:
         self.since_probe = PROBE_WAIT
 
     def pay_for_probe(self, risk: float) -> None:
-        """Take `risk` plain calls from the bank, or all there is, as a probe begins now.
-
-        The next probe has to wait twice as many tokens as this one, `PROBE_WAIT_MOST` at most.
-        """
+        """Take at most `risk` plain calls from the bank; the next probe waits twice as long."""
         self.bank = max(0.0, self.bank - risk)
         self.since_probe = 0
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
-    def _costs_of_nearest_bucket(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's bucket, else of the next shorter one that has any, else none.
-
-        They are not to be changed.
-        """
+    def _nearest(self, context: int) -> dict[Kind, Mean]:
+        """The bucket's, else of the longest shorter one that has any. Not to be changed."""
         bucket = context_bucket(context)
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
-    def _own_bucket_created_if_missing(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's own bucket, to be changed by the caller.
-
-        Where there are none they are made now, from the next shorter bucket's with the weight of a
-        head start at most; empty where there is none of these either.
-        """
+    def _own_bucket(self, context: int) -> dict[Kind, Mean]:
+        """The costs of a context's own bucket, to be changed by the caller."""
         bucket = context_bucket(context)
         if bucket not in self._means:
-            inherited = self._costs_of_nearest_bucket(context)
+            inherited = self._nearest(context)
             # Another context's costs are a head start, no more.
             self._means[bucket] = {
                 kind: Mean(mean.value, min(mean.weight, SEED_WEIGHT))
@@ -461,11 +359,7 @@ class CostTable:
         return self._means[bucket]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values to write to disk.
-
-        "costs": [bucket, name, count, plain calls, weight] each; "plain": [bucket, seconds, tokens
-        since] each; "bank" and "noise". Waits, and counts of timed calls, are left out.
-        """
+        """JSON; waits, and counts of timed calls, are left out."""
         costs = [
             [bucket, name, count, mean.value, mean.weight]
             for bucket, means in self._means.items()
@@ -475,53 +369,37 @@ class CostTable:
         return {"costs": costs, "plain": plain, "bank": self.bank, "noise": self.noise}
 
     @classmethod
-    def from_dict_or_raise(cls, values: Any) -> Self:
-        """A new table from what `to_dict` gave; waits, and counts of timed calls, are as in an
-        empty one.
-
-        Raises:
-            ValueError: it is not of that form, has too many entries, or a number out of its range.
-        """
+    def from_dict(cls, values: Any) -> Self:
+        """A table from what `to_dict` gave; ValueError for anything else."""
         try:
-            return cls._parse_values(values)
+            return cls._parse(values)
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"no table of costs: {error}") from None
 
     @classmethod
-    def _parse_values(cls, values: Any) -> Self:
-        """Make a new table of what `to_dict` gave; ValueError for numbers out of their range.
-
-        Values of another form may raise TypeError, KeyError and the like.
-        """
+    def _parse(cls, values: Any) -> Self:
         table = cls()
-        table.bank = _require_number_between(values["bank"], 0.0, BANK_MOST)
-        table.noise = _require_number_between(values["noise"], 0.0, MAX_NOISE)
+        table.bank = _require_between(values["bank"], 0.0, BANK_MOST)
+        table.noise = _require_between(values["noise"], 0.0, MAX_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
             if bucket not in BUCKETS or not isinstance(name, str) or type(count) is not int:
                 raise ValueError(f"no kind of call: {name!r}, {count!r} behind {bucket!r} tokens")
             mean = Mean(
-                _require_number_between(calls, 1.0, 1e3),
-                _require_number_between(weight, 0.0, MAX_WEIGHT),
+                _require_between(calls, 1.0, 1e3),
+                _require_between(weight, 0.0, MAX_WEIGHT),
             )
-            table._means.setdefault(bucket, {})[
-                name, int(_require_number_between(count, 2, 4096))
-            ] = mean
+            table._means.setdefault(bucket, {})[name, int(_require_between(count, 2, 4096))] = mean
         for bucket, seconds, tokens_since in values["plain"]:
             if bucket not in BUCKETS:
                 raise ValueError(f"no bucket of contexts: {bucket!r}")
-            age = int(_require_number_between(tokens_since, 0, 1e12))
-            table._plain[bucket] = PlainTiming(_require_number_between(seconds, 1e-9, 1e4), age)
+            age = int(_require_between(tokens_since, 0, 1e12))
+            table._plain[bucket] = PlainTiming(_require_between(seconds, 1e-9, 1e4), age)
         return table
 
 
-def _require_number_between(value: Any, low: float, high: float) -> float:
-    """`value` as it is, if it is a number from `low` to `high`.
-
-    Raises:
-        ValueError: it is none, a bool, not finite, or beyond.
-    """
+def _require_between(value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"no number: {value!r}")
     if not (math.isfinite(value) and low <= value <= high):

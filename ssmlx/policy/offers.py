@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from ..decoding.draft_shape import DraftShape
 from .acceptance import FIRST_RATIO
-from .costs import ROWS, interpolate_flat_beyond_ends
+from .costs import ROWS, interpolate
 
 RatioOf = Callable[[str, float], float]
 """Called with the name of a ratio and what it is at first: the acceptance ratio to expect."""
@@ -16,19 +16,12 @@ RatioOf = Callable[[str, float], float]
 
 @dataclass(frozen=True)
 class AcceptanceCount:
-    """What a call says of one acceptance ratio.
+    """What a call says of one acceptance ratio."""
 
-    Attributes:
-        name: the ratio's.
-        first_ratio: the ratio that is assumed where nothing was learned.
-        accepted: drafted tokens that were accepted.
-        offered: those that were expected at a ratio of 1.
-    """
-
-    name: str
-    first_ratio: float
-    accepted: float
-    offered: float
+    name: str  # the ratio's
+    first_ratio: float  # assumed if nothing was learned
+    accepted: float  # drafted tokens
+    offered: float  # drafted tokens that were expected at a ratio of 1
 
 
 class Offer(Protocol):
@@ -67,27 +60,18 @@ class Offer(Protocol):
 
 
 class LaterOffer(NamedTuple):
-    """An offer as it will be behind tokens that are not known yet.
+    """An offer as it will be after tokens that are not known yet."""
 
-    Attributes:
-        likelihood: the probability that it holds then.
-        offer: what is offered if it does.
-    """
-
-    likelihood: float
-    offer: Offer
+    likelihood: float  # the probability that it holds then
+    offer: Offer  # what is offered if it does
 
 
 @dataclass(frozen=True)
 class CurveOffer:
-    """Trees of given shapes, whose accepted tokens are known in the mean: the same for every text.
-
-    Attributes:
-        drafter, shapes, cost_name, needs_host_tokens: see `Offer`.
-        accepted: drafted tokens of each shape that are accepted at a ratio of 1.
-    """
+    """Trees of given shapes, whose accepted tokens are known in the mean, for any text."""
 
     drafter: str
+    # drafted tokens of each shape that are accepted at a ratio of 1
     accepted: Mapping[DraftShape, float]
     needs_host_tokens: bool = False
 
@@ -100,22 +84,19 @@ class CurveOffer:
         return self.drafter
 
     @classmethod
-    def of_curve(cls, largest: DraftShape, tokens_by_nodes: Mapping[int, float]) -> Self:
-        """An offer of a tree of each number of nodes from 2 on, interpolated from those known.
-
-        Args:
-            largest: what the drafter can draft at most; a tree of fewer nodes has one level fewer
-                than nodes, if `largest` has as many.
-            tokens_by_nodes: tokens that a call advances by, by nodes (2 or more); numbers between
-                are interpolated. None is offered beyond the largest of these, or with more nodes
-                than `largest`; where that leaves none, the offer is empty.
-        """
+    def of_curve(
+        cls,
+        # tree of the drafter; one of fewer nodes has at most one level fewer than nodes
+        largest: DraftShape,
+        tokens_by_nodes: Mapping[int, float],  # that a call advances by
+    ) -> Self:
+        """Trees of each number of nodes from 2 on, interpolated from those known."""
         known = {1: 1.0, **tokens_by_nodes}
         counts = sorted(known)
         tokens = [known[count] for count in counts]
         accepted = {
             DraftShape(largest.drafter, nodes, min(largest.levels, nodes - 1)): (
-                interpolate_flat_beyond_ends(counts, tokens, nodes) - 1
+                interpolate(counts, tokens, nodes) - 1
             )
             for nodes in range(2, min(counts[-1], largest.nodes) + 1)
         }
@@ -127,31 +108,24 @@ class CurveOffer:
         return cls(shape.drafter, {shape: tokens - 1}, needs_host_tokens)
 
     def expected_accepted(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """Drafted tokens of `shape` that are accepted at a ratio of 1, times the ratio."""
         return ratio_of(self.drafter, FIRST_RATIO) * self.accepted[shape]
 
     def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
-        """One count, under the drafter's name."""
         yield AcceptanceCount(self.drafter, FIRST_RATIO, accepted, self.accepted[shape])
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> LaterOffer:
-        """Certain to hold, and the same: it does not depend on the text."""
+        # It does not depend on the text.
         return LaterOffer(1.0, self)
 
 
 FIRST_LEVEL_RATIO = 0.7
-"""Share of guesses at each level that are accepted where nothing was learned, those above being
+"""Share of guesses at each level that are accepted before any was learned, those above being
 accepted: about what trained heads are reported to have."""
 
 
 @dataclass(frozen=True)
 class LevelsOffer:
-    """A chain of guesses that does not depend on the text; each level has a ratio of its own.
-
-    Attributes:
-        drafter, shapes, cost_name, needs_host_tokens: see `Offer`.
-        largest: what the drafter can draft at most.
-    """
+    """A chain of guesses that does not depend on the text; each level has a ratio of its own."""
 
     largest: DraftShape
     needs_host_tokens: bool = True
@@ -173,8 +147,7 @@ class LevelsOffer:
         ]
 
     def expected_accepted(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """Drafted tokens of `shape` that should be accepted: the sum, over its levels, of the
-        probability that all tokens down to there are."""
+        """The sum, over its levels, of the probability that all down to there are accepted."""
         likely = 1.0
         accepted = 0.0
         for level in range(shape.levels):
@@ -189,18 +162,17 @@ class LevelsOffer:
             yield AcceptanceCount(self._ratio_name(level), FIRST_LEVEL_RATIO, is_accepted, 1.0)
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> LaterOffer:
-        """Certain to hold, and the same: it does not depend on the text."""
+        # It does not depend on the text.
         return LaterOffer(1.0, self)
 
     def _ratio_name(self, level: int) -> str:
-        """The name of a level's ratio; 0 is the first drafted token."""
         return f"{self.drafter} level {1 + level}"
 
 
 MATCH_LENGTHS = (1, 2, 3, 4, 6, 9, 13, 17, 33)
 FIRST_RATIOS = (0.25, 0.45, 0.5, 0.55, 0.65, 0.75, 0.8, 0.9, 0.95)
 """By bucket of match lengths: the least tokens of a match, and the share of next tokens that are
-accepted where nothing was learned, about as in answers to e2e's, dialogsum's and sql's test
+accepted before any was learned, about as in answers to e2e's, dialogsum's and sql's test
 prompts."""
 CHAIN_NODES = (2, 4, 8, 16, 24, 32)
 """Nodes of the chains that are offered: few, for every number is another kernel to compile."""
@@ -213,32 +185,22 @@ def match_bucket(length: int) -> int:
 
 @lru_cache(maxsize=4096)
 def match_ratio(drafter: str, length: int) -> tuple[str, float]:
-    """The acceptance ratio of drafts behind a match of `length` tokens.
-
-    Returns:
-        Its name, and its value where nothing was learned.
-    """
+    """The name of the acceptance ratio of drafts after such a match, and its first value."""
     bucket = match_bucket(length)
     return f"{drafter} {MATCH_LENGTHS[bucket]}", FIRST_RATIOS[bucket]
 
 
 @dataclass(frozen=True)
 class ChainOffer:
-    """A chain of the tokens that followed the text's last ones where they stood before.
+    """A chain of the tokens that followed the text's last ones at an earlier place.
 
     The match grows with each token that is right, and a longer one is right more often: ratios are
     kept by the length of the match.
-
-    Attributes:
-        drafter, shapes, cost_name, needs_host_tokens: see `Offer`.
-        largest: what the drafter can draft at most.
-        match_length: tokens at the text's end that stood there before.
-        following: tokens that followed them there.
     """
 
-    largest: DraftShape
-    match_length: int
-    following: int
+    largest: DraftShape  # chain that the drafter can draft
+    match_length: int  # tokens at the text's end that stood at that place
+    following: int  # tokens that followed them there
     cost_name: str = ROWS
     needs_host_tokens: bool = True
 
@@ -248,12 +210,7 @@ class ChainOffer:
 
     @cached_property
     def shapes(self) -> Sequence[DraftShape]:
-        """Chains of the sizes in `CHAIN_NODES` below the largest, and the largest; fewest nodes
-        first.
-
-        Only those of fewer than 2 * (1 + n) nodes, n being the tokens that follow the match, or the
-        largest's levels where these are fewer.
-        """
+        """Chains of `CHAIN_NODES`, and the largest, if more than half of the nodes have a token."""
         most = min(self.following, self.largest.levels)
         counts = [nodes for nodes in CHAIN_NODES if nodes < self.largest.nodes]
         return [
@@ -263,11 +220,7 @@ class ChainOffer:
         ]
 
     def expected_accepted(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """Drafted tokens of `shape` that should be accepted.
-
-        The sum, over the levels that have a token, of the probability that all tokens down to there
-        are accepted; `ratio_of` gives each one's.
-        """
+        """The sum, over tokens, of the probability that all down to there are accepted."""
         likely = 1.0
         accepted = 0.0
         for level in range(self._depth(shape)):
@@ -281,11 +234,7 @@ class ChainOffer:
             yield AcceptanceCount(*self._ratio(level), float(level < accepted), 1.0)
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> LaterOffer:
-        """The probability that the next `tokens` are the chain's first, and the offer then.
-
-        Its match is longer by `tokens`, and so many fewer follow, 0 at least. The probability goes
-        on beyond the chain's end as if tokens stood there.
-        """
+        # Beyond the chain's end too, as if tokens stood there.
         likely = 1.0
         for level in range(tokens):
             likely *= ratio_of(*self._ratio(level))
@@ -297,7 +246,7 @@ class ChainOffer:
         return min(shape.levels, self.following)
 
     def _ratio(self, level: int) -> tuple[str, float]:
-        """The name of the ratio of a level (0 is the first drafted token), and its first value."""
+        """By level; 0 is the first drafted token."""
         return match_ratio(self.drafter, self.match_length + level)
 
 
@@ -306,21 +255,16 @@ class OfferSource(Protocol):
     """What the controller asks of a drafter, or of what stands for it."""
 
     def offer(self) -> Offer | None:
-        """What it can draft behind the tokens that it knows; None for nothing. Asking changes
+        """What it can draft after the tokens that it knows; None for nothing. Asking changes
         nothing."""
         ...
 
 
 class SteadySource:
-    """The same offer at every call.
-
-    Args:
-        offer: what its drafter should bring.
-    """
+    """The same offer at every call."""
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
 
     def offer(self) -> Offer:
-        """The offer that was given."""
         return self._offer

@@ -18,7 +18,7 @@ from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
 from ..loading.identity import CacheKey
-from ..mlx_thread import is_forked, run_on_mlx_thread
+from ..mlx_thread import run_on_mlx_thread, unless_forked
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
@@ -30,22 +30,13 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(eq=False)
 class _Entry:
-    """A prompt's keys and values in memory; the cache is never written into, only forked.
+    """A prompt's keys and values in memory; the cache is never written into, only forked."""
 
-    Attributes:
-        key: of the model that computed them.
-        tokens: the prompt.
-        cache: holds these tokens.
-        owner: the prompt cache that it is in, by a weak reference.
-        is_written: to the folder, or need not be.
-        nbytes: bytes of the cache.
-    """
-
-    key: CacheKey
+    key: CacheKey  # of the model that computed them
     tokens: Tokens
-    cache: TextCache
+    cache: TextCache  # holds `tokens`
     owner: weakref.ref[PromptCache]
-    is_written: bool = False
+    is_written: bool = False  # to the folder, or need not be
 
     def __post_init__(self) -> None:
         self.nbytes = self.cache.nbytes
@@ -54,50 +45,36 @@ class _Entry:
         """Leave the memory, for the owner's folder if it has one; see `pool.Kept`."""
         owner = self.owner()
         if owner is not None:
-            owner._move_to_folder(self)
+            owner._leave_memory(self)
 
     def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
-        """How many tokens of the beginning of `tokens` a fork of it can hold; 0 under another key.
-
-        They are all that both have in common, but where recurrent states or windows can go back to
-        certain places alone.
-        """
+        """How many tokens at the beginning of `tokens` a fork can hold; 0 under another key."""
         if key != self.key:
             return 0
+        # Recurrent states and windows go back only to certain places.
         return self.cache.longest_keepable(common_prefix_length(self.tokens, tokens))
 
     def covers(self, other: _Entry) -> bool:
-        """Whether it begins with all of another entry's tokens, under the same key."""
         return self.shared(other.key, other.tokens) == len(other.tokens)
 
 
-def place_to_keep_for_next_turn(
+def place_for_next_turn(
     prompts: PromptCache | None,
     model: StreamFusedModel,
-    prompt: Sequence[int],
-    cache: TextCache,
+    prompt: Sequence[int],  # tokens of the whole prompt
+    cache: TextCache,  # which the prompt is processed into
+    # tokens of the prompt before the place; a function is asked only if `cache` has fixed places,
+    # else it is all but the last
     length: int | Callable[[], int],
     *,
+    # whether a copy goes to `prompts` in any case, for others that run meanwhile
     copies: bool = False,
 ) -> PromptPlace | None:
-    """Make the place of a prompt that a later one can begin with, whatever follows it in this text.
+    """The place of a prompt that a later one can begin with, whatever follows it in this text.
 
-    Nothing is kept yet. When the prompt is processed up to there, `cache` marks the place, if it
-    has to, and forgets other marks, so that copies of it can go back there too. Where a layer keeps
-    a window, the cache cannot come back, and a copy goes to `prompts` instead. Nothing is done
-    where `cache` holds more than `length` tokens from the beginning.
-
-    Args:
-        prompts: where copies go; None for nowhere.
-        model: which the cache is of.
-        prompt: tokens of the whole prompt.
-        cache: which the prompt is processed into.
-        length: tokens of the prompt before the place; or a function that finds them, which is asked
-            only where `cache` cannot go back to any place: else they are all but the last.
-        copies: whether a copy goes to `prompts` in any case, for others that run meanwhile.
-
-    Returns:
-        The place; None where `cache` can go back to any, and no copy is wanted.
+    None if `cache` can go back to any place, and no copy is wanted. Nothing is kept yet: when the
+    prompt is processed up to there, the cache marks the place. If a layer keeps a window, the cache
+    cannot come back, and a copy goes to `prompts` instead.
     """
     if not (copies or cache.has_fixed_places):
         return None
@@ -112,26 +89,26 @@ def place_to_keep_for_next_turn(
 
 
 class PromptCache:
-    """Keys and values of prompts, for whoever's prompt begins with the same tokens.
+    """Keys and values of prompts, for any prompt that begins with the same tokens.
 
     Any number of models share one, of any adapter: each finds what it would have computed itself.
-    That is told by all bytes of the weights where there is a `folder`: they are read once, which is
-    remembered (docs/decisions.md says how long that takes), and by the stamps of their files where
-    there is none. A model whose weights were changed in memory needs a new `Backbone`.
+    With a `folder` models are told apart by all bytes of their weights, which are read once and
+    remembered (docs/decisions.md says how long that takes), else by the stamps of their files. A
+    model whose weights were changed in memory needs a new `Backbone`.
 
-    An answer from it is that of a prompt processed anew, token for token, but for near ties in
-    less than float32. Any thread may call it.
+    An answer from it is that of a prompt processed anew, token for token, but for near ties in less
+    than float32. Any thread may call it.
 
     Args:
         max_bytes: of the prompts in memory, buffers with their free room counted whole. The
             longest unused goes first. None for no bound but that of the engine that it serves, of
             several the first that is not closed.
-            The latest answers of each model are beside them, in 8 MB at most.
-        folder: where prompts are kept that other processes may use too, in files that their
-            owner alone can read; None for memory alone. Prompts are written when they leave the
-            memory, and by `flush` and `close`; a killed process loses the others. Not those of
-            models that are split over machines, which have to find the same on all of them, or
-            that are called as a whole, whose caches have no rows of tokens.
+            The latest answers of each model are beside them, in at most 8 MB.
+        folder: where prompts are kept that other processes may use too, in files that only their
+            owner can read; None for memory alone. Prompts are written when they leave the memory,
+            and by `flush` and `close`; a killed process loses the others. Models that are split
+            over machines keep none there, for they have to find the same on all of them; nor do
+            models that are called as a whole, whose caches have no rows of tokens.
         max_disk_bytes: of the files there; the longest unused go first.
     """
 
@@ -141,8 +118,8 @@ class PromptCache:
         folder: str | Path | None = None,
         max_disk_bytes: int = 2**32,
     ) -> None:
-        """Begin with nothing in memory; `folder` is neither made nor read yet."""
         self.max_bytes = max_bytes
+        # Of the engines that use it; it counts in the first.
         self._pools: list[MemoryPool] = []  # of the engines that use it; it counts in the first
         self._folder = (
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
@@ -159,7 +136,6 @@ class PromptCache:
             return prompts + sum(one.nbytes for one in self._answers.values())
 
     def __len__(self) -> int:
-        """Prompts in memory."""
         return len(self._entries)
 
     def take(
@@ -167,8 +143,8 @@ class PromptCache:
     ) -> tuple[TextCache, int]:
         """Find the prompt that shares most with `tokens`, in memory or in the folder.
 
-        It is then the latest used. A file is read into the memory first; one that is damaged or
-        does not fit the model is deleted.
+        It is then the latest used. A file is read into memory first; one that is damaged or does
+        not fit the model is deleted.
 
         Args:
             model: the cache is for it.
@@ -177,34 +153,30 @@ class PromptCache:
 
         Returns:
             A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
-            An empty one, and 0, where nothing is known.
+            An empty one, and 0, if nothing is known.
         """
-        return run_on_mlx_thread(
-            lambda: self._take_on_mlx_thread(model, tuple(tokens[:-1]), scratch)
-        )
+        return run_on_mlx_thread(lambda: self._take(model, tuple(tokens[:-1]), scratch))
 
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TextCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
-        Nothing is added where an entry begins with these tokens already. Of a model without
-        stages as many tokens are kept as its cache can go back to, and only in memory; where it
-        keeps states or windows, an entry serves prompts alone that begin with all of it, or with it
-        up to a marked place, and shorter entries stay beside longer ones. Otherwise entries that
-        the new one begins with are dropped. The longest unused leave the memory where there are
-        more than `max_bytes`.
+        Nothing is added if an entry begins with these tokens already; entries that the new one
+        begins with are dropped, and the longest unused leave the memory. Of a model without stages
+        as many tokens are kept as its cache can go back to, only in memory; if it keeps states or
+        windows, an entry serves only prompts that begin with all of it, or with it up to a marked
+        place.
 
         Args:
             model: which the cache is of.
             tokens: the prompt, or its beginning.
-            cache: what the model computed of `tokens`; it may hold more of a text behind them.
+            cache: what the model computed of `tokens`; it may hold more of a text after them.
         """
-        run_on_mlx_thread(lambda: self._put_on_mlx_thread(model, tuple(tokens), cache))
+        run_on_mlx_thread(lambda: self._put(model, tuple(tokens), cache))
 
     def identify(self, model: StreamFusedModel) -> None:
-        """Find out now by what prompts of a model are told from others', so that its first answer
-        need not wait for that.
+        """Find out now what tells a model's prompts from others', before its first answer.
 
-        Reads all its weights once, where there is a folder.
+        Reads all its weights once, if there is a folder.
 
         Args:
             model: with any adapter, or without.
@@ -214,16 +186,13 @@ class PromptCache:
     def count_in(self, pool: MemoryPool) -> None:
         """Count what is kept in `pool`, until `count_out`.
 
-        Where it counts in another pool already, it counts in this one when that is left.
+        If it counts in another pool already, it counts in this one when that is left.
 
         Args:
             pool: of an engine whose answers begin with these prompts.
         """
 
         def count_on_mlx_thread() -> None:
-            """Add the pool, unless it is there already; if it is the only one, count in it all that
-            is kept, by which it may drop some. On the MLX thread.
-            """
             if pool not in self._pools:
                 self._pools.append(pool)
                 if pool is self._pool:
@@ -239,8 +208,6 @@ class PromptCache:
         """
 
         def count_out_on_mlx_thread() -> None:
-            """Take the pool out; if it was the first, it forgets all that is kept here, and the
-            next pool, if any, counts it. On the MLX thread."""
             if pool not in self._pools:
                 return
             was_first = pool is self._pool
@@ -255,23 +222,20 @@ class PromptCache:
 
     @property
     def _pool(self) -> MemoryPool | None:
-        """The pool that it counts in, if any. On the MLX thread."""
+        """The pool that it counts in. MLX thread."""
         return self._pools[0] if self._pools else None
 
     def _count_all(self, pool: MemoryPool) -> None:
-        """Count all that is kept in `pool`, which drops what does not fit. On the MLX thread."""
+        """MLX thread. What does not fit is dropped."""
         for one in self._all_kept():
             pool.keep_or_free(one, one.nbytes)
 
     def _all_kept(self) -> list[_Entry | EarlierAnswers]:
-        """The prompts, the longest unused first, and the answers that are in memory."""
         with self._lock:
             return [*self._entries, *self._answers.values()]
 
     def answers(self, model: StreamFusedModel) -> EarlierAnswers:
-        """The earlier answers of models with the same key, which later ones may repeat.
-
-        Made where there are none. On the MLX thread.
+        """The earlier answers of models with the same key, which later ones may repeat. MLX thread.
 
         Args:
             model: whose answers they are.
@@ -280,23 +244,22 @@ class PromptCache:
         with self._lock:
             return self._answers.setdefault(key, EarlierAnswers())
 
+    @unless_forked
     def flush(self) -> None:
         """Write to the folder, if there is one, what is not there yet; it stays in memory.
 
         What cannot be written is logged, and not tried again. In a forked process this does
         nothing: the process that it was forked from writes.
         """
-        if is_forked():
-            return
         with self._lock:
             entries = list(self._entries)
         for entry in entries:
-            self._write_to_folder_once(entry)
+            self._save(entry)
 
     def close(self) -> None:
         """Write to the folder what is not there yet, and drop all prompts and answers in memory.
 
-        A pool that counts them is not told. The cache can still be used, and is empty.
+        A pool that counts them does not learn of it. The cache can still be used, and is empty.
         """
         self.flush()
         with self._lock:
@@ -310,61 +273,39 @@ class PromptCache:
         self.close()
 
     def _key_and_folder(self, model: StreamFusedModel) -> tuple[CacheKey, PromptFolder | None]:
-        """The key of a model's prompts here, and the folder where they are kept; None for memory
-        alone, as of a model that is split over machines, is called as a whole, or was changed on
-        disk after it was loaded.
-        """
+        """The key of a model's prompts, and the folder where they are kept, if they are."""
         backbone = model.backbone
         folder = self._folder
         if folder is not None and backbone.group is None and backbone.capabilities.has("stages"):
             try:
                 return CacheKey.in_files(model), folder
+            # The model was changed on disk after it was loaded.
             except (InputError, OSError) as error:
                 _log.warning("prompts are kept in memory alone: %s", error)
         return CacheKey.of(model), None
 
-    def _take_on_mlx_thread(
-        self, model: StreamFusedModel, tokens: Tokens, scratch: int
+    def _take(
+        self,
+        model: StreamFusedModel,
+        tokens: Tokens,  # the prompt without its last one
+        scratch: int,
     ) -> tuple[TextCache, int]:
-        """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
-
-        The cache is a computed copy. A file of the folder that shares more with `tokens` than what
-        is in memory is read into memory first. Where nothing shares any, the cache is empty.
-
-        Args:
-            model: the cache is for it.
-            tokens: the prompt without its last one.
-            scratch: rows that an empty cache gets room for.
-        """
         key, folder = self._key_and_folder(model)
-        entry, count = self._use_longest_match(key, tokens)
+        entry, count = self._find(key, tokens)
         if folder is not None:
             path, in_file = folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
-                entry, count = self._read_file_or_delete(path, model, key, tokens) or (entry, count)
+                entry, count = self._load(path, model, key, tokens) or (entry, count)
         if entry is None:
             return model.make_cache(scratch), 0
         cache = entry.cache.fork(count)
         mx.eval(cache.state)
         return cache, count
 
-    def _read_file_or_delete(
+    def _load(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
-        """Read a file of the folder into the memory, as its newest prompt, and mark the file as
-        used.
-
-        A file that is damaged, or does not fit the model, is logged and deleted. A prompt that is
-        too large for the memory is returned, but not kept there.
-
-        Args:
-            path: the file.
-            model, key: that the cache is for.
-            tokens: a prompt.
-
-        Returns:
-            The new entry, and how many of `tokens` it begins with; None where the file is deleted.
-        """
+        """Read a file of the folder as the newest prompt; how many of `tokens` it begins with."""
         try:
             found, cache = read_prompt(path, model)
         except InputError as error:
@@ -374,35 +315,26 @@ class PromptCache:
             return None
         mark_used(path)
         entry = _Entry(key, found, cache, weakref.ref(self), is_written=True)
-        self._add_and_evict(entry)
+        self._add(entry)
         return entry, entry.shared(key, tokens)
 
-    def _put_on_mlx_thread(self, model: StreamFusedModel, tokens: Tokens, cache: TextCache) -> None:
-        """`put` on the MLX thread: keep a computed copy of what `cache` holds of `tokens`.
-
-        Nothing is kept of an empty cache, or where an entry begins with all of it already, which is
-        the latest used then. The earlier answers of the model's key are counted anew in the pool in
-        any case.
-        """
+    def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TextCache) -> None:
         key, folder = self._key_and_folder(model)
         with self._lock:
             answers = self._answers.get(key)
+        # They have grown since.
         if self._pool is not None and answers is not None:
             self._pool.keep_or_free(answers, answers.nbytes)
         tokens = tokens[: cache.longest_keepable(min(len(tokens), cache.offset))]
-        _, count = self._use_longest_match(key, tokens)
+        _, count = self._find(key, tokens)
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)
             entry = _Entry(key, tokens, fork, weakref.ref(self), is_written=folder is None)
-            self._add_and_evict(entry)
+            self._add(entry)
 
-    def _use_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
-        """The entry in memory that shares most with the beginning of `tokens`, and how many these
-        are.
-
-        It is the latest used then, in the pool too. None and 0 where no entry shares any.
-        """
+    def _find(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
+        """The entry in memory that shares most with `tokens`, the latest used now; how many."""
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]
             if not any(counts):
@@ -414,33 +346,26 @@ class PromptCache:
             self._pool.mark_used(entry)
         return entry, count
 
-    def _add_and_evict(self, entry: _Entry) -> None:
-        """Add an entry as the newest, and drop those whose tokens and key it covers.
-
-        The longest unused that no longer fit into `max_bytes` leave the memory, and are written to
-        the folder; the pool may have more leave. An entry that alone is larger than either bound is
-        written to the folder at once, and not kept.
-        """
+    def _add(self, entry: _Entry) -> None:
+        """Add an entry as the newest; entries that it covers, or that no longer fit, leave."""
         limits = [self.max_bytes, self._pool.limit if self._pool else None]
+        # Too large for memory: to the folder at once.
         if any(limit is not None and entry.nbytes > limit for limit in limits):
-            self._write_to_folder_once(entry)
+            self._save(entry)
             return
         with self._lock:
             covered = [one for one in self._entries if entry.covers(one)]
             self._entries = [one for one in self._entries if not entry.covers(one)] + [entry]
-            evicted = self._pop_above_limit()
+            evicted = self._pop_excess()
         if self._pool is not None:
             for one in (*covered, *evicted):
                 self._pool.forget(one)
             self._pool.keep_or_free(entry, entry.nbytes)
         for one in evicted:
-            self._write_to_folder_once(one)
+            self._save(one)
 
-    def _pop_above_limit(self) -> list[_Entry]:
-        """Take out and return the longest unused entries, until the others fit into `max_bytes`.
-
-        The caller holds the lock, and saves them.
-        """
+    def _pop_excess(self) -> list[_Entry]:
+        """Take out the longest unused entries; the caller holds the lock, and saves them."""
         evicted = []
         total = sum(one.nbytes for one in self._entries)
         while self.max_bytes is not None and total > self.max_bytes:
@@ -448,25 +373,20 @@ class PromptCache:
             total -= evicted[-1].nbytes
         return evicted
 
-    def _move_to_folder(self, entry: _Entry) -> None:
-        """Take an entry out of the memory, and write it to the folder; nothing where it is not
-        there."""
+    def _leave_memory(self, entry: _Entry) -> None:
         with self._lock:
             if entry not in self._entries:
                 return
             self._entries.remove(entry)
-        self._write_to_folder_once(entry)
+        self._save(entry)
 
-    def _write_to_folder_once(self, entry: _Entry) -> None:
-        """Write an entry to the folder, if there is one, unless that was done or tried before.
-
-        An entry counts as written even if this fails; errors of the file system are logged.
-        """
+    def _save(self, entry: _Entry) -> None:
+        """Write an entry to the folder, unless that was done or tried before."""
         cache = entry.cache
         if self._folder is None or entry.is_written or not isinstance(cache, TreeCache):
             return
         entry.is_written = True
         try:
-            self._folder.write_if_new(entry.key, entry.tokens, cache, run_on_mlx_thread)
+            self._folder.save(entry.key, entry.tokens, cache, run_on_mlx_thread)
         except OSError as error:
             _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)

@@ -1,6 +1,6 @@
 """Prompts on disk: the keys and values of tokens, in a safetensors file that fits one model alone.
 
-layers.N          [2, Hkv, L, Dh] keys and values of the tokens; or, where their shapes differ:
+layers.N          [2, Hkv, L, Dh] keys and values of the tokens; or, if their shapes differ:
 layers.N.keys     [1, H, L, Dh]
 layers.N.values   [1, H, L, Dh]
 metadata          format; what they were computed with, see `CacheKey.in_files`; token ids
@@ -47,28 +47,16 @@ _FIELDS = fields(CacheKey)
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a prompt file says of itself.
+    """What a prompt file says of itself."""
 
-    Attributes:
-        key: of the model whose keys and values it has.
-        tokens: ids of the prompt.
-    """
-
-    key: CacheKey
-    tokens: Tokens
+    key: CacheKey  # of the model whose keys and values it has
+    tokens: Tokens  # ids of the prompt
 
     @classmethod
-    def parse_and_check_metadata(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
-        """Parse and check the metadata of the file `path`.
-
-        A field of the key that is missing is an empty text.
-
-        Raises:
-            InputError: it has another format, token ids that are no numbers from 0 (none at all,
-                too), or `_MOST_TEXT` characters of these or more.
-        """
+    def parse(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
         found = f"{path} has the format {metadata.get('format')!r}"
         require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
+        # More text than that is no prompt.
         text = metadata.get("tokens", "")[:_MOST_TEXT]
         try:
             tokens = tuple(int(one) for one in text.split(","))
@@ -81,39 +69,26 @@ class PromptHeader:
 
 
 def read_header(path: Path) -> PromptHeader:
-    """Read the header of a prompt file, not its arrays.
-
-    Raises:
-        InputError: the file is missing, cannot be read, is shorter than its header says, or is no
-            prompt file.
-    """
+    """The header of a prompt file; its arrays are not read."""
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
-            return PromptHeader.parse_and_check_metadata(file.metadata() or {}, path)
+            return PromptHeader.parse(file.metadata() or {}, path)
     except (SafetensorError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
 
 
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
-    """Read a prompt file: its tokens, and a cache that holds them, for `model` to go on from.
-
-    Runs MLX, and so belongs on its thread.
-
-    Raises:
-        InputError: the file is missing or damaged, or another model's: of another key or
-            vocabulary, longer than the context, or of another dtype or shapes; or the model's
-            folder was changed after it was loaded. The message has the first of these.
-    """
+    """The tokens of a prompt file, and a cache of them for `model` to go on from. MLX thread."""
     read_header(path)
     try:
         # All of one file, should another process replace it now.
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
-        header = PromptHeader.parse_and_check_metadata(metadata, path)
+        header = PromptHeader.parse(metadata, path)
         tokens = header.tokens
-        _require_key_vocab_and_length(header, path, model)
+        _require_fits(header, path, model)
         like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
@@ -131,14 +106,7 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     return tokens, TreeCache.of_rows(rows)
 
 
-def _require_key_vocab_and_length(
-    header: PromptHeader, path: Path, model: StreamFusedModel
-) -> None:
-    """Raise InputError where a prompt was made with another model than `model`.
-
-    Or where it has a token outside the model's vocabulary, or more tokens than its context. `path`
-    stands in the message.
-    """
+def _require_fits(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
     _require_same_key(CacheKey.in_files(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
@@ -153,10 +121,6 @@ def _require_key_vocab_and_length(
 
 
 def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
-    """Raise InputError where `found`, the key in the file `path`, is not `key`, the model's.
-
-    The message names the first field that differs.
-    """
     names = {
         "weights": "model's weights or settings",
         "lora": "adapter's LoRA",
@@ -169,16 +133,14 @@ def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
 
 
 def _array_names(layer: int, rows: Rows) -> list[str]:
-    """The names of a layer's arrays in a file: two where keys and values differ in shape."""
+    """The names of a layer's arrays in a file: two if keys and values differ in shape."""
     name = f"layers.{layer}"
     return [name] if len(rows) == 1 else [f"{name}.keys", f"{name}.values"]
 
 
-def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
-    """The arrays of all layers, by their names in a file.
-
-    `rows` has one or two of each layer: keys and values together, or apart.
-    """
+def _arrays_by_name(
+    rows: Sequence[Rows],  # one or two arrays for each layer: keys and values together, or apart
+) -> dict[str, mx.array]:
     found: dict[str, mx.array] = {}
     for layer, own in enumerate(rows):
         found |= zip(_array_names(layer, own), own, strict=True)
@@ -186,25 +148,20 @@ def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
 
 
 def _rows_of_one_token(model: StreamFusedModel) -> list[Rows]:
-    """The rows of one token by layer, uncomputed: for their shapes and dtypes."""
+    """By layer, uncomputed: for their shapes and dtypes."""
     cache = TreeCache(model.num_layers)
     model.backbone.append(mx.array([0]), cache)
     return cache.rows(1)
 
 
-def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
-    """Write a prompt file, whole or not at all, that its owner alone may read.
-
-    Args:
-        path: the file; replaced where it is there.
-        key: whose keys and values these are.
-        tokens: the prompt.
-        cache: begins with `tokens`; not to be changed meanwhile.
-        run: calls a function on the MLX thread.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def write_prompt(
+    path: Path,
+    key: CacheKey,
+    tokens: Tokens,
+    cache: TreeCache,  # begins with `tokens`; not to be changed meanwhile
+    run: Run,  # calls a function on the MLX thread
+) -> None:
+    """Write a prompt file, whole or not at all, that only its owner may read."""
     metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
 
     def save() -> None:
@@ -215,7 +172,7 @@ def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, ru
 
 
 def mark_used(path: Path) -> None:
-    """Set a file's time to now, as the latest used; does nothing where that is not possible."""
+    """Set a file's time to now, if possible."""
     with suppress(OSError):
         os.utime(path)
 
@@ -229,10 +186,7 @@ class PromptFolder:
         self._headers: dict[tuple[str, int, int], PromptHeader | None] = {}
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """The prompt files that the package wrote here, with their stats, the longest unused first.
-
-        Unused is since the time of modification. Empty where there is no folder.
-        """
+        """The prompt files written here, with their stats, the longest unused first."""
         found = []
         with suppress(OSError):
             for path in self.path.iterdir():
@@ -242,15 +196,11 @@ class PromptFolder:
         return sorted(found, key=lambda one: one[1].st_mtime_ns)
 
     def headers(self) -> list[tuple[Path, PromptHeader]]:
-        """The files and their headers, the smallest file first; those that are damaged or of an
-        earlier version are left out, which is logged in a line.
-
-        A header, or that there is none, is remembered as long as its file has the same name, size
-        and inode.
-        """
+        """The files and their headers, the smallest first; damaged and older files are left out."""
         found: dict[tuple[str, int, int], PromptHeader | None] = {}
         left_out = []
         for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
+            # A header, or that there is none, is remembered as long as its file seems the same.
             name = (path.name, stat.st_size, stat.st_ino)
             try:
                 known = self._headers
@@ -265,10 +215,7 @@ class PromptFolder:
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
     def find_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
-        """The file that shares most with the beginning of `tokens`, and how many of these.
-
-        Only files of the model's `key`. None and 0 where none shares any.
-        """
+        """The file that shares most with the beginning of `tokens`, and how many of these."""
         best = None
         most = 0
         for path, header in self.headers():
@@ -277,20 +224,8 @@ class PromptFolder:
                 most = count
         return best, most
 
-    def write_if_new(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
-        """Write a prompt as a file of the folder, which is made; the longest unused files go for
-        it.
-
-        Nothing is written where a file begins with it already, which is marked as used, or where it
-        is larger than the folder may be, by the bytes of its rows. Files of the same key that it
-        begins with are deleted, and so are unfinished files that killed processes left.
-
-        Args:
-            key, tokens, cache, run: see `write_prompt`.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+    def save(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+        """Write a prompt as a file of the folder, unless a file begins with it already."""
         path, count = self.find_longest_match(key, tokens)
         if path is not None and count == len(tokens):
             mark_used(path)
@@ -304,14 +239,14 @@ class PromptFolder:
         name = sha256(repr((key, tokens)).encode()).hexdigest()[:32]
         target = self.path / f"{name}.safetensors"
         write_prompt(target, key, tokens, cache, run)
+        # Files that the new one begins with say nothing more.
         for path, one in self.headers():
             if path != target and one.key == key and tokens[: len(one.tokens)] == one.tokens:
                 path.unlink(missing_ok=True)
         self._make_room(0)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the longest unused files, until those left and `num_bytes` more fit into
-        `max_bytes`."""
+        """Delete the longest unused files, until `num_bytes` more fit."""
         files = self.files()
         total = sum(stat.st_size for _, stat in files) + num_bytes
         for path, stat in files:
@@ -321,13 +256,7 @@ class PromptFolder:
             total -= stat.st_size
 
     def delete_own_files(self) -> list[Path]:
-        """Delete the files that the package wrote here; others stay.
-
-        Unfinished ones are deleted too, as far as `delete_unfinished_files` does.
-
-        Returns:
-            The paths of all that were deleted.
-        """
+        """The paths that were deleted; other files stay."""
         paths = [path for path, _ in self.files()]
         for path in paths:
             path.unlink(missing_ok=True)

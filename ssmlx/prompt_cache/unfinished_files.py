@@ -1,4 +1,4 @@
-"""Files that are seen when they are whole, and what killed processes have left of such."""
+"""Files that appear when they are whole, and what killed processes have left of such files."""
 
 import fcntl
 import os
@@ -16,24 +16,16 @@ _LOCKED_AFTER = 5  # seconds
 
 
 @contextmanager
-def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
-    """Yield a new binary file to write, which takes the place of `target` when the block ends well.
-
-    The file is written to disk before it is renamed. It is locked meanwhile, so that
-    `delete_unfinished_files` of other processes leaves it alone. If the block fails, it is deleted
-    and an older `target` stays. Where `target` is a link, what it leads to is replaced.
-
-    Args:
-        target: the path, in a folder that is there.
-        mode: permissions of the new file.
-
-    Raises:
-        OSError: the file cannot be made, written or renamed.
-    """
+def atomic_file(
+    target: Path,  # in a folder that is there; if it is a link, what it leads to is replaced
+    mode: int,  # permissions of the new file
+) -> Iterator[BinaryIO]:
+    """Yield a new binary file, which takes the place of `target` when the block ends well."""
     target = target.resolve()
     work = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     with os.fdopen(os.open(work, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
         try:
+            # `delete_unfinished_files` of other processes leaves a locked file alone.
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             with name_file_in_os_errors(target):
@@ -44,19 +36,11 @@ def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
             work.unlink(missing_ok=True)
 
 
-def delete_unfinished_files(folder: Path, target_prefix: str = "") -> list[Path]:
-    """Delete the unfinished files of `atomic_file` that killed processes have left in a folder.
-
-    Files that are locked, or were changed less than 5 seconds ago, stay; so do those that cannot be
-    opened or deleted. Folders inside are not looked into.
-
-    Args:
-        folder: to look in.
-        target_prefix: only unfinished files whose target's name begins with this; empty for all.
-
-    Returns:
-        The paths that were deleted.
-    """
+def delete_unfinished_files(
+    folder: Path,
+    target_prefix: str = "",  # of the names of targets; empty for all
+) -> list[Path]:
+    """Delete what killed processes have left of `atomic_file`; the paths that were deleted."""
     cleared = []
     for path in folder.glob(f".*{_UNFINISHED}"):
         with suppress(OSError), path.open("rb") as file:

@@ -20,7 +20,7 @@ from ..formats.families import find_format
 from ..formats.reader import Begins, begins_after
 from ..generation.answer_end import end_token_ids
 from ..generation.scoring import ScoredPrompt
-from ..generation.segments import GenerationResponse, check_prompt_length, check_tokens
+from ..generation.segments import GenerationResponse, check_prompt
 from ..model.streams import StreamFusedModel
 from ..prompts import (
     chat_tokens,
@@ -140,8 +140,7 @@ class PromptReader:
             InputError: it does not fit the model.
         """
         model = self.engine.model(self.models[ask.model])
-        check_prompt_length(model, len(tokens))
-        check_tokens(model, tokens)
+        check_prompt(model, tokens)  # before any answer of the request begins
         is_text = isinstance(ask.question, str)
         decode = self.engine.tokenizer.decode
         echoed = ask.question if is_text else decode(tokens) if ask.echoes else ""

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import InputError, require
-from ..generation.head_start import time_and_store_costs
+from ..generation.head_start import time_costs
 from ..generation.learned import learned_of
 from ..json_files import read_json
 from ..loading.adapt_runs import StoredRun
@@ -135,10 +135,10 @@ def time_candidate_layers_and_keep_costs(
         )
         model = attach_adapter(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
-        found[num_layers] = time_and_store_costs(model, text, TIMED_SIZES, seconds=seconds)
+        found[num_layers] = time_costs(model, text, TIMED_SIZES, seconds=seconds)
     learned, _ = learned_of(StreamFusedModel(backbone))
     for num_layers, costs in found.items():
-        learned.costs.set_head_start_where_unlearned(
+        learned.costs.set_head_start(
             {(_untrained_cost_name(num_layers), n): cost for n, cost in costs.items()}
         )
     learned.keep(at_once=True)

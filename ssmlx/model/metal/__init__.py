@@ -1,13 +1,5 @@
 """A fused attention kernel for tree and stream rows on Apple GPUs, and what leads to it.
 
-| file | what it has |
-|---|---|
-| `attention.metal` | the kernel's functions, in Metal's language |
-| `kernels.py` | its entry points and their arguments |
-| `division.py` | sizes, chips, and how the kernel divides its work |
-| `trial.py` | both attentions on random rows: the same values, and which is faster here |
-| `hook.py` | the switch, masks as bits, and the way from mlx-lm's layers to the kernel |
-
 MLX's `scaled_dot_product_attention` stays the reference and the fallback. The kernel was run for
 its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 """

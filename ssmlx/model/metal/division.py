@@ -46,17 +46,12 @@ class AttentionShape:
             raise ValueError(f"no attention has the sizes {self}")
 
     @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int], dtype: mx.Dtype) -> AttentionShape:
-        """The sizes of an attention, of the shapes of its arrays.
-
-        Args:
-            queries: (1, H, R, Dh).
-            keys: (1, Hkv, C + L, Dh).
-            dtype: of the arrays.
-
-        Raises:
-            ValueError: a size is 0, or H is no multiple of Hkv.
-        """
+    def of(
+        cls,
+        queries: Sequence[int],  # (1, H, R, Dh)
+        keys: Sequence[int],  # (1, Hkv, C + L, Dh)
+        dtype: mx.Dtype,
+    ) -> AttentionShape:
         _, heads, rows, head_size = queries
         _, kv_heads, num_keys, _ = keys
         return cls(rows, heads, kv_heads, num_keys, head_size, dtype)
@@ -79,8 +74,10 @@ class Chip:
     size: str  # "p" phone, "g" base and Pro, "s" Max, "d" Ultra
 
     @classmethod
-    def of(cls, architecture: str) -> Chip:
-        """The chip of Metal's name `architecture`; an unknown one counts as a base chip."""
+    def of(
+        cls,
+        architecture: str,  # as Metal says it; an unknown one counts as a base chip
+    ) -> Chip:
         found = re.fullmatch(r"applegpu_g\d+([a-z])", architecture)
         return cls(size=found[1] if found else "g")
 
@@ -91,17 +88,13 @@ class Chip:
 
 
 def this_chip() -> Chip:
-    """The chip that Metal runs on here."""
     return Chip.of(str(mx.device_info(mx.gpu).get("architecture", "")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How the fused kernel divides one attention.
-
-    A threadgroup holds `simdgroups` * `blocks` * 8 query rows of one key/value head, and walks
-    along one of `splits` parts of the keys.
-    """
+    """A threadgroup holds `simdgroups` * `blocks` * 8 query rows of one key/value head, and walks
+    along one of `splits` parts of the keys."""
 
     blocks: int  # blocks of 8 rows that a simdgroup holds
     simdgroups: int  # of a threadgroup
@@ -110,13 +103,6 @@ class Division:
 
 
 def divide_attention(shape: AttentionShape, chip: Chip) -> Division:
-    """Divide an attention's work over threadgroups.
-
-    A simdgroup holds one block of 8 query rows; two where a key/value head has more than 64 query
-    rows and heads are of 80 or less. Rows are divided evenly over as few threadgroups as hold them,
-    of `MAX_SIMDGROUPS` at most. Keys are split into as many parts, 1 to 32, as keep the chip busy;
-    each of several has 128 keys at least, and twice as many as its threadgroup has rows.
-    """
     two = shape.head_size <= MAX_HEAD_SIZE_OF_TWO_BLOCKS
     blocks = 2 if two and shape.queries > MAX_SIMDGROUPS * BLOCK_ROWS else 1
     needed = ceil_div(shape.queries, BLOCK_ROWS * blocks)
@@ -130,9 +116,6 @@ def divide_attention(shape: AttentionShape, chip: Chip) -> Division:
 
 
 def is_supported(shape: AttentionShape) -> bool:
-    """Whether the fused kernel can do a shape: head sizes are multiples of 8 up to 128, in
-    `DTYPES`.
-    """
     size = shape.head_size
     return size % BLOCK_ROWS == 0 and size <= MAX_HEAD_SIZE and shape.dtype in DTYPES
 
@@ -140,8 +123,7 @@ def is_supported(shape: AttentionShape) -> bool:
 @dataclass(frozen=True)
 class Bucket:
     """The shapes that one trial speaks for: rows and keys up to the same power of 2, and the same
-    kernels.
-    """
+    kernels."""
 
     largest: AttentionShape
     blocks: int
@@ -149,11 +131,9 @@ class Bucket:
 
     @classmethod
     def of(cls, shape: AttentionShape, division: Division) -> Bucket:
-        """The bucket of a shape and its division."""
         rows, keys = (1 << (size - 1).bit_length() for size in (shape.rows, shape.keys))
         return cls(replace(shape, rows=rows, keys=keys), division.blocks, division.splits > 1)
 
 
 def ceil_div(number: int, by: int) -> int:
-    """`number` / `by`, rounded up."""
     return -(-number // by)

@@ -1,8 +1,8 @@
 """How a step comes to the fused kernel: the switch, its mask as bits, and the hook in the layers.
 
 mlx-lm's attention modules call `scaled_dot_product_attention` by a name of their own module. That
-name is replaced by a function that looks at the mask: a `TreeMask` is ours, everything else goes
-to the original as it came. So other users of the same module notice nothing.
+name is replaced by a function that looks at the mask: a `TreeMask` is ours, everything else goes to
+the original as it came. So other users of the same module notice nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,13 +20,11 @@ from .trial import Trial, try_kernel
 
 _NAME = "scaled_dot_product_attention"
 _HOOKED = "_takes_tree_masks"
-_chosen: Attention = "auto"
-"""Of the whole process, as the functions are that `hook_layers` replaces. Tests reset it by
-`choose_attention("auto")`."""
-_trials: dict[Bucket, Trial] = {}
-"""What was timed on this chip, whatever model asked. Tests clear it."""
-_wanted: dict[Bucket, AttentionShape] = {}
-"""Shapes that wait for their trial, between two calls of any answer. Tests clear it."""
+_chosen: Attention = (
+    "auto"  # of the whole process, as are the functions that `hook_layers` replaces
+)
+_trials: dict[Bucket, Trial] = {}  # on this chip, whatever model asked
+_wanted: dict[Bucket, AttentionShape] = {}  # wait for their trial, between two calls of any answer
 
 
 def is_available() -> bool:
@@ -34,18 +32,13 @@ def is_available() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.gpu
 
 
-def choose_attention(attention: Attention) -> None:
-    """Choose what computes the attention of tree and stream rows, in this process, from the next
-    step on.
-
-    Args:
-        attention: "auto", the fused kernel at the shapes where `time_pending_shape` found it right
-            and clearly faster; "mlx", never; "fused", wherever its head sizes allow. Without Metal,
-            "auto" is "mlx".
-
-    Raises:
-        InputError: there is no such choice, or "fused" without Metal.
-    """
+def choose_attention(
+    # "auto": the fused kernel at shapes where a trial found it right and clearly faster; "mlx":
+    # never; "fused": wherever its head sizes allow
+    attention: Attention,
+) -> None:
+    """Of tree and stream rows, in this process, from the next step on. Without Metal, "auto" is
+    "mlx"."""
     global _chosen
     check_choice("attention", attention, ATTENTIONS)
     require(
@@ -58,45 +51,36 @@ def choose_attention(attention: Attention) -> None:
 
 
 def chosen_attention() -> Attention:
-    """What `choose_attention` chose last; "auto" at first."""
     return _chosen
 
 
 def is_on() -> bool:
-    """Whether the fused kernel may be used at all."""
     return _chosen != "mlx" and is_available()
 
 
 class TreeMask:
-    """A step's mask in both forms; each is made when the first layer asks for it.
+    """A step's mask in both forms; each is made when the first layer asks for it."""
 
-    Args:
-        visible: [R, C] bool, which row sees which of the first C keys; all see the others.
-        dense: gives the bool mask [R, C + L], for layers that MLX's kernels serve.
-    """
-
-    def __init__(self, visible: mx.array, dense: Callable[[], mx.array]) -> None:
+    def __init__(
+        self,
+        visible: mx.array,  # [R, C] of the first C keys; every row sees the others
+        dense: Callable[[], mx.array],  # gives [R, C + L], for layers that MLX's kernels serve
+    ) -> None:
         self.visible = visible
         self._dense = dense
 
     @cached_property
-    def bits(self) -> mx.array:
-        """[R, W] uint32; see `pack_bits`."""
+    def bits(self) -> mx.array:  # [R, W] uint32
         return pack_bits(self.visible)
 
     @cached_property
-    def dense(self) -> mx.array:
-        """[R, C + L] bool."""
+    def dense(self) -> mx.array:  # [R, C + L]
         return self._dense()
 
 
 def all_call_mlx_attention(layers: Iterable[Any]) -> bool:
-    """Whether the attention of all `layers` can be hooked, see `hook_layers`.
-
-    That is so where the class of each layer's attention has a Python `__call__` that uses a
-    global `scaled_dot_product_attention` of its own file, as mlx-lm's classes do. Nothing is
-    changed or run. True where there are no layers.
-    """
+    """Whether each attention's class has a Python `__call__` that uses a global
+    `scaled_dot_product_attention` of its own file, as mlx-lm's do."""
     calls: list[Any] = [type(attention_of(layer)).__call__ for layer in layers]
     codes = (getattr(call, "__code__", None) for call in calls)
     return all(
@@ -106,15 +90,9 @@ def all_call_mlx_attention(layers: Iterable[Any]) -> bool:
 
 
 def hook_layers(layers: Iterable[Any]) -> bool:
-    """Let the attention of `layers` take a `TreeMask` as its mask.
-
-    In the Python files of their attention classes, the global `scaled_dot_product_attention` is
-    replaced for the whole process, for good, and once: other models of the same classes are changed
-    too. Masks of other kinds go to the original.
-
-    Returns:
-        Whether all layers can, see `all_call_mlx_attention`. Nothing is replaced where one cannot.
-    """
+    """Replace that global in the Python files of the layers' attention classes, for the whole
+    process and for good, unless a layer lacks it: other models of these classes are changed too.
+    Returns whether all layers take a `TreeMask` now."""
     layers = list(layers)
     if not all_call_mlx_attention(layers):
         return False
@@ -127,13 +105,6 @@ def hook_layers(layers: Iterable[Any]) -> bool:
 
 
 def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Make a function like mlx-lm's attention `original` that also takes a `TreeMask` as its mask.
-
-    Under a `TreeMask` it runs the fused kernel where `kernel_division_if_used` gives a division and
-    there are no attention sinks (the argument `sinks`); else `original` with the mask's dense form.
-    Any other mask goes to `original` as it came.
-    """
-
     @wraps(original)
     def attention(
         queries: mx.array,
@@ -144,9 +115,6 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
         mask: Any = None,
         **others: Any,
     ) -> mx.array:
-        """mlx-lm's attention, [1, H, R, Dh]; a `TreeMask` goes to the fused kernel, or becomes
-        dense.
-        """
         if isinstance(mask, TreeMask):
             division = (
                 kernel_division_if_used(queries, keys) if others.get("sinks") is None else None
@@ -160,24 +128,12 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
     return attention
 
 
-def kernel_division_if_used(queries: mx.array, keys: mx.array) -> Division | None:
-    """Decide whether the fused kernel computes an attention, and how it divides the work.
-
-    With "auto" the kernel is used where a trial at such a shape found it right and clearly faster;
-    a shape without a trial is noted for `time_pending_shape`. With "fused" the trial is made here,
-    unless there was one, and the kernel is used where its values are right, however fast it is.
-
-    Args:
-        queries: [1, H, R, Dh]; only its shape and dtype count.
-        keys: [1, Hkv, C + L, Dh]; only its shape counts.
-
-    Returns:
-        The kernel's division; None for MLX's own attention, also where the kernel is off.
-
-    Raises:
-        InputError: with "fused", a shape that the kernel cannot do, or a GPU where its values are
-            not right.
-    """
+def kernel_division_if_used(
+    queries: mx.array,  # [1, H, R, Dh]; only shape and dtype count
+    keys: mx.array,  # [1, Hkv, C + L, Dh]; only the shape counts
+) -> Division | None:
+    """How the kernel divides this attention; None for MLX's own. With "auto" a shape without a
+    trial is noted for `time_pending_shape`, with "fused" the trial is made here."""
     if not is_on():
         return None
     shape = AttentionShape.of(queries.shape, keys.shape, queries.dtype)
@@ -200,27 +156,17 @@ def kernel_division_if_used(queries: mx.array, keys: mx.array) -> Division | Non
 # The layers of a step ask for the same.
 @lru_cache(maxsize=16)
 def _division_and_bucket(shape: AttentionShape) -> tuple[Division, Bucket]:
-    """The division of a shape on this chip, and the bucket whose trial speaks for it."""
     division = divide_attention(shape, this_chip())
     return division, Bucket.of(shape, division)
 
 
 def trials() -> Mapping[Bucket, Trial]:
-    """What trials found so far, by bucket of shapes."""
     return _trials
 
 
 def time_pending_shape() -> bool:
-    """Compare the kernel with MLX's attention at the shape that `kernel_division_if_used` noted
-    last.
-
-    The result is kept in `trials`, and the shape is no longer noted. Does nothing where no shape is
-    noted or the kernel is off. For a moment when nobody waits: it takes some 50 ms, and longer
-    where the kernel is compiled.
-
-    Returns:
-        Whether a shape was noted, so that the device may have worked for a trial.
-    """
+    """Try the kernel at the shape that was noted last, and return whether there was one. For a
+    moment when nobody waits: it takes some 50 ms, and longer if the kernel has to be compiled."""
     if not _wanted or not is_on():
         return False
     bucket, shape = _wanted.popitem()
@@ -229,14 +175,6 @@ def time_pending_shape() -> bool:
 
 
 def _try_kernel_and_record(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
-    """Try the kernel at `shape`, and keep the result in `trials` for its bucket.
-
-    Where any trial before did not agree, the kernel is not tried: the result is one that does not
-    agree.
-
-    Returns:
-        The result.
-    """
     failed = any(not trial.agrees for trial in _trials.values())
     found = Trial(agrees=False) if failed else try_kernel(shape, division)
     _trials[bucket] = found

@@ -103,11 +103,8 @@ class Kernel:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are three kernels, for good)
     def build(self) -> Callable[..., list[mx.array]]:
-        """Make MLX's callable for the kernel, or return the one that was made before.
-
-        It takes the fields of `Call` as keyword arguments. Inputs are read where they lie: they
-        need not be contiguous.
-        """
+        """Its arguments are the fields of `Call`. Inputs are read where they lie: they need not be
+        contiguous."""
         built = mx.fast.metal_kernel(
             name=self.name,
             input_names=self.inputs,
@@ -142,20 +139,15 @@ MERGE = Kernel("ssmlx_merge", ("partial", "largest", "total"), ("out",), _MERGE)
 
 
 def run_on_metal(kernel: Kernel, call: Call) -> list[mx.array]:
-    """The outputs of a call, lazily, on the GPU."""
+    """Lazily, on the GPU."""
     return kernel.build()(**vars(call))
 
 
-def pack_bits(visible: mx.array) -> mx.array:
-    """Pack a mask into bits: bit j of word w is set where a row sees key 32 * w + j.
-
-    Args:
-        visible: [R, C] bool; keys behind the first C are committed tokens, which every row sees.
-
-    Returns:
-        [R, W] uint32; bits behind the first C are set. W is C / 32 rounded up, or more, so that
-        R * W is at least 8.
-    """
+def pack_bits(
+    visible: mx.array,  # [R, C]; keys after the first C are committed tokens, which every row sees
+) -> mx.array:  # [R, W] uint32
+    """Bit j of word w is set if a row sees key 32 * w + j; bits after the first C are set. W is C /
+    32 rounded up, or more, so that R * W is at least 8."""
     rows, columns = visible.shape
     words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
     padded = mx.pad(
@@ -166,31 +158,17 @@ def pack_bits(visible: mx.array) -> mx.array:
 
 
 def attend(
-    queries: mx.array,
+    queries: mx.array,  # [1, H, R, Dh] of any strides
+    # [1, Hkv, C + L, Dh], a slice of a cache: elements of a key side by side, the other strides and
+    # the offset multiples of 4
     keys: mx.array,
-    values: mx.array,
-    bits: mx.array,
-    scale: float,
+    values: mx.array,  # like `keys`
+    bits: mx.array,  # [R, W] uint32 of `pack_bits`
+    scale: float,  # of the scores, before the softmax
     division: Division,
     run: Run | None = None,
-) -> mx.array:
-    """Compute the attention of a step's rows with the fused kernel, lazily.
-
-    Where the division splits the keys, a second kernel merges the parts.
-
-    Args:
-        queries: [1, H, R, Dh] of any strides.
-        keys, values: [1, Hkv, C + L, Dh], slices of a cache: elements of a key side by side, the
-            other strides and the offset multiples of 4. The rows see of the first C keys what
-            `bits` says, and all the others.
-        bits: [R, W] uint32, as `pack_bits` makes them.
-        scale: factor of the scores, before the softmax.
-        division: how the kernel divides its work.
-        run: what runs the kernels, a function as `run_on_metal`; that unless given.
-
-    Returns:
-        [1, H, R, Dh] in the dtype of the queries.
-    """
+) -> mx.array:  # [1, H, R, Dh]
+    """Lazily. If the division splits the keys, a second kernel merges the parts."""
     run = run or run_on_metal
     dtype, (_, num_heads, num_rows, head_size) = queries.dtype, queries.shape
     template = [("T", dtype), ("D", head_size)]

@@ -16,19 +16,16 @@ from .division import AttentionShape, Division
 from .kernels import attend, pack_bits
 
 clock = time.perf_counter
-MIN_GAIN = 1.05
-"""Times MLX's speed from which on the kernel is taken."""
-TURNS = 3
-MAX_SECONDS = 0.03
-"""Turns that count at least, and the time after which there are no more."""
+MIN_GAIN = 1.05  # times MLX's speed: from here on the kernel is taken
+TURNS = 3  # at least
+MAX_SECONDS = 0.03  # after which there are no more turns
 _ROWS_IN_A_CALL = 32_768  # keys that a timed call reads, in one attention or in several
 # Largest differences from MLX's attention of normally distributed values.
 _TOLERANCES = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
-KeyValues = tuple[mx.array, mx.array]
-"""Keys and values [1, Hkv, keys, Dh] of a layer."""
+KeyValues = tuple[mx.array, mx.array]  # keys and values [1, Hkv, keys, Dh] of a layer
+# Attention of queries [1, H, R, Dh] over a layer's keys and values.
 AttentionFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
-"""Attention of queries [1, H, R, Dh] over a layer's keys and values."""
 
 
 class Attentions(NamedTuple):
@@ -40,8 +37,6 @@ class Attentions(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a comparison of the kernel with MLX's own attention."""
-
     agrees: bool
     gain: float = 0.0  # times MLX's speed
     seconds: float = 0.0  # of MLX's
@@ -53,15 +48,9 @@ class Trial:
 
 
 def make_random_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.array]:
-    """Make random inputs of an attention, always the same for one shape, and compute them.
-
-    The cache has room in front and behind, as a real one.
-
-    Returns:
-        [1, H, R, Dh] queries; keys and values [1, Hkv, keys, Dh], slices of one cache; and [R, R]
-        bool, of which rows each row sees itself and some before it, cut to [R, keys] where there
-        are fewer keys than rows.
-    """
+    """[1, H, R, Dh] queries; keys and values [1, Hkv, keys, Dh], slices of one cache, which has
+    room in front and behind as a real one; and a mask [R, R], cut to [R, keys]. Always the same for
+    one shape; computed."""
     key = mx.random.key(0)
     queries = mx.random.normal((1, shape.heads, shape.rows, shape.head_size), shape.dtype, key=key)
     size = (2, shape.kv_heads, shape.keys + 64, shape.head_size)
@@ -74,16 +63,12 @@ def make_random_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.a
     return queries, (cache[:1, :, used], cache[1:, :, used]), visible
 
 
-def make_attentions(shape: AttentionShape, visible: mx.array, division: Division) -> Attentions:
-    """Make MLX's attention and the kernel's, for inputs of one shape and one mask.
-
-    Masks are computed here, as once for all layers of a step.
-
-    Args:
-        shape: of the inputs.
-        visible: [R, C] bool, which row sees which of the first C keys; all rows see the others.
-        division: how the kernel divides its work.
-    """
+def make_attentions(
+    shape: AttentionShape,
+    visible: mx.array,  # [R, C] of the first C keys; every row sees the others
+    division: Division,
+) -> Attentions:
+    """Masks are computed here, as once for all layers of a step."""
     scale = shape.head_size**-0.5
     committed = mx.ones((shape.rows, shape.keys - visible.shape[1]), mx.bool_)
     mask = mx.concatenate([visible, committed], axis=1)
@@ -96,39 +81,19 @@ def make_attentions(shape: AttentionShape, visible: mx.array, division: Division
 
 
 def run_layers(
-    queries: mx.array, key_values: list[KeyValues], attention: AttentionFunction
-) -> mx.array:
-    """Run an attention on one layer's keys and values after the other.
-
-    Args:
-        queries: [1, H, R, Dh] of the first layer; each other gets the output of the one before.
-        key_values: by layer, keys and values.
-        attention: of queries, keys and values.
-
-    Returns:
-        [1, H, R, Dh] the last layer's output; lazy.
-    """
+    queries: mx.array,  # [1, H, R, Dh] of the first layer; others get the output before
+    key_values: list[KeyValues],  # by layer
+    attention: AttentionFunction,
+) -> mx.array:  # [1, H, R, Dh]
     for keys, values in key_values:
         queries = attention(queries, keys, values)
     return queries
 
 
 def try_kernel(shape: AttentionShape, division: Division) -> Trial:
-    """Compare the kernel with MLX's attention: first their values, then their speed.
-
-    The kernel was tested for meaning, not on every GPU and compiler, and nobody's text may depend
-    on that. Both are timed by turns, on 1 to 8 layers, and the best time of each counts. It takes
-    `MAX_SECONDS` or `TURNS` turns, whichever is longer, beside the compilation.
-
-    Args:
-        shape: of the random inputs.
-        division: how the kernel divides its work.
-
-    Returns:
-        The kernel's gain over MLX's attention, and the seconds of one layer's attention by MLX's.
-        Where values differ by more than rounding, or the kernel raises RuntimeError or ValueError,
-        nothing is timed, `agrees` is False and a warning is logged.
-    """
+    """First the values, then the speed: the kernel was tested for meaning, not on every GPU and
+    compiler, and nobody's text may depend on that. Takes `MAX_SECONDS` or `TURNS` turns, whichever
+    is longer, beside the compilation."""
     queries, layer_key_values, visible = make_random_inputs(shape)
     theirs, ours = make_attentions(shape, visible, division)
     expected = theirs(queries, *layer_key_values)
