@@ -29,6 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ssmlx.blas import HINT
+from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import StreamAdapter, write_adapter_in_place
 from ssmlx.loading.load import load_base
 from ssmlx.training.data import Example
@@ -285,3 +286,13 @@ def answering(answer):
             Thread(target=server.serve_forever, daemon=True).start()
             yield server
             server.shutdown()
+
+
+def fuse(base: Path, target: Path) -> Path:
+    from convert.formats.adapter import merge_lora_and_write_model
+
+    backbone, config = loading.load_base(base, "float32")
+    words = loading.load_tokenizer(base, config)
+    target.mkdir()
+    merge_lora_and_write_model(target, make_adapter(base), backbone, words, config)
+    return target

@@ -33,7 +33,7 @@ def exit_code(main, *argv) -> int:
         return stop.code
 
 
-def exits(capsys, main, *argv, prog: str = r"[\w.]+") -> str:
+def exits(capsys, main, *argv, prog: str = r"\S+") -> str:
     """Run a command that has to refuse its arguments and print no answer; return its one line."""
     capsys.readouterr()
     assert exit_code(main, *argv) == 2
@@ -42,7 +42,7 @@ def exits(capsys, main, *argv, prog: str = r"[\w.]+") -> str:
     return one_line(err, prog)
 
 
-def one_line(err: str, prog: str = r"[\w.]+") -> str:
+def one_line(err: str, prog: str = r"\S+") -> str:
     """Check that a failed command printed exactly one line, and return it."""
     assert err.count("\n") == 1 and err.endswith("\n"), err
     assert re.match(rf"(python -m )?{prog}: error: ", err), err
@@ -58,3 +58,8 @@ def mentions(line: str, *found: str) -> bool:
 def found_in(line: str) -> str:
     """The first part of an error's line: what was found, without what was expected."""
     return line.partition("; expected ")[0]
+
+
+def as_shown(text: str) -> str:
+    """A text that the package has made, as a message shows it."""
+    return text  # which `reworded` changes

@@ -1,6 +1,6 @@
 """A plugin that rewords every message: `pytest -p reworded` passes if no test depends on wording.
 
-Words of prose in errors, log messages and what is printed on standard error become dashes. Names
+Words of prose in errors, log messages and what is printed on standard error become tildes. Names
 (of options, fields, keys, files), values and the form of an error's line stay.
 """
 
@@ -13,6 +13,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import refusals
 from starlette.exceptions import HTTPException
 
 from ssmlx.commands import running
@@ -21,7 +22,12 @@ from ssmlx.errors import InputError
 _ROOT = Path(__file__).parents[1]
 _ROOMS = ("ssmlx", "convert", "perf", "examples")
 _WORD = re.compile(r"(?<![\w./=\"'`\-\[\]<{%$])[a-z]{2,}(?![\w/=\"'`\-\[\]>}]|\.\w)")
-_OF_COMMANDS = {"error"}  # as in `prog: error: ...`, the form of a command's failure
+_QUOTED = re.compile(r"""((?<!\w)(?:'[^']*'|"[^"]*"|`[^`]*`))""")
+_FIXED = {
+    "error",  # as in `prog: error: ...`, the form of a command's failure
+    "llguidance",  # a package
+    "too", "long", "maximum",  # of what clients of the server look for in a message
+}  # fmt: skip
 
 
 @cache
@@ -45,14 +51,20 @@ def prose() -> frozenset[str]:
                     | ast.AnnAssign(target=ast.Name(id=name))
                 ):
                     names.add(name)
-    return frozenset(words - names - _OF_COMMANDS)
+    return frozenset(words - names - _FIXED)
 
 
 def reword(text):
-    """A text with dashes for its words of prose; anything else as it is."""
+    """A text with tildes for its words of prose, but not in quotation marks; others as they are."""
     if not isinstance(text, str):
         return text
-    return _WORD.sub(lambda one: "-" * len(one[0]) if one[0] in prose() else one[0], text)
+    parts = _QUOTED.split(text)
+    parts[::2] = [_WORD.sub(_tildes_for_prose, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _tildes_for_prose(word):
+    return "~" * len(word[0]) if word[0] in prose() else word[0]
 
 
 def _reword_records():
@@ -81,6 +93,7 @@ def _reword_prints():
 
 
 def pytest_configure():
+    refusals.as_shown = reword
     make = InputError.__init__
     InputError.__init__ = lambda self, found, *, expected, do: make(
         self, reword(found), expected=reword(expected), do=reword(do)

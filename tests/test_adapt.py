@@ -10,13 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_families
 from mlx.utils import tree_flatten
-from mlx_lm.utils import save_config, save_model
-from real import answer, words, write_packed, write_tokenizer
-from refusals import exits, found_in, mentions, refusal
-from test_lora import write_lora
+from real import answer, words, write_packed
+from refusals import as_shown, exits, found_in, mentions, refusal
 from tiny import slow
+from tiny_adapt import AMOUNTS, LENGTH, RATES, Stopped, write_family
+from tiny_lora import write_lora
 
 import ssmlx
 from ssmlx.commands import adapt as adapt_command
@@ -49,24 +48,6 @@ from ssmlx.training.batch_responder import BatchResponder, NumberedPrompt
 from ssmlx.training.config import RunOptions, TrainConfig
 from ssmlx.training.job import make_stream_config, read_base_settings
 from ssmlx.training.part_file import PartFile
-
-LENGTH = 12
-AMOUNTS = Amounts(
-    answer_tokens=LENGTH,
-    question_tokens=6,
-    held_out=4,
-    checked=2,
-    checked_tokens=8,
-    timing_seconds=0.0,
-)
-RATES = sizing.Rates(  # of a machine that makes 26 answers an hour
-    answer_tokens_per_second=1.15 * 9 / 60,
-    train_seconds_per_token=30 / 9,
-    frozen_seconds_per_token=0.0,
-    batch_size=4,
-    answers_at_once=3,
-    memory=2**30,
-)
 
 
 @pytest.fixture(scope="module")
@@ -350,22 +331,6 @@ def test_a_full_disk_is_named(packed, monkeypatch):
     adapted(packed)  # once there is room
 
 
-def write_family(folder, name):
-    """A random model of mlx-lm's class, in 4 bits, with a tokenizer."""
-    own = {**test_families.FAMILIES, **test_families.CHAINS}[name]
-    settings = {**({} if "text_config" in own else test_families.SIZES), **own, "model_type": name}
-    folder.mkdir()
-    save_model(folder, test_families.make_base(name, bits=4))
-    settings |= {"tie_word_embeddings": True, "eos_token_id": 2}
-    save_config({**settings, "quantization": {"group_size": 32, "bits": 4}}, folder / "config.json")
-    write_tokenizer(folder)
-    return folder
-
-
-class Stopped(KeyboardInterrupt):
-    pass
-
-
 def stopped(monkeypatch, owner, name, turn, model, **asked):
     """Run until `name` of `owner` was called so many times."""
     real = getattr(owner, name)
@@ -481,7 +446,7 @@ def test_bad_input_is_one_line(packed, own_cache, tmp_path, capsys):
     assert mentions(found_in(line), "own.jsonl", "2")
     recurrent = write_family(tmp_path / "lfm2", "lfm2")
     line = refused("--model", recurrent)
-    assert load_base(recurrent)[0].capabilities.stages in line
+    assert as_shown(load_base(recurrent)[0].capabilities.stages) in line
     assert adapters_made_here() == {} and not list(own_cache.rglob("plan.json"))
     adapted(packed)
     own = (*model, "--name", "mine")

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.utils import enable_progress_bars
 from mlx_lm.utils import load_model, save_model
 from real import answer, on_a_terminal, snapshot, words, write_base, write_tiny_adapter
-from refusals import exit_code, exits, found_in, mentions, one_line, refusal
+from refusals import as_shown, exit_code, exits, found_in, mentions, one_line, refusal
 
 import ssmlx
 from ssmlx import bars
@@ -255,7 +255,7 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
-    assert drafting_lines.decision_line(make_plan(plain)) in first and adapt in second
+    assert as_shown(drafting_lines.decision_line(make_plan(plain))) in first and adapt in second
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
     costs.set_head_start({("rows", 4): 1.1})
@@ -286,7 +286,7 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
 
 
 def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
-    from test_adapt import write_family
+    from tiny_adapt import write_family
 
     plain = ssmlx.load(base, dtype="float32")[0]
     write_tiny_adapter(tmp_path / "shelf" / "chat", base, scope="streams")
@@ -301,12 +301,12 @@ def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
     assert mentions(lines_of(model, None)[0], "model's")
     recurrent = ssmlx.load(write_family(tmp_path / "lfm2", "lfm2"))[0]
     first, second = lines_of(recurrent, "none")
-    assert drafting_lines.decision_line(make_plan(recurrent)) in first
-    assert recurrent.backbone.capabilities.stages in second
+    assert as_shown(drafting_lines.decision_line(make_plan(recurrent))) in first
+    assert as_shown(recurrent.backbone.capabilities.stages) in second
 
 
 def test_the_lines_of_a_model_that_a_lora_tunes(base, tmp_path):
-    from test_lora import write_lora
+    from tiny_lora import write_lora
 
     make_run(base, figures={"speed_up": 1.5})  # for the base, which answers otherwise
     lora = write_lora(tmp_path / "lora", base)
@@ -401,11 +401,11 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     assert mentions(run("rename", "done")[2], "rename", "2", "1")
     assert [one.name for one in adapters_home().iterdir()] == ["changed"]
     for argv, named in (
-        (("remove", "better"), ("better", "changed")),
+        (("remove", "better-1"), ("better-1",)),
         (("rename", "changed", "a/b"), ("NEW a/b",)),
         (("rename", "changed", ""), ("NEW",)),
         (("rename", "changed", "none"), ("NEW none",)),
-        (("rename", "changed", "changed"), ("changed",)),
+        (("rename", "changed", "changed"), ()),
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and mentions(one_line(err, adapters.PROG), *named)

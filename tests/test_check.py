@@ -7,9 +7,9 @@ import sys
 import pytest
 from real import words, write_tiny_adapter, write_tokenizer
 from refusals import exit_code, mentions, one_line
-from test_adapt import write_family
-from test_every_class import write_model
 from tiny import let_calls_take
+from tiny_adapt import write_family
+from tiny_classes import write_model
 
 import ssmlx
 from ssmlx.commands import chat, check, generate

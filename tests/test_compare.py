@@ -13,8 +13,8 @@ import real
 import refusals
 from mlx.utils import tree_flatten
 from refusals import exits, found_in, mentions
-from test_mtp import head_tensors, published, write_head, write_target
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
+from tiny_mtp import head_tensors, published, write_head, write_target
 
 import ssmlx
 from perf import compare

@@ -10,7 +10,7 @@ from refusals import exits, found_in, mentions, refusal
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_torch import greedy, make_model, make_tokenizer
 
 from convert import continuations
 from convert.__main__ import main as convert
@@ -19,12 +19,6 @@ from ssmlx.prompts import as_messages, encode_with_template, read_prompts
 from ssmlx.settings import StreamConfig
 from ssmlx.training.part_file import PartFile
 
-WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
-WORDS += [f"w{index}" for index in range(33)]
-TEMPLATE = (
-    "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}"
-    "{% if add_generation_prompt %}<s> assistant : {% endif %}"
-)
 PROMPTS = [
     {"prompt": "w1 w2 w3"},
     {"prompt": "w4"},
@@ -34,33 +28,6 @@ PROMPTS = [
     {"prompt": "w30 w31 w32 w1"},
     {"prompt": "w11"},
 ]
-
-
-def make_model(seed=25):
-    """A random Llama; with this seed its greedy answers differ, and some end by themselves."""
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.6,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def make_tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[U]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="</s>", bos_token="<s>", chat_template=TEMPLATE
-    )
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +55,6 @@ def command(folder, prompts, out, **changes):
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def greedy(model, tokens, count, ends):
-    """The obvious loop: the whole sequence through the model for every token."""
-    answer = []
-    while len(answer) < count and (not answer or answer[-1] not in ends):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens + answer])).logits
-        answer.append(int(logits[0, -1].argmax()))
-    return answer
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -380,8 +337,9 @@ def test_missing_prompts_and_unwritable_output_are_one_line(
     assert "nothing.jsonl" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(continuations, "load_answering_model", None)  # told before it
-    for out in (tmp_path / "file" / "out.jsonl", tmp_path):
-        assert str(out) in exits(capsys, continuations.main, *command(folder, prompts, out))
+    for out, place in ((tmp_path / "file" / "out.jsonl", tmp_path / "file"), (tmp_path, tmp_path)):
+        line = exits(capsys, continuations.main, *command(folder, prompts, out))
+        assert mentions(line, str(place))
 
 
 def test_examples_of_chats_are_answered_anew(tmp_path):

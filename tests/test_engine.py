@@ -646,7 +646,7 @@ def test_threads_that_ask_at_once_get_one_model(base, folders, tmp_path, monkeyp
 
 
 def test_a_fused_folders_own_streams_are_the_default_and_no_adapter(base, tmp_path):
-    from test_swap import fuse
+    from real import fuse
 
     with ssmlx.Engine(str(fuse(base, tmp_path / "fused")), dtype="float32") as engine:
         assert engine.model() is engine.model("auto") and engine.model().num_streams > 0

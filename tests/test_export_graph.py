@@ -272,7 +272,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     adapter = folders.load_adapter()
 
     def refused(**changes):
-        return found_in(refusal(build_graphs, folders.base, adapter, config(**changes)))
+        return found_in(refusal(lambda: build_graphs(folders.base, adapter, config(**changes))))
 
     assert mentions(refused(context=66), "--context", "66")
     assert mentions(refused(context=256), "--context", "256")

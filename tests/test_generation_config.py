@@ -12,7 +12,7 @@ from refusals import exits, found_in, mentions
 
 pytest.importorskip("starlette")
 
-from test_server import CHAT, COMPLETIONS, chat, client_of, reply, said
+from asking import CHAT, COMPLETIONS, chat, client_of, reply, said
 
 import ssmlx
 from perf.run.options import parse_systems_with_baselines

@@ -476,7 +476,7 @@ def test_another_base_is_refused(backbone, published, refusal, tmp_path, kind):
     assert mentions(refusal(published(kind), base=other), "48")
     folder = converted(random_reference(kind, backbone), backbone, tmp_path)
     twin = load_base(write_base(tmp_path / "twin", norm=2.0), "float32")[0]
-    assert mentions(refusals.refusal(load_heads, folder, twin), str(folder), "norm")
+    assert mentions(refusals.refusal(load_heads, folder, twin), "norm")
 
 
 def test_a_broken_mlx_folder_is_refused(backbone, tmp_path):

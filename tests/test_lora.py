@@ -9,40 +9,36 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-import test_families
+import tiny_families
 from mlx.utils import tree_flatten
 from mlx_lm import fuse
 from mlx_lm import lora as mlx_lora
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import save_config, save_model
 from real import answer, make_adapter, write_data, write_packed, write_tokenizer
 from refusals import exit_code, exits, mentions, refusal
 from tiny import assert_close, mlx_lm_tokens
+from tiny_lora import FILE, SETTINGS, TOKENS, logits, write_lora, write_pefts
 
 import ssmlx
 from ssmlx.commands import chat, check, generate
 from ssmlx.loading.adapter import Adapter, load_adapter, load_stream_adapter, write_adapter_in_place
 from ssmlx.loading.attach import attach_adapter
-from ssmlx.loading.folders import PEFT_FILE
 from ssmlx.loading.load import load_base
 from ssmlx.loading.lora_files import unify_rank_and_scale
 from ssmlx.model.lora import EmbeddingLora, ExpertsLora, LoraLayer, RowLora
 
-TOKENS = mx.array([5, 2, 3, 11, 7, 1, 40, 9])
 LENGTH = 12
 TOLERANCE = 2e-5
 """Of logits, relative to the largest: LoRA is merged here, and applied beside the weights there."""
 FAMILIES = ["llama", "qwen2", "gemma3_text", "phi3", "qwen3_moe"]
-FILE = "adapters.safetensors"
-SETTINGS = "adapter_config.json"
 
 
 def write_family(folder, name, bits=None, tied=None):
     """A random model of mlx-lm's class with a tokenizer."""
     tied = (name in ("qwen2", "gemma3_text")) if tied is None else tied
-    settings = {**test_families.SIZES, **{**test_families.FAMILIES, **test_families.CHAINS}[name]}
+    settings = {**tiny_families.SIZES, **{**tiny_families.FAMILIES, **tiny_families.CHAINS}[name]}
     folder.mkdir(parents=True)
-    save_model(folder, test_families.make_base(name, tied, bits))
+    save_model(folder, tiny_families.make_base(name, tied, bits))
     settings |= {"model_type": name, "tie_word_embeddings": tied, "eos_token_id": 2}
     if bits is not None:
         settings["quantization"] = {"group_size": 32, "bits": bits}
@@ -61,50 +57,6 @@ def family(tmp_path_factory):
         return folder if folder.exists() else write_family(folder, name, bits, tied)
 
     return give
-
-
-def write_lora(folder, base, **settings):
-    """`mlx_lm_lora` for a folder of `write_family`."""
-    return mlx_lm_lora(folder, mlx_lm.load(str(base))[0], **settings)
-
-
-def mlx_lm_lora(folder, model, *, dora=False, keys=None, num_layers=2, rank=4, scale=3.0, seed=0):
-    """The folder that `mlx_lm.lora` writes for a model of mlx-lm's, trained weights at random."""
-    model.freeze()
-    parameters = {"rank": rank, "scale": scale, "dropout": 0.0}
-    parameters |= {} if keys is None else {"keys": keys}
-    linear_to_lora_layers(model, num_layers, parameters, use_dora=dora)
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for name, array in tree_flatten(model.trainable_parameters()):
-        leaf = name.rpartition(".")[2]
-        drawn = rng.normal(0, 0.3, array.shape)
-        tensors[name] = array * mx.array(1 + drawn) if leaf == "m" else mx.array(drawn, mx.float32)
-    folder.mkdir(parents=True)
-    mx.save_safetensors(str(folder / FILE), tensors)
-    settings = {"fine_tune_type": "dora" if dora else "lora", "num_layers": num_layers}
-    save_config({**settings, "lora_parameters": parameters}, folder / SETTINGS)
-    return folder
-
-
-PEFTS = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": "all-linear"}
-
-
-def write_pefts(folder, tensors, **settings):
-    """The tensors of `write_lora`, as PEFT writes them, by its names and transposed."""
-    folder.mkdir(parents=True)
-    named = {}
-    for name, array in tensors.items():
-        path, _, leaf = name.rpartition(".lora_")
-        named[f"base_model.model.{path}.lora_{leaf.upper()}.weight"] = array.T
-    mx.save_safetensors(str(folder / PEFT_FILE), named)
-    save_config({**PEFTS, **settings}, folder / SETTINGS)
-    return folder
-
-
-def logits(model):
-    """[T, V] of `TOKENS`, by the stages that decoding runs."""
-    return model.append(TOKENS, model.make_cache()).logits.astype(mx.float32)
 
 
 def mlx_lm_logits(base, adapter=None):
@@ -298,8 +250,8 @@ def test_an_engine_swaps_them_while_others_answer(shelf):
 
 def test_a_server_lists_and_answers_with_both(shelf):
     pytest.importorskip("starlette")
-    from test_server import chat as asking
-    from test_server import client_of, reply, said
+    from asking import chat as asking
+    from asking import client_of, reply, said
 
     from ssmlx.prompt_cache import PromptCache
     from ssmlx.server.app import make_app
@@ -366,7 +318,7 @@ BAD = {
     "a text": (settings_of(lora_parameters="8"), "lora_parameters"),
     "another rank": (settings_of(lora_parameters={**PLAIN, "rank": 5}), "rank 5"),
     "other keys": (settings_of(lora_parameters={**PLAIN, "keys": ["x"]}), "self_attn.q_proj"),
-    "dora without norms": (settings_of(fine_tune_type="dora"), "self_attn."),
+    "dora without norms": (settings_of(fine_tune_type="dora"), FILE),
     "half a pair": (tensors_of(lambda t: t.pop(f"{FIRST}.lora_b")), f"{FIRST}.lora_b"),
     "spare": (tensors_of(lambda t: t.update({"x.weight": mx.ones(2)})), "x.weight"),
     "no numbers": (

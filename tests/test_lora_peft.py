@@ -15,14 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-import test_models
+import tiny_models
 from mlx_lm.utils import dequantize_model, save_config, save_model
 from peft.utils import save_and_load
 from peft.utils.other import get_pattern_key
 from real import answer, write_tokenizer
 from refusals import exits, found_in, line_of, mentions, refusal
-from test_lora import logits
 from tiny import _is_packable, assert_close, make_adapter
+from tiny_lora import logits
 
 from ssmlx.commands import generate
 from ssmlx.errors import InputError
@@ -55,7 +55,7 @@ def family(tmp_path_factory):
     def give(name, bits=None, **changes):
         whole = root / "-".join([name, *changes])
         if not whole.exists():
-            test_models.write_base(whole, name, **changes)
+            tiny_models.write_base(whole, name, **changes)
         if bits is None:
             return whole, whole
         packed, unpacked = (root / f"{name}-{kind}" for kind in ("packed", "unpacked"))
@@ -177,11 +177,11 @@ def test_it_goes_beside_streams_and_is_written_with_them(family, tmp_path):
 
 
 BAD = {
-    "modules_to_save": (["lm_head"], "has modules_to_save ['lm_head']"),
-    "bias": ("all", "has bias 'all'"),
-    "lora_bias": (True, "has lora_bias True"),
-    "peft_type": ("LOHA", "has peft_type 'LOHA'"),
-    "fan_in_fan_out": (True, "has fan_in_fan_out True"),
+    "modules_to_save": (["lm_head"], "modules_to_save ['lm_head']"),
+    "bias": ("all", "bias 'all'"),
+    "lora_bias": (True, "lora_bias True"),
+    "peft_type": ("LOHA", "peft_type 'LOHA'"),
+    "fan_in_fan_out": (True, "fan_in_fan_out True"),
     "layer_replication": ([[0, 2], [1, 3]], "layer_replication"),
     "target_parameters": (["mlp.experts.gate_up_proj"], "target_parameters"),
     "trainable_token_indices": ([1, 2], "trainable_token_indices"),

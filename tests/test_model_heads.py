@@ -16,10 +16,10 @@ from huggingface_hub import constants
 from mlx.utils import tree_flatten
 from real import answer, write_tokenizer
 from refusals import exit_code, mentions, refusal
-from test_every_class import PROMPT, VOCAB, random_weights, write_model
-from test_families import CHAINS, make_base
-from test_gemma_assistant import TARGETS, make_target, write_assistant
 from tiny import make_tokenizer
+from tiny_classes import PROMPT, VOCAB, random_weights, write_model
+from tiny_families import CHAINS, make_base
+from tiny_gemma import TARGETS, make_target, write_assistant
 
 import ssmlx
 from ssmlx.commands import chat, check, drafting_lines, generate
@@ -427,7 +427,8 @@ def test_the_command_that_fetches_it_is_given_and_nothing_is_fetched(target, cap
     assert re.search(f'(?m)^mtp .*"mtp model={ROW.repositories[0]}"', shown)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert exit_code(chat.main, *given, "--max-tokens", 2) == 0
-    assert capsys.readouterr().err.splitlines()[-2:] == [first, second]
+    *_, second = capsys.readouterr().err.splitlines()
+    assert command in second
 
 
 def test_the_commands_take_what_is_here(target, kept, capsys):

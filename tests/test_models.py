@@ -16,10 +16,11 @@ transformers = pytest.importorskip("transformers")
 import oracle
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model, save_config, save_model
-from real import EXAMPLE, answer, snapshot, write_tokenizer
+from real import EXAMPLE, answer, snapshot
 from refusals import exits, found_in, mentions, refusal
 from safetensors.torch import load, save_file
 from tiny import assert_close, first_tokens, slow, token_steps
+from tiny_models import BASES, CONTEXT, OPT, VOCAB, make_base, write_base
 
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
@@ -33,31 +34,9 @@ from ssmlx.model import opt
 from ssmlx.model.streams import StreamFusedModel, ValueRotation
 from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
-VOCAB = 64
-CONTEXT = 48
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS = [11, 1, 6, 3, 4, 5, 6]
 TREE_PARENTS = [-1, 0, 0, 1, 2, 2, 4]
-COMMON = {
-    "hidden_size": 32, "num_hidden_layers": oracle.LAYERS, "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-OPT = {**COMMON, "ffn_dim": 48}
-MLP = {**COMMON, "intermediate_size": 48}
-BASES = {
-    "opt": ("OPT", OPT),
-    # Not the share of turned features that mlx-lm takes for granted.
-    "phi": ("Phi", {**MLP, "rope_parameters": {"partial_rotary_factor": 0.25}}),
-    # OpenLLaMA 3B's odd heads of 100 features.
-    "open-llama": (
-        "Llama",
-        {**MLP, "hidden_size": 200, "num_attention_heads": 2, "rms_norm_eps": 1e-6},
-    ),
-    "llama": ("Llama", {**MLP, "num_key_value_heads": 2}),
-    "qwen3": ("Qwen3", {**MLP, "num_key_value_heads": 2, "head_dim": 8}),
-    "stablelm": ("StableLm", {**MLP, "num_key_value_heads": 2, "use_qkv_bias": True}),
-}
 SOME = ["opt", *slow(*(name for name in BASES if name != "opt"))]
 DRAFT_VOCAB = [1, 4, 5, 8, 12]
 DRAFTING = {"draft_vocab": DRAFT_VOCAB}
@@ -73,30 +52,6 @@ PAIRS = [
     *slow(*((name, RESIDUAL) for name in BASES if name != "opt")),
     *slow(("llama", DRAFTING), ("llama", ROTATION), ("qwen3", BOTH)),
 ]
-
-
-def make_base(name, *, seed=0, **changes):
-    """A random model of transformers, no norm and no bias of which is as it begins."""
-    family, sizes = BASES[name]
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    model = model_class._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            if parameter.ndim > 1:
-                parameter.copy_(parameter.shape[1] ** -0.5 * 1.2 * noise)
-            else:
-                parameter.add_(0.2 * noise)
-    return model
-
-
-def write_base(folder, name, **changes):
-    base = make_base(name, **changes)
-    base.save_pretrained(folder)
-    write_tokenizer(folder)
-    return base
 
 
 def make_reference(base=None, *, draft_vocab=(), lora_rank=3, **changes):

@@ -452,7 +452,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
 @pytest.fixture
 def client(bounded, text_bytes):
     pytest.importorskip("starlette")
-    from test_server import client_of
+    from asking import client_of
 
     from ssmlx.server.app import make_app
     from ssmlx.server.handler import RequestHandler

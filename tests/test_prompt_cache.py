@@ -426,7 +426,7 @@ def damaged(path, **changes):
 
 DAMAGES = {
     "another format": ({"format": "ssmlx-prompt/0"}, ("'ssmlx-prompt/0'",)),
-    "a model": ({"model": "qwen"}, ("qwen", "llama")),
+    "a model": ({"model": "qwen2"}, ("qwen2",)),
     "a dtype": ({"dtype": "float16"}, ("float16", "float32")),
     "weights": ({"weights": "abc"}, ("weights", "abc")),
     "LoRA": ({"lora": "abc"}, ("LoRA", "abc")),

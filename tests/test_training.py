@@ -222,7 +222,8 @@ def test_settings_survive_json():
     "changed",
     [
         {"num_streams": -1}, {"learning_rate": 1e38}, {"schedule": "step"},
-        {"stream_weights": (0.1, 0.2)}, {"stream_design": "value_rotation"}, {"rotation_step": 0.1},
+        {"stream_weights": (0.1, 0.2)}, {"stream_design": "value_rotation", "rotation_step": 0.0},
+        {"rotation_step": 0.1},
         {"stream_init": "residual", "stream_init_rank": 0},
         {"stream_init": "identity", "stream_init_rank": 4},
         {"num_streams": 0, "adapter_scope": "streams"}, {"warmup": 1.0},

@@ -4,10 +4,10 @@ import json
 from time import process_time
 
 import pytest
+from byte_tokenizers import make_tokenizer as make_byte_tokenizer
+from byte_tokenizers import tokenizer_of
 from mlx_lm.chat_templates import deepseek_v32
 from refusals import found_in, line_of, mentions, refusal
-from test_formats import make_tokenizer as make_byte_tokenizer
-from test_formats import tokenizer_of
 from tiny import make_tokenizer
 
 from ssmlx.formats.families import CALL_FORMS, find_format
