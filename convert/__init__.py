@@ -7,14 +7,12 @@ import ssmlx  # noqa: F401  (before MLX, so that it finds OpenBLAS)
 from ssmlx.errors import require
 
 
-def check_installed(names: Sequence[str], extra: str, install: str) -> None:
-    """Raise InputError for the first of some packages that is not installed; nothing is imported.
-
-    Args:
-        names: of the packages, as they are imported.
-        extra: of ssmlx that brings them, for the message.
-        install: the command that installs it, for the message.
-    """
+def check_installed(
+    names: Sequence[str],
+    extra: str,  # of ssmlx that brings them, for the message
+    install: str,  # the command that installs it, for the message
+) -> None:
+    """Without importing them."""
     for name in names:
         require(
             importlib.util.find_spec(name) is not None,
@@ -25,5 +23,4 @@ def check_installed(names: Sequence[str], extra: str, install: str) -> None:
 
 
 def check_torch() -> None:
-    """Raise InputError, with the command to install it, where PyTorch is not installed."""
     check_installed(["torch"], "torch", 'pip install "ssmlx[torch]"')

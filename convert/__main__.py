@@ -24,14 +24,6 @@ too, without its streams (--adapter-path)."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert`.
-
-    --out and one of --lora and --heads, not both, have to be given. A mistake ends the process with
-    exit code 2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(
         PROG,
         "Convert a PyTorch checkpoint of streams, or drafting heads, into files that ssmlx loads.",
@@ -99,10 +91,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _has_format(file: Path, format: str) -> bool:
-    """Whether a file is a JSON object with this text as its "format".
-
-    False, too, where it is missing or cannot be read.
-    """
     try:  # a PyTorch checkpoint has settings of the same name
         return read_json(file, format).get("format") == format
     except InputError:
@@ -110,21 +98,13 @@ def _has_format(file: Path, format: str) -> bool:
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Whether the settings file in a folder says that it is an adapter of this package.
-
-    False where there is no such file.
-    """
     from ssmlx.loading import adapter, folders
 
     return _has_format(folder / folders.CONFIG_FILE, adapter.FORMAT)
 
 
 def _check_out_is_replaceable(out: Path) -> None:
-    """Raise InputError where --out exists and may not be replaced.
-
-    It may where it is an empty folder, or has an adapter of this package or heads as this package
-    writes them, and nothing but such files.
-    """
+    """It is an empty folder, or has an adapter or heads of this package and nothing else."""
     from ssmlx.drafters import heads
     from ssmlx.loading.files import require_nothing_else_in
     from ssmlx.loading.folders import MODEL_FILES
@@ -141,11 +121,6 @@ def _check_out_is_replaceable(out: Path) -> None:
 
 
 def _check_sources_exist(args: argparse.Namespace) -> None:
-    """Raise InputError where an option names a source that does not exist.
-
-    With --heads that folder alone is looked for; else those of --lora, --task-lora and --streams
-    that were given. Whether a path is a file or a folder is not checked.
-    """
     for flag in ("heads",) if args.heads else ("lora", "task_lora", "streams"):
         path = getattr(args, flag)
         found = f"--{flag.replace('_', '-')} {path} does not exist"
@@ -154,14 +129,7 @@ def _check_sources_exist(args: argparse.Namespace) -> None:
 
 
 def _convert_heads(args: argparse.Namespace) -> None:
-    """Convert published drafting heads into the folder --out, and say on standard error what they
-    are.
-
-    Raises:
-        InputError: an option is for streams alone, or the heads or the base model cannot be loaded
-            or do not fit each other.
-    """
-    from ssmlx.drafters.heads import overwrite_head_files
+    from ssmlx.drafters.heads import save_heads
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base
     from ssmlx.loading.names import resolve_model
@@ -172,7 +140,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
     with atomic_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
-        overwrite_head_files(folder, heads)
+        save_heads(folder, heads)
     print(
         f"{args.out}: {heads.config.kind}, {heads.config.num_levels} tokens ahead, "
         f"{heads.config.num_parameters:,} parameters",
@@ -181,23 +149,13 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _convert_streams(args: argparse.Namespace) -> None:
-    """Convert a checkpoint or an adapter into the folder --out, and say on standard error what it
-    is.
-
-    What is written is an adapter with weights of --dtype, or with --fuse a model folder. Without
-    --task-lora, the folder `task_lora` in that of --lora is taken, where it is there.
-
-    Raises:
-        InputError: a file is broken or does not fit; --lora is an adapter already and an option is
-            for checkpoints alone; or --fuse meets LoRA of scope "streams" or quantised weights.
-    """
-    from ssmlx.loading.adapter import load_stream_adapter, write_adapter_in_place
+    from ssmlx.loading.adapter import load_stream_adapter, write_adapter
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.lora_files import num_parameters
     from ssmlx.loading.names import resolve_model
 
-    from .formats.adapter import cast_adapter, merge_lora_and_write_model, read_checkpoint
+    from .formats.adapter import cast_adapter, read_checkpoint, write_fused_model
     from .reference.format import STREAMS_WEIGHTS, TASK_LORA
 
     task = args.task_lora
@@ -222,9 +180,9 @@ def _convert_streams(args: argparse.Namespace) -> None:
             )
         tokenizer = load_tokenizer(path, model_config)
         if args.fuse:
-            merge_lora_and_write_model(folder, adapter, backbone, tokenizer, model_config)
+            write_fused_model(folder, adapter, backbone, tokenizer, model_config)
         else:
-            write_adapter_in_place(folder, cast_adapter(adapter, args.dtype))
+            write_adapter(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config
     lora = adapter.trained_lora
     size = num_parameters(lora)
@@ -240,12 +198,6 @@ def _convert_streams(args: argparse.Namespace) -> None:
 
 
 def convert_checkpoint(args: argparse.Namespace) -> None:
-    """Check that the sources exist and --out may be replaced, then convert heads where --heads is
-    given, else streams.
-
-    Raises:
-        InputError: a path or an option is refused, or what is converted is broken.
-    """
     _check_sources_exist(args)
     _check_out_is_replaceable(args.out)
     (_convert_heads if args.heads else _convert_streams)(args)

@@ -1,10 +1,8 @@
 """Base models for the PyTorch side, in float32; and published .bin weights as safetensors.
 
-OPT is published as `pytorch_model.bin` alone, which is a pickle, and which MLX does not read:
-
-    python -m ssmlx.convert.base FOLDER OUT
-
-writes a folder that mlx-lm, `ssmlx` and transformers load. No pickled code is run.
+OPT is published as `pytorch_model.bin` alone, which is a pickle, and which MLX does not read.
+`python -m ssmlx.convert.base FOLDER OUT` writes a folder that mlx-lm, `ssmlx` and transformers
+load. No pickled code is run.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ssmlx.commands.running import run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import atomic_folder
-from ssmlx.loading.load import refuse_unsafe_and_explain_errors
+from ssmlx.loading.model_config import open_config
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.loading.tokenizer_files import NAMED_JINJA_FILES
 
@@ -39,23 +37,14 @@ PICKLES = "pytorch_model*.bin"
 _PACKING = ("group_size", "bits", "mode")
 
 
-def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
-    """Load a base model of transformers in float32 from a local folder.
+def load_base(
+    path: str | Path,
+    *,
+    attn_implementation: str = "eager",  # "eager" or "sdpa"
+) -> Any:
+    """A causal language model in float32, on the CPU, from a folder of Hugging Face's or mlx-lm's.
 
-    No code of the folder is run, and nothing is downloaded. Progress bars of transformers stay off
-    afterwards.
-
-    Args:
-        path: a folder of Hugging Face's, or of mlx-lm with packed weights, which are dequantised.
-        attn_implementation: "eager" or "sdpa".
-
-    Returns:
-        The causal language model, in evaluation mode, on the CPU.
-
-    Raises:
-        InputError: the folder cannot be loaded, has LoRA beside its weights, or lacks weights or
-            has some in another shape; of packed ones, spare ones are refused too. A missing LM head
-            is no fault where it is tied to the embedding.
+    No code of the folder is run, and nothing is downloaded. Quantized weights are dequantized.
     """
     import torch
 
@@ -63,8 +52,8 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with (
-        _silence_log_and_stop_bars(),
-        refuse_unsafe_and_explain_errors(
+        _silence_transformers(),
+        open_config(
             folder,
             f"{folder} cannot be loaded as a model",
             expected="a whole model folder that transformers can load",
@@ -72,9 +61,10 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
         ),
     ):
         if settings.get("quantization") is None:
-            model, faults = _load_unpacked_and_list_faults(folder, options)
+            model, faults = _load_float(folder, options)
         else:
-            model, faults = _load_packed_and_list_faults(folder, settings["quantization"], options)
+            model, faults = _load_quantized(folder, settings["quantization"], options)
+        # A tied LM head is the embedding.
         if model.config.tie_word_embeddings:
             faults = [fault for fault in faults if fault != "lacks lm_head.weight"]
         require(
@@ -87,11 +77,8 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
 
 
 @contextmanager
-def _silence_log_and_stop_bars() -> Iterator[None]:
-    """Keep transformers from showing warnings inside the block, and its bars from then on.
-
-    The level of its log is put back after the block; its progress bars stay off.
-    """
+def _silence_transformers() -> Iterator[None]:
+    """The level of transformers' log is restored afterwards; its progress bars stay off."""
     from transformers.utils import logging  # takes seconds
 
     verbosity = logging.get_verbosity()
@@ -103,22 +90,11 @@ def _silence_log_and_stop_bars() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _load_unpacked_and_list_faults(
-    folder: Path, options: Mapping[str, Any]
+def _load_float(
+    folder: Path,
+    options: Mapping[str, Any],  # "dtype" and "attn_implementation"
 ) -> tuple[Any, list[str]]:
-    """Load a model whose weights transformers can read.
-
-    Args:
-        folder: of the model.
-        options: "dtype" and "attn_implementation", as `from_pretrained` takes them.
-
-    Returns:
-        The model, in which transformers has drawn the weights that it did not find; and these
-        faults, in words: weights missing, or of another shape.
-
-    Raises:
-        InputError: the folder has an adapter_config.json, whose LoRA transformers would load too.
-    """
+    """Weights that transformers does not find, it draws: these are faults, in words."""
     from transformers import AutoModelForCausalLM
 
     found = f"{folder} has LoRA beside its weights"
@@ -131,26 +107,19 @@ def _load_unpacked_and_list_faults(
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        **options,  # told below
+        **options,  # refused below
     )
     faults = [f"lacks {name}" for name in sorted(report["missing_keys"])]
     misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
     return model, [*faults, *(f"holds {name} in another shape" for name in misshapen)]
 
 
-def _load_packed_and_list_faults(
-    folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]
+def _load_quantized(
+    folder: Path,
+    quantization: Mapping[str, Any],  # of that name in config.json
+    options: Mapping[str, Any],
 ) -> tuple[Any, list[str]]:
-    """Build a model from its config.json and mlx-lm's packed weights.
-
-    Args:
-        folder: of the model.
-        quantization: of that name in config.json.
-        options: "dtype" and "attn_implementation", as `from_config` takes them.
-
-    Returns:
-        The model; and its faults, in words: weights missing or spare.
-    """
+    """Of mlx-lm's quantized weights; missing and unknown ones are faults, in words."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -164,13 +133,7 @@ def _load_packed_and_list_faults(
 
 
 def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Read all weights of an mlx-lm folder into float32 tensors, by name; packed ones are
-    dequantised.
-
-    Args:
-        folder: whose files model*.safetensors are read.
-        quantization: of the model; a value under a module's path is that module's own.
-    """
+    """Float32 tensors by name, from model*.safetensors."""
     import torch
 
     packed: dict[str, Any] = {}
@@ -183,7 +146,7 @@ def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str
         if is_packed and kind in ("scales", "biases"):
             continue
         if is_packed and kind == "weight":
-            own = quantization.get(module)  # where mlx-lm packed one module otherwise
+            own = quantization.get(module)  # mlx-lm may have quantized one module otherwise
             settings = {**quantization, **(own if isinstance(own, dict) else {})}
             settings = {key: settings[key] for key in _PACKING if key in settings}
             scales = packed[f"{module}.scales"]
@@ -197,21 +160,11 @@ def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str
     return weights
 
 
-def convert_pickles_to_safetensors(source: Path, target: Path) -> None:
-    """Copy a model folder whose weights are .bin files, with safetensors in their place; the source
-    stays as it is.
-
-    Names and dtypes of the weights stay. Of the other files, settings and tokenizer are copied: see
-    `copy_settings_and_tokenizer`. No pickled code is run.
-
-    Args:
-        source: has config.json, and files pytorch_model*.bin.
-        target: a new folder, written whole or not at all.
-
-    Raises:
-        InputError: there are no such files, they cannot be read, `target` exists, or PyTorch is not
-            installed.
-    """
+def convert_pickles_to_safetensors(
+    source: Path,  # has config.json, and files pytorch_model*.bin
+    target: Path,  # a new folder, written whole or not at all
+) -> None:
+    """Names and dtypes of the weights stay; no pickled code is run."""
     check_torch()
     from huggingface_hub import save_torch_state_dict
 
@@ -228,16 +181,7 @@ def convert_pickles_to_safetensors(source: Path, target: Path) -> None:
 
 
 def copy_settings_and_tokenizer(source: Path, target: Path) -> None:
-    """Copy the settings and the tokenizer of a model folder into another, over files of the same
-    name.
-
-    These are all *.json, *.txt, *.jinja, *.tiktoken and tokenizer.model at its top and the chat
-    templates of other names, but no index of weights (*.index.json).
-
-    Args:
-        source: the model folder.
-        target: a folder that exists.
-    """
+    """Over files of the same name; an index of weights is left out."""
     tokenizers = ("tokenizer.model", "*.tiktoken", "tiktoken.model")
     for pattern in ("*.json", "*.txt", "*.jinja", NAMED_JINJA_FILES, *tokenizers):
         for file in source.glob(pattern):
@@ -248,19 +192,14 @@ def copy_settings_and_tokenizer(source: Path, target: Path) -> None:
 
 
 def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a .bin file, by name, on the CPU; no pickled code is run.
-
-    Types stay. Of tensors that share memory, all but the first are copied.
-
-    Raises:
-        InputError: the file cannot be read, or holds more than tensors.
-    """
+    """Of a .bin file, on the CPU; no pickled code is run."""
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
     taken: set[int] = set()
     try:
         for name, tensor in torch.load(path, "cpu", weights_only=True).items():
+            # safetensors refuses tensors that share memory.
             memory = tensor.untyped_storage().data_ptr()
             own = tensor.detach()
             tensors[str(name)] = own.clone() if memory in taken else own.contiguous()
@@ -275,14 +214,6 @@ def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m ssmlx.convert.base`: write a model folder of .bin files with safetensors.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-
-    Returns:
-        The exit code, as `run_command` has it.
-    """
     description = "Write a model folder whose weights are .bin files with safetensors instead."
     epilog = "example:\n  python -m ssmlx.convert.base opt-125m opt-125m-safetensors"
     parser = make_parser(PROG, description, epilog)

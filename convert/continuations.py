@@ -15,8 +15,8 @@ from ssmlx.commands.parser import add_int_options, add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder, write_whole
-from ssmlx.loading.identity import weights_and_configs_digest
-from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
+from ssmlx.loading.identity import folder_digest
+from ssmlx.prompts import Prompt, as_messages, encode_with_template, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import frozen_at_new_year_2026
 from ssmlx.training.part_file import PartFile
@@ -45,19 +45,13 @@ COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 
 
 class Continuation(NamedTuple):
-    """A model's answer: its token ids, and why it ended."""
-
-    tokens: list[int]  # with the end token where there is one
-    finish_reason: str  # "stop" at an end token, "length" where max_tokens came first
+    tokens: list[int]  # with the end token if there is one
+    finish_reason: str  # "stop" at an end token, "length" if max_tokens came first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen, as `ssmlx.settings.SamplingConfig`, and when to stop.
-
-    `max_tokens` bounds an answer, its end token counted. `temp` 0 is greedy. Settings out of bounds
-    raise InputError.
-    """
+    """How the next token is chosen, as `ssmlx.settings.SamplingConfig`."""
 
     max_tokens: int = setting(160, least=1)
     temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
@@ -72,27 +66,11 @@ def generate_batch(
     model: Any,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    end_tokens: Sequence[int],
+    end_tokens: Sequence[int],  # the last of an answer's tokens is one of them
+    # with the seed it decides the noise, so that batches do not depend on earlier ones
     batch_number: int = 0,
 ) -> list[Continuation]:
-    """Answer B prompts together; prompts are padded on the left.
-
-    Rows that have ended are dropped from the batch once they are an eighth of it.
-
-    Args:
-        model: a causal language model of transformers.
-        prompts: token ids of each, one or more.
-        sampling: temperature, top-p, seed and most tokens of an answer.
-        end_tokens: ids that end an answer.
-        batch_number: the noise depends on this and on the seed, so that batches do not depend on
-            which ones ran before.
-
-    Returns:
-        The answers, in the order of the prompts. An end token is the last of an answer's tokens.
-
-    Raises:
-        InputError: the model's logits have NaN.
-    """
+    """Answer B prompts together, padded on the left, with a model of transformers."""
     import torch
     from transformers import DynamicCache
 
@@ -146,19 +124,11 @@ def generate_batch(
 
 
 def choose_tokens(
-    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
-) -> torch.Tensor:
-    """Choose a token for each row: the likeliest at temperature 0, else drawn by temperature and
-    top-p.
-
-    Args:
-        logits: [B, V] float32.
-        sampling: its temperature and top-p are used.
-        generator: is drawn from, unless the temperature is 0.
-
-    Returns:
-        [B] token ids.
-    """
+    logits: torch.Tensor,  # [B, V] float32
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> torch.Tensor:  # [B]
+    """The likeliest at temperature 0, else drawn by temperature and top-p."""
     import torch
 
     if sampling.temp == 0:
@@ -171,31 +141,18 @@ def choose_tokens(
 
 def grouped_attention(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
+    query: torch.Tensor,  # [B, H, L, Dh]
+    key: torch.Tensor,  # [B, Hkv, S, Dh]
+    value: torch.Tensor,  # [B, Hkv, S, Dh]
+    attention_mask: torch.Tensor | None,  # [B, 1, L, S], True or 0 if visible
+    scaling: float | None = None,  # of the scores; None for 1 over the root of Dh
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention, for one new token a row without a copy of keys for every query head.
+) -> tuple[torch.Tensor, None]:  # [B, L, H, Dh]
+    """For one new token per row, without copying keys for every query head.
 
-    On the CPU that is several times as fast as PyTorch's kernel, which computes where L is above 1.
-    It is of the form that transformers' `AttentionInterface` takes.
-
-    Args:
-        module: the attention module, for PyTorch's kernel alone.
-        query: [B, H, L, Dh].
-        key: [B, Hkv, S, Dh].
-        value: [B, Hkv, S, Dh].
-        attention_mask: [B, 1, L, S], True or 0 where visible; None where everything is.
-        scaling: of the scores; None for 1 over the root of Dh.
-        dropout: for PyTorch's kernel alone.
-        kwargs: likewise.
-
-    Returns:
-        [B, L, H, Dh], and None in the place of attention weights.
+    On the CPU this is several times as fast as PyTorch's kernel, which still computes prompts. It
+    has the form that transformers' `AttentionInterface` takes.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -216,25 +173,12 @@ def grouped_attention(
 
 
 def load_answering_model(
-    path: Path, dtype: str, device: str, lora: Path | None = None
+    path: Path,
+    dtype: str,  # of the computation, such as "bfloat16"
+    device: str,  # "auto", "cpu", "cuda" or "mps"
+    lora: Path | None = None,  # merged into the weights, see `merge_fine_tuning`
 ) -> tuple[Any, Any]:
-    """Load the model and the tokenizer of a folder for `generate_batch`.
-
-    On the CPU the model is made to compute `grouped_attention`, which transformers then knows as
-    "grouped" in the whole process.
-
-    Args:
-        path: the model's folder.
-        dtype: what the model computes in, such as "bfloat16".
-        device: "auto", "cpu", "cuda" or "mps".
-        lora: folder of LoRA that is added into the weights, see `merge_fine_tuning`; None for none.
-
-    Returns:
-        The model of transformers, in evaluation mode, and mlx-lm's tokenizer.
-
-    Raises:
-        InputError: the model or the LoRA cannot be loaded, or there is no such device.
-    """
+    """On the CPU transformers then knows `grouped_attention` as "grouped", in the whole process."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -258,49 +202,26 @@ def load_answering_model(
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer, ascending: the tokenizer's and those of the model's
-    generation settings.
-
-    Empty where neither has any.
-    """
+    """The tokenizer's and those of the model's generation settings, ascending."""
     own = model.generation_config.eos_token_id if model.generation_config else None
     own = own if isinstance(own, list) else [own]
     return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Put prompts of similar length together.
-
-    Args:
-        lengths: tokens of each prompt.
-        batch_size: prompts of a batch; the last batch may have fewer.
-
-    Returns:
-        The prompts' indices in each batch, the longest prompts first; of equal ones the first.
-    """
+    """Prompts of similar length together, as indices; the longest first."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def answer_all_in_batches(
-    encoded: Sequence[Sequence[int]],
+    encoded: Sequence[Sequence[int]],  # the prompts' tokens
+    # takes the prompts of a batch and its number
     generate: Callable[[Sequence[Sequence[int]], int], list[Continuation]],
     batch_size: int,
     part: PartFile,
 ) -> list[Continuation]:
-    """Answer every prompt in batches, keeping each finished batch in `part`.
-
-    A bar is shown on a terminal.
-
-    Args:
-        encoded: the prompts' tokens.
-        generate: answers a batch, given its prompts and its number from 0 on.
-        batch_size: prompts of a batch.
-        part: its finished batches are taken as they are; new ones are appended.
-
-    Returns:
-        The answers, in the order of the prompts.
-    """
+    """In the order of the prompts; each finished batch is kept in `part`."""
     from huggingface_hub.utils import tqdm
 
     batches = plan_batches([len(tokens) for tokens in encoded], batch_size)
@@ -315,11 +236,13 @@ def answer_all_in_batches(
     return [answer for _, answer in sorted(zip(order, answers, strict=True))]
 
 
-def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompts in their order, the first of each conversation only.
+def prompt_key(prompt: Prompt) -> str:
+    """A text that two prompts share only if their turns and tools are equal."""
+    return json.dumps([as_messages(prompt), prompt.get("tools")])
 
-    Two are the same where `prompt_key` says so.
-    """
+
+def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A greedy model has one answer to a prompt."""
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
         first.setdefault(prompt_key(prompt), prompt)
@@ -327,27 +250,13 @@ def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 @frozen_at_new_year_2026()
-def encode_prompts_refusing_long(
-    prompts: Sequence[dict[str, Any]], tokenizer: Any, most_tokens: int, template: str | None = None
+def encode_prompts(
+    prompts: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    most_tokens: int,  # of a prompt
+    template: str | None = None,
 ) -> list[list[int]]:
-    """Tokenise prompts up to where the answer starts.
-
-    A chat template that asks for the date gets a fixed one, so that another day's run has the same
-    tokens.
-
-    Args:
-        prompts: rows with "prompt" or "messages", and perhaps "tools".
-        tokenizer: of the model.
-        most_tokens: of a prompt.
-        template: text with `{prompt}`; None for the model's chat template.
-
-    Returns:
-        Token ids of each prompt, in their order.
-
-    Raises:
-        InputError: there is no chat template, or a prompt is too long or cannot be tokenised; its
-            number is named, from 1 on.
-    """
+    """Templates that ask for the date get a fixed one, so that runs of other days repeat."""
     require(
         template is not None or bool(tokenizer.chat_template),
         "the model's tokenizer has no chat template",
@@ -371,23 +280,13 @@ def encode_prompts_refusing_long(
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write one JSON object a line, the file whole or not at all; missing folders above it are
-    made.
-    """
+    """The file whole or not at all."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     make_folder(path.parent)
     write_whole(path, text.encode())
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert.continuations`.
-
-    --prompts (one file or several) and --out are required. A mistake ends the process with exit
-    code 2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
     for flag, count in (("--prompts", "+"), ("--out", None)):
         told = {"metavar": "FILE", "help": "JSON lines"}
@@ -414,9 +313,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_model_and_batch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model that answers in batches: --model, --batch-size, --dtype and
-    --device.
-    """
     told = "(default: %(default)s)"
     add_options(
         parser,
@@ -440,22 +336,10 @@ def add_model_and_batch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raise InputError unless the batch size is 1 or more."""
     require(batch_size >= 1, f"--batch-size {batch_size}", expected="1 or more", do="raise it")
 
 
 def write_continuations(args: argparse.Namespace) -> None:
-    """Answer the prompts of files with a model, and write prompts and answers to --out.
-
-    Prompts that come again are left out, unless --temp is above 0; of the others the first --count
-    are answered. Finished batches are kept in OUT.part, which the same command goes on from, and
-    which is deleted at the end. --out is replaced then, and the number of answers and tokens said
-    on standard error.
-
-    Raises:
-        InputError: an option is out of bounds, a prompt does not fit, OUT.part is another
-            command's or in use, or the model or the LoRA cannot be loaded.
-    """
     from ssmlx.loading.names import resolve_model
 
     check_torch()
@@ -481,14 +365,14 @@ def write_continuations(args: argparse.Namespace) -> None:
         expected=f"less than the model's context, {context}",
         do="lower --max-tokens",
     )
-    encoded = encode_prompts_refusing_long(prompts, tokenizer, context - args.max_tokens, template)
+    encoded = encode_prompts(prompts, tokenizer, context - args.max_tokens, template)
     stop = find_end_tokens(model, tokenizer)
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),
         {
             "prompts": hashlib.sha256(json.dumps([prompts, encoded]).encode()).hexdigest(),
-            "model": weights_and_configs_digest(path),
-            "lora": weights_and_configs_digest(args.lora),
+            "model": folder_digest(path),
+            "lora": folder_digest(args.lora),
             "batch_size": args.batch_size,
             "dtype": args.dtype,
             "device": model.device.type,

@@ -35,19 +35,14 @@ You may stop a run at any time. The same command continues it from the last save
 with the same weights. At the end OUT is a checkpoint for `python -m ssmlx.convert`. It also has
 log.jsonl, and curves.png if matplotlib is installed."""
 
+# how the trainers other than this one optimise
 DEFAULTS: dict[str, Any] = {
     **{name: getattr(TrainConfig(), name) for name in OPTIMISATION},
     "learning_rate": 1e-3, "warmup": 0.05, "schedule": "cosine",
 }  # fmt: skip
-"""How the trainers other than this one optimise."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert.train`.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     description = "Train streams, with which a model drafts for itself, in PyTorch."
     task_lora = "a task's LoRA: a checkpoint of this command with --num-streams 0"
     parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
@@ -55,15 +50,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
-    """Add a group with --device and --dtype to a trainer's options, and with --cache-gb where it is
-    asked for.
-
-    Args:
-        parser: is given the group.
-        cached: what the trainer may keep on disk, in words for the help of --cache-gb; None adds no
-            --cache-gb.
-    """
+def add_machine_options(
+    parser: argparse.ArgumentParser,
+    # what --cache-gb keeps on disk, for its help; None for no --cache-gb
+    cached: str | None = None,
+) -> None:
     group = parser.add_argument_group("machine")
     add_options(
         group,
@@ -88,17 +79,6 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
 
 
 def train_streams(args: argparse.Namespace) -> None:
-    """Train streams, LoRA and pruning adapter in PyTorch, as the options say, and write them to
-    --out.
-
-    What is written is a checkpoint of `convert.train`, with the task's LoRA of --task-lora beside
-    it; with --train-only an adapter, into a folder of --out. A stopped run goes on from its last
-    saved state.
-
-    Raises:
-        InputError: PyTorch is missing, options do not fit one another, or the model, the data or
-            --init cannot be used.
-    """
     check_torch()
     options = read_run_options(args)
     train = read_train_config(args)
@@ -108,27 +88,27 @@ def train_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.files import require_nothing_else_in
     from ssmlx.loading.folders import ADAPTER_FILES, TRAINED_FOLDER
-    from ssmlx.training.job import read_and_check_job, run_to_end
+    from ssmlx.training.job import read_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, measure_and_write_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
     from .reference.checkpoint import (
+        build_frozen,
+        copy_checkpoint_weights,
         copy_task_lora,
-        copy_weights_that_checkpoint_has,
-        let_part_alone_take_gradients,
-        load_checkpoint_of_scope_all,
+        load_fine_tuned,
         merge_lora,
-        merge_task_lora_and_build_frozen,
         replace_trained_weights,
         save_reference,
+        set_trained_part,
     )
     from .training.run import (
         TorchObjective,
         TorchTrainer,
         cast_frozen_parameters,
         choose_device,
-        seed_torch_and_build_new_streams,
+        new_streams,
         use_stream_attention,
     )
 
@@ -142,23 +122,21 @@ def train_streams(args: argparse.Namespace) -> None:
         if train.train_only
         else None
     )
-    job = read_and_check_job(options, train, start)
+    job = read_job(options, train, start)
     base: Any = load_base(job.base_folder, attn_implementation="sdpa")
     frozen_folders: list[Path] = []
     if args.task_lora is not None:
-        tuned = load_checkpoint_of_scope_all(base, args.task_lora)
+        tuned = load_fine_tuned(base, args.task_lora)
         frozen_folders = [args.task_lora]
         base = merge_lora(tuned)
     if start is None:
-        model = seed_torch_and_build_new_streams(base, job.config, train, job.draft_vocab).to(
-            device
-        )
+        model = new_streams(base, job.config, train, job.draft_vocab).to(device)
     else:
-        model = merge_task_lora_and_build_frozen(base, start).to(device)
+        model = build_frozen(base, start).to(device)
         frozen_folders = [args.init]
-        let_part_alone_take_gradients(model, train.train_only)
+        set_trained_part(model, train.train_only)
     if args.init is not None and start is None:
-        copy_weights_that_checkpoint_has(model, args.init, has_task_lora=args.task_lora is not None)
+        copy_checkpoint_weights(model, args.init, has_task_lora=args.task_lora is not None)
     cast_frozen_parameters(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
@@ -166,9 +144,6 @@ def train_streams(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
 
     def write_adapter_or_checkpoint(validation: Validation) -> Path:
-        """Write the checkpoint to --out, or with --train-only the adapter, measured, into a folder
-        of it; return the folder. `validation` is not asked for a checkpoint.
-        """
         if start is not None:
             return measure_and_write_adapter(
                 trained, replace_trained_weights(start, model), validation

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ssmlx.commands.parser import add_options, make_parser, reject_given_options
 from ssmlx.commands.running import make_main, with_lock_on_out_folder
+from ssmlx.commands.setting_options import add_setting_options
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_data_out_and_run_options,
-    add_setting_options,
     read_run_options,
 )
 from ssmlx.errors import require
@@ -60,22 +60,12 @@ _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights"
           "draft_vocab_size")  # fmt: skip
 
 
-def _switch(help: str) -> Any:
-    """Declare a field of `HeadSettings` that is off by default, and an option without a value.
-
-    Args:
-        help: describes it in the command's help.
-    """
-    return field(default=False, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
     """What is trained, beside the settings that all trainers share.
 
     `kind` is "medusa" or "mlp_speculator"; `inner_dim`, `tie_weights`, `scale_input` and `widths`
-    are those of `MlpSpeculatorConfig`. Settings out of bounds, or that do not go with one another,
-    raise InputError.
+    are those of `MlpSpeculatorConfig`.
     """
 
     kind: str
@@ -83,15 +73,15 @@ class HeadSettings:
         help="tokens that the heads guess ahead", least=1, most=MAX_DRAFT_TOKENS
     )
     num_layers: int = setting(1, "residual blocks of each head", least=0, most=MAX_LAYERS)
-    share_lm_head: bool = _switch(
-        "heads have no matrices of their own: their blocks feed the model's LM head"
+    share_lm_head: bool = setting(
+        False, "heads have no matrices of their own: their blocks feed the model's LM head"
     )
     decay: float = setting(
         0.8, "lambda: the loss of head h has the weight lambda ** h", above=0, most=1
     )
     inner_dim: int = setting(0, "width of the states; 0 for the model's", least=0, most=2**16)
-    tie_weights: bool = _switch("all stages have the same weights")
-    scale_input: bool = _switch("normalise the hidden state first")
+    tie_weights: bool = setting(False, "all stages have the same weights")
+    scale_input: bool = setting(False, "normalise the hidden state first")
     widths: tuple[int, ...] = setting(
         (), "children of a draft tree's node at each stage", least=1, most=MAX_TREE_NODES
     )
@@ -104,9 +94,6 @@ class HeadSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check every setting; raise InputError where one is out of bounds, or does not go with
-        another.
-        """
         check_settings(self, do="correct the option")
         layers = "1 or more with --share-lm-head, or nothing would be trained"
         widths = f"{self.num_heads} numbers of 1 or more, one a head"
@@ -131,26 +118,18 @@ _DEFAULTS = {one.name: str(one.default or 0) for one in fields(HeadSettings)} | 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert.train_heads`.
-
-    Options whose default depends on the kind or the stage are None unless given.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
+    """Options whose default depends on the kind or the stage are None unless given."""
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument(
         "--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="kind of the heads"
     )
     add_data_out_and_run_options(parser)
-    add_setting_options(
-        parser,
-        "heads",
-        ("num_heads",),
-        shown_defaults=_DEFAULTS,
-        settings_class=HeadSettings,
-    )
-    add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown_defaults=_DEFAULTS)
+    for title, settings, names in (
+        ("heads", HeadSettings, ("num_heads",)),
+        ("draft vocabulary", TrainConfig, ("draft_vocab_size",)),
+    ):
+        group = parser.add_argument_group(title)
+        add_setting_options(group, settings, names, shown=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
         (
@@ -161,38 +140,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--init", "FOLDER", "trained heads to start from, such as those of stage 1", Path),
     )
-    add_setting_options(
-        parser,
-        "Medusa heads",
-        _ONLY[_MEDUSA],
-        shown_defaults=_DEFAULTS,
-        settings_class=HeadSettings,
-    )
-    add_setting_options(
-        parser,
-        "MLP speculator",
-        _ONLY[_SPECULATOR],
-        shown_defaults=_DEFAULTS,
-        settings_class=HeadSettings,
-    )
+    for title, kind in (("Medusa heads", _MEDUSA), ("MLP speculator", _SPECULATOR)):
+        group = parser.add_argument_group(title)
+        add_setting_options(group, HeadSettings, _ONLY[kind], shown=_DEFAULTS)
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
-    add_setting_options(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
+    group = parser.add_argument_group("optimisation")
+    add_setting_options(group, TrainConfig, OPTIMISATION, defaults=DEFAULTS, shown=shown)
     add_machine_options(parser, "hidden states of the frozen model")
     return parser.parse_args(argv)
 
 
-def build_head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
-    """Build the settings of the heads to train from the options.
-
-    Args:
-        args: the command's options; those that were not given are None.
-        init: heads to go on from, whose number and shape are taken, and whose widths unless
-            --widths is given; None for new ones.
-
-    Raises:
-        InputError: an option is for the other kind, is out of bounds, would change the shape of
-            `init`, or is --stage 2 without `init`.
-    """
+def build_head_settings(
+    args: argparse.Namespace,
+    # heads to go on from, which decide number, shape, and widths unless given
+    init: HeadReference | None,
+) -> HeadSettings:
     for kind in {*_ONLY} - {args.kind}:
         reject_given_options(args, _ONLY[kind], f"--kind {kind}")
     require(
@@ -212,16 +174,11 @@ def build_head_settings(args: argparse.Namespace, init: HeadReference | None) ->
 
 
 def build_head_config(
-    settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
+    settings: HeadSettings,
+    vocab_size: int,  # V, of the base model
+    width: int,  # D
+    draft_vocab_size: int,  # Vd, how many tokens heads guess among; 0 for all V
 ) -> HeadConfig:
-    """Return the settings that new heads of a kind are built from.
-
-    Args:
-        settings: of the training.
-        vocab_size: V, of the base model.
-        width: D, its hidden size.
-        draft_vocab_size: Vd, how many tokens heads guess among; 0 for all V.
-    """
     from ssmlx.drafters.medusa import MedusaConfig
     from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 
@@ -246,25 +203,15 @@ def build_head_config(
 
 
 class _HeadsJob(NamedTuple):
-    """What `train_heads` trains, and on what."""
-
-    job: Job  # has the draft vocabulary of `init` where there are such heads
+    job: Job  # has the draft vocabulary of `init`, if given
     settings: HeadSettings
     init: HeadReference | None  # the heads of --init, to go on from
 
 
-def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
-    """Read the options, the data and the heads to go on from.
-
-    Where no option says otherwise, batch size, learning rate and longest example have other
-    defaults in stage 2 than in stage 1.
-
-    Raises:
-        InputError: --init holds heads of another kind, a line of train.jsonl has no tokens of an
-            answer in stage 2, or options or files are broken or do not fit.
-    """
+def _read_heads_job(args: argparse.Namespace) -> _HeadsJob:
+    """Batch size, learning rate and longest example have other defaults in stage 2."""
     from ssmlx.json_files import read_json_rows
-    from ssmlx.training.job import read_and_check_job, read_base_settings
+    from ssmlx.training.job import read_base_settings, read_job
 
     from .formats.heads import load_published_heads
 
@@ -296,26 +243,18 @@ def _read_job_and_init_heads(args: argparse.Namespace) -> _HeadsJob:
     train = TrainConfig(  # heads stand in the place of streams
         num_streams=settings.num_heads,
         num_msa_layers=1,
+        root_init_rank=0,
         prune_rank=0,
         stream_weights=tuple(rate**head for head in range(settings.num_heads)),
         draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),
         **values,
     )
-    job = read_and_check_job(options, train)
+    job = read_job(options, train)
     job = job if init is None else replace(job, draft_vocab=vocab)
     return _HeadsJob(job, settings, init)
 
 
 def train_heads(args: argparse.Namespace) -> None:
-    """Train Medusa heads or an MLP speculator, as the options say, and write them to --out.
-
-    They are written in the form in which their kind is published. A stopped run goes on from its
-    last saved state.
-
-    Raises:
-        InputError: PyTorch is missing, options do not fit one another, or model, data or heads
-            cannot be used.
-    """
     check_torch()
     import torch
 
@@ -324,22 +263,22 @@ def train_heads(args: argparse.Namespace) -> None:
     from .formats.heads import check_base_sizes, save_published_heads
     from .training.heads import (
         HeadObjective,
-        load_base_with_lora_merged,
-        seed_torch_and_build_new_heads,
+        load_frozen_model,
+        new_heads,
     )
     from .training.run import TorchTrainer, choose_device
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    job, settings, init = _read_job_and_init_heads(args)
+    job, settings, init = _read_heads_job(args)
     out = job.options.out
     train = job.train
-    frozen = load_base_with_lora_merged(job.base_folder, args.lora)
+    frozen = load_frozen_model(job.base_folder, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
         vocab_size, width = lm_head.shape
         config = build_head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
-        model = seed_torch_and_build_new_heads(config, job.draft_vocab, train.seed, lm_head)
+        model = new_heads(config, job.draft_vocab, train.seed, lm_head)
     else:
         model = init
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
@@ -348,7 +287,6 @@ def train_heads(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
 
     def write_heads(_: Validation) -> Path:
-        """Write the heads to --out, as their kind is published; return --out."""
         save_published_heads(model, out, job.options.model, lm_head)
         return out
 

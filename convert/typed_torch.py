@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
 
     class Module:
-        """`torch.nn.Module`; what it has beside this is `Any`."""
+        """`torch.nn.Module`; its other attributes are `Any`."""
 
         def __init__(self) -> None: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -31,6 +31,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def without_gradients(function: _F) -> _F:
-    """Decorate a function in which PyTorch is to record no gradients: `torch.no_grad()`."""
+    """`torch.no_grad()`, with types."""
     decorated: _F = torch.no_grad()(function)
     return decorated

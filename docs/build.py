@@ -28,28 +28,23 @@ PAGES = {
     "adapters.html": "Adapter format",
     "questions.html": "Questions",
 }
+# sections of the README that the first page has
 GUIDE = ("Use it", "In an app", "For editors, agents and chat pages", "Your own model")
-"""Sections of the README that the first page has."""
 
 
 def readme_sections() -> str:
-    """The README's title and the sections of `GUIDE`, in Markdown."""
+    """The README's title and the sections of `GUIDE`."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
     return "# ssmlx\n\n" + "".join(f"## {title}\n{sections[title]}" for title in GUIDE)
 
 
-def with_absolute_links(text: str, folder: str, repository: str) -> str:
-    """Markdown whose relative links lead to the repository's pages.
-
-    Args:
-        text: Markdown of a file in `folder`.
-        folder: that file's folder, relative to the repository's root; "" for the root.
-        repository: the repository's address.
-
-    Raises:
-        FileNotFoundError: a link leads to no file.
-    """
+def with_absolute_links(
+    text: str,
+    folder: str,  # of the text, relative to the repository's root
+    repository: str,  # its address
+) -> str:
+    """Relative links lead to the repository's pages; FileNotFoundError if one leads to no file."""
 
     def absolute(match: re.Match[str]) -> str:
         path = (ROOT / folder / match[1]).resolve(strict=True).relative_to(ROOT)
@@ -76,11 +71,6 @@ def pages() -> dict[str, str]:
 
 
 def build(folder: Path) -> None:
-    """Write every page into `folder`, which is made where it is missing.
-
-    Raises:
-        Warning: whatever pdoc warns of, such as a name of `ssmlx.__all__` that does not exist.
-    """
     for name in ssmlx.__all__:
         if name != "__version__":
             # Loaded on first use, and pdoc reads what is loaded; and not a command's module of the

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from convert.continuations import prompt_key
 from ssmlx.commands.parser import add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt, print_save_and_draw_png
 from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
-from ssmlx.prompts import prompt_key, read_prompts
+from ssmlx.prompts import read_prompts
 from ssmlx.report import Columns, table
 
 from .run import show
@@ -25,10 +25,10 @@ from .run.experiment import run_result, systems_parting_beyond_ties, task_result
 from .run.options import (
     add_experiment_options,
     build_task_experiment,
-    exit_if_count_below_one,
+    check_counts,
     split_name_and_value,
 )
-from .run.results import RESULTS, explain_broken_result
+from .run.results import RESULTS, explain_broken_result, print_and_save
 from .run.show import Row, write_bar_chart
 from .run.statistics import estimate_from_json
 from .run.target import MLX_LM, PLAIN
@@ -75,18 +75,14 @@ NOTES = (
 
 
 def format_markdown_report(result: show.Result) -> str:
-    """Format a result: a line on how it was measured, all tasks' tables, then all notes."""
-    lead = f"{show.model_and_machine_heading(result)}. {_intervals_and_repeats_text(result)}."
+    lead = f"{show.setup_heading(result)}. {_intervals_and_repeats_text(result)}."
     tables = [table for task in result["tasks"] for table in _all_tables_of_task(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
     return "\n\n".join([lead, *tables, "\n".join([*notes, *NOTES])])
 
 
 def _all_tables_of_task(task: Row) -> list[str]:
-    """Return a task's tables as Markdown: speed, prices, and one for each of its categories.
-
-    The table of prices is left out of results of earlier versions, which have none.
-    """
+    """Prices are missing in results of earlier versions."""
     tables = [_heading_and_system_table(task)]
     if "price" in task["systems"][0]:
         tables.append(f"**{task['task']}, prices**\n\n{_price_ratio_table(task['systems'])}")
@@ -96,17 +92,11 @@ def _all_tables_of_task(task: Row) -> list[str]:
     return tables
 
 
-def _price_and_watch_cell(ratio_name: str) -> show.Cell:
-    """Make a cell with a ratio by price, and by watched time in brackets; "-" where there is no
-    ratio.
-
-    Args:
-        ratio_name: of the ratio, such as "over_plain".
-    """
+def _price_cell(ratio_name: str) -> show.Cell:
+    """A ratio by price, and by watched time in brackets."""
     watched = f"latency_{ratio_name}"
 
     def cell(row: Row) -> str:
-        """Return the text of the cell for a system's row."""
         if row["price"][ratio_name] is None:
             return "-"
         price = show.interval_text(row["price"][ratio_name], 3)
@@ -116,16 +106,13 @@ def _price_and_watch_cell(ratio_name: str) -> show.Cell:
 
 
 _PRICES: Columns = {
-    "price over plain (watched)": _price_and_watch_cell("over_plain"),
-    "over the best fixed tree (watched)": _price_and_watch_cell("over_best_tree"),
+    "price over plain (watched)": _price_cell("over_plain"),
+    "over the best fixed tree (watched)": _price_cell("over_best_tree"),
     "over the better of both": lambda row: show.interval_text(row["price"]["over_best"], 3),
 }
 
 
 def _price_ratio_table(rows: Sequence[Row]) -> str:
-    """Return the table of prices against plain decoding's and the best fixed tree's, a row for each
-    system, with how many answers are slower than plain decoding's.
-    """
     price = rows[0]["price"]
     counted = f"answers of {price['least_tokens']} tokens or more"
     columns: Columns = {
@@ -139,7 +126,6 @@ def _price_ratio_table(rows: Sequence[Row]) -> str:
 
 
 def _system_table_of_category(rows: Sequence[Row]) -> str:
-    """Return a table of one category's systems, a row for each: tokens per call, speed, price."""
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "tokens per call": show.figure_cell("tokens_per_call"),
@@ -150,7 +136,7 @@ def _system_table_of_category(rows: Sequence[Row]) -> str:
 
 
 def _slower_answers_text(row: Row) -> str:
-    """Say how many answers are slower than each limit, such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
+    """Such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
     price = row["price"]
     counts = [
         f"{count} ({100 * count / max(1, price['answers']):.1f} %)"
@@ -160,7 +146,7 @@ def _slower_answers_text(row: Row) -> str:
 
 
 def _substituted_calls_text(row: Row) -> str:
-    """Say how many calls took other places' and other rows' medians, such as `3 and 1 of 60`."""
+    """Such as `3 and 1 of 60`."""
     price = row["price"]
     return f"{price['without_place']} and {price['by_nearest_rows']} of {price['calls']}"
 
@@ -170,9 +156,6 @@ def _two_digits(value: float | None) -> str:
 
 
 def _heading_and_system_table(task: Row) -> str:
-    """Return a task's heading and the table of its systems: speed, tokens per call, latency, calls,
-    the first of the task's scores, parameters, memory, same tokens.
-    """
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "speed-up over mlx-lm": lambda row: _speedup_text(row, "speedup"),
@@ -189,28 +172,22 @@ def _heading_and_system_table(task: Row) -> str:
     return f"**{show.task_heading(task)}**\n\n{show.markdown_table(columns, task['systems'])}"
 
 
-def _speedup_text(row: Row, figure_name: str) -> str:
-    """Format a row's speed-up over mlx-lm; 1.00 for mlx-lm itself, "-" where there is none.
-
-    Args:
-        row: of a system.
-        figure_name: such as "latency_speedup".
-    """
+def _speedup_text(
+    row: Row,
+    figure_name: str,  # such as "latency_speedup"
+) -> str:
     if row["kind"] == "mlx-lm":
         return "1.00"
     return "-" if row[figure_name] is None else show.interval_text(row[figure_name], 2)
 
 
 def _calls_text(row: Row) -> str:
-    """Return target calls for an answer, and a draft model's calls in brackets if there are any."""
+    """Target calls per answer, and a draft model's in brackets."""
     target, draft = (row[f"{kind}_calls_per_answer"]["value"] for kind in ("target", "draft"))
     return f"{target:.1f} ({draft:.1f})" if draft else f"{target:.1f}"
 
 
 def _task_notes(task: Row) -> list[str]:
-    """Return notes about a task: systems left out, differences from plain, speed beside a draft
-    model, learned costs, cut prompts and answers, too few prompts, load.
-    """
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
@@ -236,12 +213,9 @@ def _task_notes(task: Row) -> list[str]:
     return [*lines, *show.measurement_notes(task), last]
 
 
-def difference_text(one: Row) -> str:
-    """Say where an answer differs from plain decoding's, and how close the two logits are there.
-
-    Args:
-        one: as `describe_first_difference` returns it; prompt and token are shown from 1 on.
-    """
+def difference_text(
+    one: Row,  # of `describe_first_difference`; prompt and token are shown from 1 on
+) -> str:
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:
         return place
@@ -250,7 +224,6 @@ def difference_text(one: Row) -> str:
 
 
 def _intervals_and_repeats_text(result: show.Result) -> str:
-    """Return a clause about intervals and repeats, for the report's first line."""
     many = "s" if result["repeats"] > 1 else ""
     return (
         f"[95 % bootstrap intervals over prompts]; times are medians of {result['repeats']} "
@@ -259,30 +232,13 @@ def _intervals_and_repeats_text(result: show.Result) -> str:
 
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the experiment that the options name, and return its result as JSON values.
-
-    Answers go to disk in --out as they come; those of an earlier run are used, unless --fresh.
-
-    Raises:
-        InputError: what `build_task_experiment` and `Experiment.measure` refuse.
-    """
+    """Answers of an earlier run in --out are used, unless --fresh."""
     own = build_task_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.measure())])
 
 
-def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
-    """Score the answers in the files of --answers, and compare each file with the first, prompt by
-    prompt.
-
-    Prints the scores, and saves them in --out, which is made, as score-TASK.json and .txt.
-
-    Returns:
-        0, the exit code.
-
-    Raises:
-        InputError: a prompt has no reference, an item of --answers is not NAME=FILE, two have one
-            name, a file lacks answers, or what scores the task is not installed.
-    """
+def compare_answers(args: argparse.Namespace) -> int:
+    """Scores the files of --answers, and compares each with the first, prompt by prompt."""
     task = TASKS[args.task]
     examples = read_examples(find_data_file(task, args.data, args.data_dir), task, args.count)
     what = "some prompts have no reference"
@@ -329,20 +285,11 @@ def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
-    print_and_save_json_and_txt(result, args.out / f"score-{task.name}", "\n".join(lines))
+    print_and_save(result, args.out / f"score-{task.name}", "\n".join(lines))
     return 0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.compare`.
-
-    Exactly one of --task and --from is required. A count below 1, or an option that would do
-    nothing beside --from or --answers, ends the command with exit code 2. --out becomes the usual
-    folder where a task is measured or scored.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     saved = parser.add_mutually_exclusive_group(required=True)
     saved.add_argument(
@@ -366,7 +313,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--out", "FOLDER", f"folder of the results (default: {RESULTS})", Path),
     )
     args = parser.parse_args(argv)
-    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
+    check_counts(parser, args, "repeats", "max_tokens")
     judged = {"task", "answers", "data", "data_dir", "count"} if args.answers else vars(args)
     used = {"out", *({"saved"} if args.saved else judged)}
     for name, value in vars(args).items():
@@ -378,11 +325,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_results_as_one(paths: Sequence[Path]) -> dict[str, Any]:
-    """Read saved results of different tasks as one result, their tasks in the order of the files.
-
-    Raises:
-        InputError: a file is broken, a task is there twice, or they were not measured in one way.
-    """
+    """In the order of the files; their tasks differ."""
     whole: dict[str, Any] = {}
     for path in paths:
         result = _read_checked_result(path)
@@ -406,12 +349,6 @@ def read_results_as_one(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _read_checked_result(path: Path) -> dict[str, Any]:
-    """Read a saved result, and check that it can be shown.
-
-    Raises:
-        InputError: it lacks something, such as a task's plain decoding, or has systems of a kind
-            that this version does not know.
-    """
     result = read_json(path, "a result of perf.compare")
     with explain_broken_result(path, PROG):
         kinds = [{row["kind"] for row in task["systems"]} for task in result["tasks"]]
@@ -423,36 +360,29 @@ def _read_checked_result(path: Path) -> dict[str, Any]:
 
 
 def _how_measured(result: dict[str, Any]) -> dict[str, Any]:
-    """Return all of a result but its tasks, with the machine's entries among the others."""
+    """All of a result but its tasks, with the machine's entries among the others."""
     shared = {key: value for key, value in result.items() if key not in ("tasks", "machine")}
     return {**shared, **result["machine"]}
 
 
-def _measure_show_or_score(args: argparse.Namespace) -> int:
-    """Measure, read results, or score files, then print and save the outcome.
-
-    Without --out, a result that was read is only printed.
-
-    Returns:
-        The exit code: 1 if tokens of a system other than mlx-lm differ from plain decoding's by
-        more than near ties, which standard error names; else 0, as always for scores.
-    """
+def _compare(args: argparse.Namespace) -> int:
+    """Exit code 1 if a system's tokens differ from plain decoding's by more than near ties."""
     if args.task and args.answers:
-        return compare_and_save_answer_scores(args)
+        return compare_answers(args)
     result = measure_task(args) if args.task else read_results_as_one(args.saved)
     text = format_markdown_report(result)
     if args.out is None:
         print(text)
     else:
         make_folder(args.out)
-        print_save_and_draw_png(result, args.out / "compare", text, write_bar_chart)
+        print_and_save(result, args.out / "compare", text, write_bar_chart)
     differing = systems_parting_beyond_ties(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)
     return 1 if differing else 0
 
 
-main = make_main(PROG, parse_args, _measure_show_or_score)
+main = make_main(PROG, parse_args, _compare)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ssmlx import exported
-from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.parser import add_int_options, add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.decoding.loop import prefill
 from ssmlx.errors import require
@@ -34,7 +32,8 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
-from .run.results import RESULTS, explain_broken_result
+from .run.environment import describe_machine
+from .run.results import RESULTS, explain_broken_result, print_and_save
 from .run.tasks import SQL
 from .run.timing import TimedAnswer, answer_with_ssmlx, timed_answer_from_responses
 
@@ -42,26 +41,17 @@ PROG = "perf.export"
 
 
 class DevicePlan(NamedTuple):
-    """Which devices Core ML prefers for operations.
+    """Which devices Core ML prefers for operations."""
 
-    Attributes:
-        operations: their number by device, such as "CPU" or "NeuralEngine".
-        cost_shares: the share of the estimated cost by device; empty where no cost is known.
-    """
-
-    operations: dict[str, int]
-    cost_shares: dict[str, float]
+    operations: dict[str, int]  # by device, such as "CPU" or "NeuralEngine"
+    cost_shares: dict[str, float]  # of the estimated cost, by device; empty if no cost is known
 
 
-def count_operations_by_device(plan: Any, operations: Iterable[Any]) -> DevicePlan:
-    """Count operations by the device that Core ML prefers for them.
-
-    Operations without a preference are not counted.
-
-    Args:
-        plan: a compute plan of coremltools.
-        operations: of a function of the package.
-    """
+def count_operations_by_device(
+    plan: Any,  # a compute plan of coremltools
+    operations: Iterable[Any],
+) -> DevicePlan:
+    """Operations without a preference are not counted."""
     counts: dict[str, int] = {}
     weights: dict[str, float] = {}
     for operation in operations:
@@ -78,15 +68,11 @@ def count_operations_by_device(plan: Any, operations: Iterable[Any]) -> DevicePl
     return DevicePlan(counts, shares)
 
 
-def plan_devices_of_decode(package: Path, compute_units: str) -> DevicePlan:
-    """Compile a Core ML package, and return which devices its function "decode" would run on.
-
-    On a Mac alone; it waits for Core ML.
-
-    Args:
-        package: the .mlpackage.
-        compute_units: those that Core ML may use, such as "cpu-and-ne".
-    """
+def plan_devices_of_decode(
+    package: Path,
+    compute_units: str,  # that Core ML may use, such as "cpu-and-ne"
+) -> DevicePlan:
+    """On a Mac only; it waits for Core ML."""
     import coremltools as ct
     from coremltools.models.compute_plan import MLComputePlan
 
@@ -98,10 +84,8 @@ def plan_devices_of_decode(package: Path, compute_units: str) -> DevicePlan:
     )
 
 
-def config_of_same_tree_and_pruning(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
-    """Return settings with which MLX drafts the same tree, and prunes it alike, as an exported
-    package.
-    """
+def config_of_package(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
+    """Settings with which MLX drafts and prunes the same tree as an exported package."""
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
         decoding="speculative",
@@ -116,23 +100,11 @@ def config_of_same_tree_and_pruning(manifest: exported.Manifest, max_tokens: int
 def logit_gap_at_first_difference(
     model: StreamFusedModel, prompt: Sequence[int], package: TimedAnswer, plain: TimedAnswer
 ) -> float:
-    """Return how much higher MLX's logit of its own token is than of the package's, where two
-    answers first differ.
-
-    Args:
-        model: MLX's, which computes the logits.
-        prompt: token ids.
-        package: the package's answer.
-        plain: MLX's plain answer.
-
-    Returns:
-        The difference of logits at the first different token; 0 where there is none, as of an
-        answer that is only shorter.
-    """
+    """How much higher MLX's logit of its own token is than of the package's; 0 if none differs."""
     pairs = zip(package.tokens, plain.tokens, strict=False)
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if where is None:
-        return 0.0  # one ends where the other goes on
+        return 0.0  # one is longer
     *known, last = [*prompt, *plain.tokens[:where]]
     cache = model.make_cache()
     prefill(model, known, cache)
@@ -149,23 +121,14 @@ class Sides(NamedTuple):
 
 
 def compare_package(
-    args: argparse.Namespace, folder: Path, mlx: tuple[StreamFusedModel, Any]
+    args: argparse.Namespace,
+    folder: Path,
+    mlx: tuple[StreamFusedModel, Any],  # model and tokenizer; answers once for all choices
 ) -> list[dict[str, Any]]:
-    """Run an exported folder on the prompts, and compare its answers with MLX's.
+    """A row of figures for each choice of compute units; one for Core AI.
 
-    Args:
-        args: of these, count, max_tokens, prompts and compute_units are read. Without the last,
-            a Core ML package runs with each choice of compute units.
-        folder: the export.
-        mlx: model and tokenizer; it answers once for all choices.
-
-    Returns:
-        A row of figures for each choice of compute units; one for Core AI. "largest_gap" is the
-        largest `logit_gap_at_first_difference`; None where all answers are plain decoding's.
-
-    Raises:
-        InputError: the export is broken, compute units are given for Core AI, or this machine
-            cannot run it.
+    "largest_gap" is the largest `logit_gap_at_first_difference`; None if all answers are plain
+    decoding's.
     """
     manifest = exported.Manifest.read(folder)
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
@@ -179,7 +142,7 @@ def compare_package(
             asked = read_prompts(args.prompts)[: args.count]
             prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
             alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens, temp=0)
-            drafting = config_of_same_tree_and_pruning(manifest, args.max_tokens)
+            drafting = config_of_package(manifest, args.max_tokens)
             plain = [answer_with_ssmlx(*mlx, prompt, alone) for prompt in prompts]
             speculative = [answer_with_ssmlx(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
@@ -202,23 +165,15 @@ def compare_package(
 
 def _figures_row(
     folder: Path,
-    units: str | None,
+    units: str | None,  # compute units of Core ML; None for Core AI
     manifest: exported.Manifest,
     sides: Sides,
 ) -> dict[str, Any]:
-    """Return the figures of a package on one runtime, as JSON values.
+    """Figures per call and per second are of the three sides, in order; those per second without
+    prompts and first tokens.
 
-    Args:
-        folder: of the package.
-        units: compute units of Core ML; None for Core AI.
-        manifest: of the package.
-        sides: all answers. Figures by call and by second are of the three sides, in order; those by
-            second do not count the prompts and first tokens.
-
-    Returns:
-        The figures. "same_calls" counts, among answers with plain decoding's tokens, those with as
-        many target calls as MLX's on the same tree. On a Mac, "operations" and "cost" say on which
-        devices Core ML would run the package; elsewhere, and for Core AI, they are empty.
+    "same_calls" counts, among answers with plain decoding's tokens, those with as many target calls
+    as MLX's on the same tree.
     """
     same = [
         (own, drafted)
@@ -252,14 +207,7 @@ def _figures_row(
 
 
 def read_size_and_weight_error(folder: Path) -> dict[str, Any]:
-    """Read "megabytes" and "weight_error", the relative RMS error of the weights, from an export's
-    report.
-
-    The error is None where the report has none.
-
-    Raises:
-        InputError: the report is missing or broken.
-    """
+    """The "weight_error" is relative RMS; None if the report has none."""
     report = read_json(folder / REPORT, "the report of an export")
     with explain_broken_result(folder / REPORT, "ssmlx.export"):
         error = (report["weight_error"] or {}).get("relative_rms")
@@ -267,7 +215,6 @@ def read_size_and_weight_error(folder: Path) -> dict[str, Any]:
 
 
 def format_row_as_lines(row: Mapping[str, Any]) -> str:
-    """Format a row as lines of text: figures, rates, and operations by device."""
     error = row["weight_error"]
     gap = row["largest_gap"]
     rates = (
@@ -291,11 +238,6 @@ def format_row_as_lines(row: Mapping[str, Any]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.export`; one folder or several are required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, __doc__)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="an export")
     add_options(
@@ -316,28 +258,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _compare_print_and_save(args: argparse.Namespace) -> int:
-    """Compare all packages with MLX, print the rows, and save them in perf's folder of results.
-
-    Returns:
-        The exit code: 1 if a float32 package's tokens differ from plain decoding's, else 0.
-    """
+def _compare(args: argparse.Namespace) -> int:
+    """Exit code 1 if a float32 package's tokens differ from plain decoding's."""
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     told = [(folder, read_size_and_weight_error(folder)) for folder in args.folders]
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
     rows = [{**row, **own} for folder, own in told for row in compare_package(args, folder, mlx)]
     make_folder(RESULTS)
     result = {"machine": describe_machine(), "rows": rows}
-    print_and_save_json_and_txt(
-        result, RESULTS / "export", "\n".join(map(format_row_as_lines, rows))
-    )
+    print_and_save(result, RESULTS / "export", "\n".join(map(format_row_as_lines, rows)))
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )
     return 0 if exact else 1
 
 
-main = make_main(PROG, parse_args, _compare_print_and_save)
+main = make_main(PROG, parse_args, _compare)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.commands.parser import make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
@@ -30,15 +29,16 @@ from .run.options import (
     add_experiment_options,
     add_out_option,
     build_task_experiment,
-    exit_if_count_below_one,
+    check_counts,
 )
+from .run.results import print_and_save
 from .run.show import (
     Result,
     Row,
     figure_cell,
     markdown_table,
-    model_and_machine_heading,
     number_cell,
+    setup_heading,
 )
 from .run.statistics import Estimate, ratio
 from .run.target import MLX_LM, PLAIN, System
@@ -65,10 +65,7 @@ Exit code 1: answers part by more than rounding explains."""
 
 
 def build_experiments(args: argparse.Namespace) -> list[Experiment]:
-    """Make an experiment for each task and precision, without mlx-lm and without warming up.
-
-    On a CPU, products are rounded as a GPU rounds them.
-    """
+    """For each task and precision, without mlx-lm and without warming up."""
     found = []
     for task in args.task:
         for dtype in args.dtype:
@@ -81,7 +78,6 @@ def build_experiments(args: argparse.Namespace) -> list[Experiment]:
 
 
 def precision_result(measured: Measured) -> dict[str, Any]:
-    """Return the result of one task and precision, as JSON values."""
     plan = measured.experiment
     weights = measured.experiment.weights
     assert plan.task is not None
@@ -95,17 +91,15 @@ def precision_result(measured: Measured) -> dict[str, Any]:
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
         "one_pass": asdict(count_one_pass_differences(measured)),
-        "systems": [_divergence_and_answer_figures(measured, one) for one in plan.systems],
+        "systems": [_system_figures(measured, one) for one in plan.systems],
     }
 
 
 def count_one_pass_differences(measured: Measured) -> Estimate:
-    """Count tokens of plain decoding that one pass over the whole answer chooses differently.
+    """Per 1,000 tokens of plain decoding: those that one pass over the whole answer chooses
+    otherwise.
 
     That is what rounding alone does when a pass has another number of rows.
-
-    Returns:
-        Differences in 1,000 tokens, with their interval over prompts.
     """
     others = []
     lengths = []
@@ -118,13 +112,10 @@ def count_one_pass_differences(measured: Measured) -> Estimate:
     return ratio(others, lengths)
 
 
-def _divergence_and_answer_figures(measured: Measured, system: System) -> dict[str, Any]:
-    """Return a system's figures, as JSON values: tokens compared, differences in 1,000 of them, and
-    the metric.
+def _system_figures(measured: Measured, system: System) -> dict[str, Any]:
+    """Tokens of an answer are compared up to its first difference from plain decoding's.
 
-    Tokens of an answer are compared up to its first difference from plain decoding's. Where none
-    differs, the interval ends at 3 differences in all of them. "tokens", "target_calls" and the
-    metric are of whole answers.
+    "tokens", "target_calls" and the metric are of whole answers.
     """
     task = measured.experiment.task
     examples = measured.experiment.examples
@@ -141,7 +132,9 @@ def _divergence_and_answer_figures(measured: Measured, system: System) -> dict[s
         parted[one["prompt"]] = 1
     rate = ratio([1000 * one for one in parted], compared)
     if not found:
-        rate = replace(rate, high=3000 / sum(compared))  # as many hide behind none, 95 % sure
+        rate = replace(
+            rate, high=3000 / sum(compared)
+        )  # the 95 % bound of a rate that was never seen
     return {
         "name": system.name,
         "kind": system.kind,
@@ -157,14 +150,12 @@ def _divergence_and_answer_figures(measured: Measured, system: System) -> dict[s
 
 
 def _shown_metric(values: Row) -> Any:
-    """Return the one of `METRICS` that is among a task's figures; None where none is."""
+    """The one of `METRICS` that the task has."""
     return next((values[name] for name in METRICS if name in values), None)
 
 
-def drafting_rows_with_values_of_part(result: Result) -> list[dict[str, Any]]:
-    """Return the rows of the table: each part's systems but plain decoding, with the part's values
-    and plain decoding's metric.
-    """
+def drafting_rows(result: Result) -> list[dict[str, Any]]:
+    """Each part's systems, except plain decoding, with the part's values and plain's metric."""
     return [
         {**part, **row, "plain": part["systems"][0]["metric"]}
         for part in result["tasks"]
@@ -173,10 +164,8 @@ def drafting_rows_with_values_of_part(result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def _median_and_largest_gap_text(row: Row) -> str:
-    """Return median and largest gap of logits where answers differ, and the largest share of the
-    logit; "-" without any.
-    """
+def _gap_text(row: Row) -> str:
+    """Of logits where answers differ, and the largest share of the logit."""
     found = [one for one in row["differences"] if one["gap"] is not None]
     if not found:
         return "-"
@@ -192,7 +181,7 @@ COLUMNS: Columns = {
     "compared tokens": number_cell("compared"),
     "divergences per 1,000": figure_cell("per_thousand", 1),
     "by one pass": figure_cell("one_pass", 1),
-    "gap of logits, median and largest": _median_and_largest_gap_text,
+    "gap of logits, median and largest": _gap_text,
     "metric, %": figure_cell("metric", 1),
     "plain's": figure_cell("plain", 1),
     "difference": figure_cell("metric_less_plain", 1),
@@ -200,55 +189,42 @@ COLUMNS: Columns = {
 
 
 def format_markdown_report(result: Result) -> str:
-    """Format the result: a heading, the table, and a line for each difference."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
-        for row in drafting_rows_with_values_of_part(result)
+        for row in drafting_rows(result)
         for one in row["differences"]
     ]
     return "\n".join(
         [
-            model_and_machine_heading(result),
+            setup_heading(result),
             "",
-            markdown_table(COLUMNS, drafting_rows_with_values_of_part(result)),
+            markdown_table(COLUMNS, drafting_rows(result)),
             "",
             *notes,
         ]
     )
 
 
-def _measure_print_and_save(args: argparse.Namespace) -> int:
-    """Measure all tasks and precisions, print the report, and save it.
-
-    Returns:
-        The exit code: 1 if a difference is more than rounding explains, else 0.
-    """
+def _measure(args: argparse.Namespace) -> int:
+    """Exit code 1 if a difference is more than rounding explains."""
     plans = build_experiments(args)
     parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
-    print_and_save_json_and_txt(result, args.out / "precision", format_markdown_report(result))
+    print_and_save(result, args.out / "precision", format_markdown_report(result))
     return 1 if systems_parting_beyond_ties(result) else 0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.precision`; several tasks and precisions may be named.
-
-    A count below 1 ends the command with exit code 2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
+    parser = make_parser(PROG, f"{__doc__}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
     add_out_option(parser)
     args = parser.parse_args(argv)
-    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
+    check_counts(parser, args, "repeats", "max_tokens")
     return args
 
 
-main = make_main(PROG, parse_args, _measure_print_and_save)
+main = make_main(PROG, parse_args, _measure)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ import numpy as np
 from mlx_lm.utils import save_config, save_model
 
 import ssmlx
-from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.parser import add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
@@ -42,8 +40,9 @@ from ssmlx.report import Columns, table
 from ssmlx.server.__main__ import adapter_of_each_served_name
 from ssmlx.settings import PREFILL_STEP_SIZE
 
-from .run.options import add_model_option, add_out_option, exit_if_count_below_one
-from .run.results import ROOT, machine_load_text
+from .run.environment import ROOT, describe_machine, machine_load_text
+from .run.options import add_model_option, add_out_option, check_counts
+from .run.results import print_and_save
 from .run.target import FLOATS, load_weights_as
 
 PROG = "perf.serving"
@@ -57,11 +56,7 @@ Result = Mapping[str, Any]
 
 @dataclass
 class ReceivedAnswer:
-    """An answer as a client received it: when it was asked for, when each chunk of text came, and
-    how many tokens.
-
-    Times are those of `time.perf_counter`, in seconds.
-    """
+    """An answer as a client received it, in seconds of `time.perf_counter`."""
 
     asked: float = field(default_factory=time.perf_counter)
     times: list[float] = field(default_factory=list)  # of each chunk of text
@@ -73,35 +68,20 @@ class ReceivedAnswer:
         return self.times[0] - self.asked
 
 
+# Takes a prompt and the most tokens, and of a server also a function that is called with the number
+# of chunks so far; returns the answer.
 Ask = Callable[..., ReceivedAnswer]
-"""Takes a prompt and the most tokens, and of a server also a function that is called with the
-number of chunks so far; returns the answer.
-"""
 
 
 def ask_server(
-    address: str,
-    model: str,
+    address: str,  # http://HOST:PORT
+    model: str,  # name for the request
     prompt: str,
     max_tokens: int,
+    # called after each chunk of text with the number of chunks so far
     on_chunk: Callable[[int], object] = lambda count: None,
 ) -> ReceivedAnswer:
-    """Send one chat to a server, read its stream to the end, and time it.
-
-    Args:
-        address: http://HOST:PORT.
-        model: name for the request.
-        prompt: the user's message.
-        max_tokens: of the answer.
-        on_chunk: called after each chunk of text with the number of chunks so far.
-
-    Returns:
-        The answer; one without text has the time of its end.
-
-    Raises:
-        InputError: the server cannot be reached, or answers with an error status.
-        OSError: nothing comes for ten minutes, or the connection breaks.
-    """
+    """An answer without text has the time of its end."""
     body = {
         "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
         "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True},
@@ -128,7 +108,7 @@ def ask_server(
 
 
 def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> ReceivedAnswer:
-    """Answer one chat with an engine in this process, and time its segments as chunks."""
+    """Segments are timed as chunks."""
     received = ReceivedAnswer()
     for segment in engine.stream(
         [{"role": "user", "content": prompt}], max_tokens=max_tokens, temp=0
@@ -139,20 +119,12 @@ def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> ReceivedAn
 
 
 @contextmanager
-def running_server(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
-    """Start a server, wait until it answers, and yield a function that asks it.
-
-    The function takes a prompt, the most tokens, and perhaps `on_chunk`, see `ask_server`. The
-    server is ended with the block.
-
-    Args:
-        name: a key of `MODULES`.
-        folder: of the weights; the server's log is written there.
-        adapter: for ssmlx's server: a folder or a name.
-
-    Raises:
-        InputError: it ended before it answered, or did not answer for three minutes.
-    """
+def running_server(
+    name: str,  # a key of `MODULES`
+    folder: Path,  # of the weights; the server's log is written there
+    adapter: str,  # for ssmlx's server
+) -> Iterator[Ask]:
+    """Yields a function that asks the server, see `ask_server`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = f"import ssmlx, runpy; runpy.run_module({MODULES[name]!r}, run_name='__main__')"
@@ -181,21 +153,17 @@ def running_server(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
 
 
 def _is_up(address: str) -> bool:
-    """Whether a server answers at /health with status 200, within a second."""
     with suppress(OSError), urlopen(f"{address}/health", timeout=1) as reply:
         return bool(reply.status == 200)
     return False
 
 
-def write_unpacked_model_folder(model: str, dtype: str, folder: Path) -> None:
-    """Write a model folder with weights in `dtype`, unpacked, that both servers can load; the
-    tokenizer's files are copied.
-
-    Args:
-        model: a folder, a Hub name or an alias.
-        dtype: one of `FLOATS`.
-        folder: to write into; it exists.
-    """
+def write_float_model(
+    model: str,
+    dtype: str,  # one of `FLOATS`
+    folder: Path,
+) -> None:
+    """A dequantized model folder that both servers can load."""
     base = resolve_model(model)
     modules, settings = load_weights_as(dtype, base)
     save_model(folder, modules)
@@ -213,16 +181,7 @@ class Round(NamedTuple):
 
 
 def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> Round:
-    """Ask all prompts at the same time, each on a thread of its own, and wait for all answers.
-
-    Args:
-        ask: asks a server or an engine.
-        prompts: users' messages.
-        max_tokens: of an answer.
-
-    Returns:
-        The answers in the order of the prompts.
-    """
+    """Each prompt on a thread of its own."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         started = time.perf_counter()
         received = list(pool.map(lambda prompt: ask(prompt, max_tokens), prompts))
@@ -230,16 +189,10 @@ def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> Round:
 
 
 def concurrency_row(system: str, num_requests: int, rounds: Sequence[Round]) -> Row:
-    """Return the figures of one system under a number of requests at once.
+    """Seconds to the first token are percentiles over answers; the speed is of all answers
+    together.
 
-    Seconds to the first token are percentiles over all answers; "each" is the median over answers
-    of the mean seconds between its tokens; the speed is of all answers together, in the seconds of
-    the rounds.
-
-    Args:
-        system: its name.
-        num_requests: requests at once.
-        rounds: what was asked at once, one round after the other.
+    "each" is the median over answers of the mean seconds between tokens.
     """
     received = [answer for one in rounds for answer in one.answers]
     p50, p95 = np.percentile([one.first for one in received], [50, 95])
@@ -250,30 +203,23 @@ def concurrency_row(system: str, num_requests: int, rounds: Sequence[Round]) -> 
     return {**row, "first_p50": float(p50), "first_p95": float(p95), "each": each}
 
 
-def measure_delay_by_long_prompt(
-    system: str, ask: Ask, prompt: str, long_prompt_words: int
+def measure_delay(
+    system: str,
+    ask: Ask,
+    prompt: str,  # of the answer that is delayed
+    long_prompt_words: int,  # about its tokens
 ) -> list[Row]:
-    """Measure how a long prompt delays the tokens of another answer that is being written.
+    """One row; none if the answer has `BEFORE` chunks or fewer.
 
-    Args:
-        system: its name.
-        ask: asks it.
-        prompt: of the answer that is delayed.
-        long_prompt_words: of the prompt that is sent meanwhile; about its tokens.
-
-    Returns:
-        One row: the median seconds between chunks before the long prompt ("usual"), the longest
-        from then on, the seconds to its first token, and these for each of its pieces. No row if
-        the answer had `BEFORE` chunks or fewer.
+    "usual" is the median seconds between chunks before the long prompt, "longest" the most from
+    then on, "first" the seconds to the long prompt's first token, "piece" that for each of its
+    pieces.
     """
     pieces = ceil(long_prompt_words / PREFILL_STEP_SIZE)
     others = list[Future[ReceivedAnswer]]()
     with ThreadPoolExecutor(1) as pool:
 
         def send_long_prompt(chunks: int) -> None:
-            """Send the long prompt from another thread, once, when the answer has `BEFORE`
-            chunks.
-            """
             if chunks == BEFORE:
                 others.append(pool.submit(ask, " word" * long_prompt_words, 1))
 
@@ -289,8 +235,6 @@ def measure_delay_by_long_prompt(
 
 
 def format_text_report(result: Result) -> str:
-    """Format the result as text: a table by number of requests and one of delays."""
-
     def columns(names: Mapping[str, str]) -> Columns:
         return {head: partial(cell, name) for head, name in names.items()}
 
@@ -331,15 +275,7 @@ def format_text_report(result: Result) -> str:
     )
 
 
-def _measure_print_and_save(args: argparse.Namespace) -> int:
-    """Measure both servers and an engine, print the report, and save it; return 0, the exit code.
-
-    The engine answers only where one request at a time is measured. A folder with the unpacked
-    model stands in --out meanwhile.
-
-    Raises:
-        InputError: a server does not start or answer, or the model cannot be loaded.
-    """
+def _measure(args: argparse.Namespace) -> int:
     make_folder(args.out)
     examples = [json.loads(line) for line in DATA.read_text().splitlines()]
     prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
@@ -347,8 +283,9 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
     load = machine_load_text()
     rows = []
     with ExitStack() as stack:
+        # A folder with the dequantized model is in --out meanwhile.
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
-        write_unpacked_model_folder(args.model, args.dtype, folder)
+        write_float_model(args.model, args.dtype, folder)
         systems = {n: stack.enter_context(running_server(n, folder, args.adapter)) for n in MODULES}
         engine = stack.enter_context(ssmlx.Engine(folder, [args.adapter]))
         alone: dict[str, Ask] = {**systems, "ssmlx.generate": partial(ask_engine, engine)}
@@ -367,20 +304,15 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
         delays = [
             row
             for name, ask in systems.items()
-            for row in measure_delay_by_long_prompt(name, ask, prompt, args.long)
+            for row in measure_delay(name, ask, prompt, args.long)
         ]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
     result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
-    print_and_save_json_and_txt(result, args.out / "serving", format_text_report(result))
+    print_and_save(result, args.out / "serving", format_text_report(result))
     return 0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.serving`; a count below 1 ends the command with exit code 2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, __doc__)
     add_model_option(parser)
     add_options(
@@ -394,11 +326,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add_out_option(parser)
     args = parser.parse_args(argv)
-    exit_if_count_below_one(parser, args, "open", "count", "max_tokens", "long")
+    check_counts(parser, args, "open", "count", "max_tokens", "long")
     return args
 
 
-main = make_main(PROG, parse_args, _measure_print_and_save)
+main = make_main(PROG, parse_args, _measure)
 
 
 if __name__ == "__main__":

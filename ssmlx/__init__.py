@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .drafters.draft_model import DraftModel as DraftModel
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .drafters.heads import load_heads as load_heads
-    from .drafters.mtp import MtpConfig as MtpConfig
     from .drafters.mtp import load_mtp as load_mtp
     from .drafters.text_index import EarlierAnswers as EarlierAnswers
     from .engine import Engine as Engine
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from .settings import DraftModelConfig as DraftModelConfig
     from .settings import GenerateConfig as GenerateConfig
     from .settings import LookaheadConfig as LookaheadConfig
+    from .settings import MtpConfig as MtpConfig
     from .settings import PromptLookupConfig as PromptLookupConfig
     from .settings import PruneConfig as PruneConfig
     from .settings import SpeculatorTreeConfig as SpeculatorTreeConfig
@@ -62,7 +62,7 @@ _NAMES = {
     "decoding.sampling": ("TokenLogprobs",),
     "drafters.draft_model": ("DraftModel", "load_draft_model"),
     "drafters.heads": ("load_heads",),
-    "drafters.mtp": ("MtpConfig", "load_mtp"),
+    "drafters.mtp": ("load_mtp",),
     "engine": ("Engine",),
     "drafters.text_index": ("EarlierAnswers",),
     "errors": ("InputError", "NoRoomError"),
@@ -75,7 +75,7 @@ _NAMES = {
     "session": ("ChatSession",),
     "settings": (
         "GenerateConfig", "AcceptanceConfig", "DraftModelConfig", "LookaheadConfig",
-        "PromptLookupConfig", "PruneConfig", "SpeculatorTreeConfig", "TreeConfig",
+        "MtpConfig", "PromptLookupConfig", "PruneConfig", "SpeculatorTreeConfig", "TreeConfig",
     ),
 }  # fmt: skip
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

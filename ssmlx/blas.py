@@ -29,8 +29,7 @@ HINT = (
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-_openblas: ctypes.CDLL | None = None
-"""The OpenBLAS that MLX computes with; of the process, as MLX is."""
+_openblas: ctypes.CDLL | None = None  # the one that MLX computes with; of the process, as MLX is
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _GCC_FORTRAN = "libgfortran.so.5"
@@ -38,32 +37,25 @@ _log = logging.getLogger("ssmlx")
 
 
 def load_openblas_before_mlx() -> None:
-    """Have MLX's CPU backend on Linux compute with OpenBLAS: the installed wheel's, or else the
-    system's.
-
-    It loads nothing if the process has one for all already, as by `LD_PRELOAD`, or has imported
-    MLX, of which the log warns. OpenBLAS then has no more threads than the process may run at once.
-    """
+    """Have MLX's CPU backend on Linux use OpenBLAS: the installed wheel's, or else the system's."""
     global _openblas
     if sys.platform != "linux":
         return
     everything = ctypes.CDLL(None)
-    if hasattr(everything, "openblas_get_config"):
+    if hasattr(everything, "openblas_get_config"):  # as by LD_PRELOAD
         _openblas = everything
     elif "mlx.core" not in sys.modules:
-        _openblas = _load_mlx_with_first_that_there_is()
+        _openblas = _load_mlx_with_any()
     elif any(_files_in("mlx", "../mlx_cpu.libs", "libblas*")):
         _log.warning(HINT)
-    with suppress(AttributeError, OSError):  # an unusual build of it, a system that does not say
+    with suppress(AttributeError, OSError):  # an unusual build of it, or a system that does not say
         most = num_usable_cores()
+        # No more threads than the process may run at once.
         if _openblas is not None and _openblas.openblas_get_num_threads() > most:
             _openblas.openblas_set_num_threads(most)
 
 
-def _load_mlx_with_first_that_there_is() -> ctypes.CDLL | None:
-    """Load MLX's library with the wheel's OpenBLAS, or else the system's, and return that; None if
-    neither can be loaded.
-    """
+def _load_mlx_with_any() -> ctypes.CDLL | None:
     for find in (_openblas_of_wheel, _openblas_of_system):
         with suppress(OSError, StopIteration, AttributeError):  # no such file, or symbol in it
             return _load_mlx_with(find())
@@ -75,7 +67,7 @@ def _openblas_of_wheel() -> Path:
 
 
 class _SymbolPlace(ctypes.Structure):
-    """What glibc's `dladdr` tells of an address: the file that it is from, and more."""
+    """What glibc's `dladdr` says of an address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -95,12 +87,10 @@ def _openblas_of_system() -> Path:
 
 
 def _load_mlx_with(openblas: Path) -> ctypes.CDLL:
-    """Load MLX's library with this OpenBLAS as its BLAS, and return the latter.
-
-    MLX's library looks for its BLAS in a folder beside itself, and so does OpenBLAS for GCC's
-    Fortran library, which few machines have, and MLX's wheel under another name. So they are loaded
-    from a folder of links to them. Other libraries of the process keep the BLAS that they have.
-    """
+    """Load MLX's library with this OpenBLAS as its BLAS, and return the latter."""
+    # MLX's library looks for its BLAS in a folder beside itself, and so does OpenBLAS for GCC's
+    # Fortran library, which few machines have, and MLX's wheel under another name. So they are
+    # loaded from a folder of links to them. Other libraries of the process keep their own BLAS.
     with TemporaryDirectory(prefix="ssmlx-openblas-") as name:
         libraries = Path(name) / "mlx_cpu.libs"
         libraries.mkdir()
@@ -128,8 +118,7 @@ def _files_in(package: str, folder: str, pattern: str) -> Iterator[Path]:
 
 @lru_cache(maxsize=1)
 def blas_name() -> str:
-    """Which library multiplies matrices on the CPU: "Accelerate", "OpenBLAS 0.3.33 (SkylakeX)",
-    whose kernels are those of the core in brackets, or "the reference BLAS"."""
+    """For example "OpenBLAS 0.3.33 (SkylakeX)", with the core that its kernels are for."""
     if sys.platform == "darwin":
         return "Accelerate"
     if _openblas is None:
@@ -140,14 +129,14 @@ def blas_name() -> str:
 
 
 def has_fast_blas() -> bool:
-    """Whether several rows cost little more than one on the CPU; `HINT` says what to do if not."""
+    """Whether several rows cost little more than one on the CPU; if not, `HINT` says what to do."""
     return blas_name() != "the reference BLAS"
 
 
 class OpenBlasThreads:
     """Lets OpenBLAS use no more threads than other processes leave cores idle.
 
-    Its threads wait for each other without giving way, so one that has no core holds up all: beside
+    Its threads wait for each other without giving way, so one without a core holds up all: beside
     one busy process on two cores, two threads take some twenty times as long as one.
     """
 
@@ -158,21 +147,17 @@ class OpenBlasThreads:
         self._most = _openblas.openblas_get_num_threads() if _openblas else 1
         self._used = self._most
         self._looked = -math.inf
-        self._others_busy = math.inf  # seconds, at the last look; infinite if that told nothing
+        self._others_busy = math.inf  # seconds, at the last look; infinite if unknown
 
     def adjust(self) -> None:
-        """Look at what others used since the last time, if that was long enough ago.
-
-        Nothing changes if the system does not say. Not to be called by two threads at once;
-        products may run meanwhile.
-        """
+        """Not to be called by two threads at once; products may run meanwhile."""
         now = monotonic()
         passed = now - self._looked
         if _openblas is None or self._most == 1 or passed < self._SECONDS:
             return
         before = self._others_busy
         self._looked, self._others_busy = now, math.inf
-        with suppress(OSError, ValueError):  # no such file, no more files to open, another form
+        with suppress(OSError, ValueError):  # the system does not say: then nothing changes
             self._others_busy = self._seconds_of_others()
             share = max(0.0, self._others_busy - before) / passed
             # a core of which others use a quarter still counts as idle
@@ -199,14 +184,12 @@ def _usable_cores() -> set[int]:
 
 
 def num_usable_cores() -> int:
-    """Cores that the process may keep busy: those that it may run on, or fewer if the control group
-    of its container gives it less time, as Docker sets it.
-    """
+    """Cores that the process may keep busy; a container's control group may give it less time."""
     return max(1, int(min(len(_usable_cores()), *_cores_of_cgroups())))
 
 
 def _cores_of_cgroups() -> Iterator[float]:
-    """Yield how many cores' time each control group of the process allows; infinity at last."""
+    """Cores whose time each control group of the process allows; infinity at the end."""
     groups = {Path()}  # a container sees its own one there
     with suppress(OSError, ValueError):
         for line in _OWN_CGROUPS.read_text().splitlines():
@@ -224,26 +207,20 @@ def _cores_of_cgroups() -> Iterator[float]:
 
 
 class Machine(NamedTuple):
-    """What computes here."""
-
-    chip_and_cores: str  # the cores that MLX may use, of a CPU alone
+    chip_and_cores: str  # cores that MLX may use, if it is a CPU
     backend: str  # "gpu", or "cpu" and its BLAS
 
 
 @lru_cache(maxsize=1)
 def this_machine() -> Machine:
-    """Find the chip, and what of it MLX computes on.
-
-    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, OpenBLAS 0.3.33 (SkylakeX)"). By MLX's
-    default device when it is first called; found once a process. The cores are
-    `num_usable_cores`, or fewer if `OPENBLAS_NUM_THREADS` or `OMP_NUM_THREADS` says so.
-    """
+    """For example ("Apple M4", "gpu") or ("x86_64, 2 cores", "cpu, OpenBLAS 0.3.33 (SkylakeX)")."""
+    # Found once a process, by MLX's default device when it is first called.
     import mlx.core as mx
 
     name = str(mx.device_info().get("device_name", "unknown chip"))
     if mx.default_device() == mx.gpu:
         return Machine(name, "gpu")
-    # Those that MLX's CPU backend may use: all that there are, or as the environment says.
+    # Those that MLX's CPU backend may use: all, or as the environment says.
     cores = num_usable_cores()
     limits = [os.environ.get(name, "") for name in _THREADS]
     cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])

@@ -14,7 +14,7 @@ from .answers import Answer, Prefilled
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
-from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
+from .drafters.registry import DrafterArgument, Loaded, split_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
@@ -33,7 +33,7 @@ from .loading.folders import Fetch
 from .loading.load import load
 from .loading.loaded_adapters import LoadedAdapters
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER
-from .mlx_thread import run_on_mlx_thread, unless_forked, wired_weights
+from .mlx_thread import on_mlx_thread, run_on_mlx_thread, unless_forked, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
@@ -41,7 +41,7 @@ from .prompt_cache import PromptCache, place_for_next_turn
 from .prompts import (
     Tools,
     adapter_template,
-    encode_turns_or_last,
+    encode_turns,
     length_before_answer_opens,
     prompt_tokens,
 )
@@ -138,15 +138,12 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
+    @on_mlx_thread
     def _count_in_pool(self, prompt_cache: PromptCache) -> None:
         """Count what a prompt cache has, until `close`; it may drop some to fit."""
-
-        def count_on_mlx_thread() -> None:
-            if not self.is_closed:
-                self._counted.add(prompt_cache)
-                prompt_cache.count_in(self.memory_pool)
-
-        run_on_mlx_thread(count_on_mlx_thread)
+        if not self.is_closed:
+            self._counted.add(prompt_cache)
+            prompt_cache.count_in(self.memory_pool)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -238,7 +235,7 @@ class Engine:
         """
         model = self.model(adapter)
         config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
-        config, loaded = split_drafter_arguments(config, drafter)
+        config, loaded = split_drafter(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
         def open_answer() -> Answer[GenerationResponse]:
@@ -255,7 +252,15 @@ class Engine:
             found = partial(self._length_before_answer_opens, model, question, chat_options, prompt)
             length = found if keep_at is None else keep_at
             segments = self._begin_answer(
-                model, prompt, length, config, loaded, kept, mask, shares_prompt, joins_prompt
+                model,
+                prompt,
+                config,
+                keep_at=length,
+                loaded=loaded,
+                prompt_cache=kept,
+                mask=mask,
+                shares_prompt=shares_prompt,
+                joins_prompt=joins_prompt,
             )
             answer = Answer(segments, progress)
             self._track_open(answer)
@@ -267,8 +272,9 @@ class Engine:
         self,
         model: StreamFusedModel,
         prompt: list[int],  # tokens
-        keep_at: int | Callable[[], int],
         config: GenerateConfig,  # with a seed if it samples
+        *,
+        keep_at: int | Callable[[], int],
         loaded: Sequence[Loaded],  # to draft with
         prompt_cache: PromptCache,
         mask: Mask | None,
@@ -282,10 +288,9 @@ class Engine:
         """
         cache = model.make_cache()
         known = 0
-        # Calls are to be the same on every run then.
-        if not config.deterministic:
+        if not config.deterministic:  # whose calls are the same on every run, whatever is known
             cache, known = prompt_cache.take(model, prompt)
-        # Ranks of a split model would not batch alike.
+        # Calls that have to be the same on every run, or on every rank, are not shared.
         is_alone = config.deterministic or model.backbone.group is not None
         decode: Decode = decode_plan
         if mask is not None or not is_alone:
@@ -385,9 +390,7 @@ class Engine:
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
         if isinstance(question, Sequence) and question and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return encode_turns_or_last(
-                turns, self.tokenizer, adapter_template(model), **chat_options
-            )
+            return encode_turns(turns, self.tokenizer, adapter_template(model), **chat_options)
         return token_ids(question)
 
     def _length_before_answer_opens(
@@ -442,7 +445,8 @@ class Engine:
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,
-            swap=self._model_for_swap,
+            # None is the base alone, as for `ssmlx.swap_adapter`.
+            swap=lambda adapter: self.model(NO_ADAPTER if adapter is None else adapter),
             memory_pool=self.memory_pool,
         )
         run_on_mlx_thread(lambda: self._track_open(chat))
@@ -453,10 +457,6 @@ class Engine:
         self._open.add(opened)
         if self.is_closed:
             opened.close()
-
-    def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
-        """`model`, but None is the base alone, as for `ssmlx.swap_adapter`."""
-        return self.model(NO_ADAPTER if adapter is None else adapter)
 
     @unless_forked
     def close(self) -> None:

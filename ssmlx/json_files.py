@@ -18,12 +18,9 @@ _JsonError = json.JSONDecodeError
 
 
 def to_json(value: Any) -> Any:
-    """JSON values of a settings object, of its fields and of theirs.
-
-    A field stands under its name, or under what its metadata has as "json". Tuples become lists,
-    mappings dicts; other values, such as numbers and None, stay as they are.
-    """
+    """JSON values of a settings object, of its fields and of theirs."""
     if is_dataclass(value):
+        # A field may have another name in JSON, by its metadata.
         named = {one.metadata.get("json", one.name): one.name for one in fields(value)}
         return {name: to_json(getattr(value, own)) for name, own in named.items()}
     if isinstance(value, Mapping):
@@ -31,18 +28,13 @@ def to_json(value: Any) -> Any:
     return [to_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def from_json(kind: Any, value: Any) -> Any:
-    """Build a value of the type `kind` from what `to_json` made of it.
+def from_json(
+    kind: Any,  # a settings class, or an annotation of one of its fields
+    value: Any,
+) -> Any:
+    """The inverse of `to_json`; missing fields have their defaults, unknown ones are ignored.
 
-    Args:
-        kind: a settings class, or an annotation of one of its fields: of a union, the first member
-            and None; of a tuple, one type for all; or a mapping.
-        value: JSON values. Fields that are missing have their defaults; unknown ones are left out.
-            Numbers and texts are converted by int, float or str.
-
-    Raises:
-        TypeError, ValueError, AttributeError: it is broken. Settings classes that check themselves
-            raise InputError, a ValueError.
+    Broken values raise TypeError, ValueError (as InputError is) or AttributeError.
     """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -61,26 +53,14 @@ def from_json(kind: Any, value: Any) -> Any:
     return kind(value) if kind in (int, float, str) else value
 
 
-def build_settings_ignoring_unknown(
-    kind: type[_Settings],
+def build_settings(
+    kind: type[_Settings],  # a dataclass, which checks its values itself
     values: Mapping[str, Any],
-    source: Path,
+    source: Path,  # for messages
     *,
     do: str = "copy or convert it again",
 ) -> _Settings:
-    """Make a settings class of the JSON values under its fields' names.
-
-    Values of unknown names are passed over. A null is as if it were missing. Lists become tuples.
-
-    Args:
-        kind: a dataclass, which checks its values itself.
-        values: a JSON object.
-        source: the file that it was read from, for messages.
-        do: what a message says is to be done.
-
-    Raises:
-        InputError: a field without a default has no value, or what `kind` raises.
-    """
+    """A settings class from the JSON values under its fields' names; a null counts as missing."""
     own: Any = kind
     given = {
         one.name: tuple(value) if isinstance(value, list) else value
@@ -94,18 +74,10 @@ def build_settings_ignoring_unknown(
 
 
 def parse_json(
-    text: str | bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None
+    text: str | bytes,
+    make_object: Callable[[list[tuple[str, Any]]], Any] | None = None,  # as `object_pairs_hook`
 ) -> Any:
-    """Parse a JSON text, as text or bytes.
-
-    Args:
-        text: the text.
-        make_object: is given the names and values of each object, in order; None for a dict, in
-            which the last value of a name counts.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deeply.
-    """
+    """As `json.loads`, but all that it raises are ValueErrors that say what is wrong."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError as error:
@@ -117,30 +89,19 @@ def parse_json(
 
 
 def found_in_json(value: Any) -> str:
-    """A value as a message shows it: as JSON, cut to 80 characters; what JSON lacks as `quoted`."""
+    """A value as a message shows it: as JSON, cut to 80 characters."""
     try:
         return json.dumps(value, ensure_ascii=False, default=quoted)[:80]
     except Exception:  # keys of other types, a circle, lists too deep, objects that fail
         return quoted(value)
 
 
-def read_json_rows(path: Path, option: str, expected: str) -> list[tuple[str, dict[str, Any]]]:
-    """Read the objects of a JSON Lines file of UTF-8; blank lines are passed over, and count.
-
-    Lines end at line feeds and carriage returns alone.
-
-    Args:
-        path: the file.
-        option: that named it, for messages.
-        expected: what a message says a line should be.
-
-    Returns:
-        (place, object) of each line; the place is "FILE, line N", for messages.
-
-    Raises:
-        InputError: the file cannot be read, has no lines, or a line is no JSON object or repeats
-            a field; the message names the line.
-    """
+def read_json_rows(
+    path: Path,
+    option: str,  # that named the file
+    expected: str,  # what a line should be, for messages
+) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON Lines file, each with its place, "FILE, line N"."""
     text = read_text(path, expected=expected, do=f"check {option}")
     # JSON allows line separators inside texts that str.splitlines would cut at.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -156,12 +117,6 @@ def read_json_rows(path: Path, option: str, expected: str) -> list[tuple[str, di
 
 
 def _parse_row(line: str, expected: str) -> dict[str, Any]:
-    """Parse a line of a JSON Lines file.
-
-    Raises:
-        InputError: it is no JSON object, or an object in it repeats a field.
-    """
-
     def object_of_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
@@ -187,16 +142,7 @@ def _parse_row(line: str, expected: str) -> dict[str, Any]:
 
 
 def read_text(path: Path, *, expected: str, do: str) -> str:
-    r"""Read the UTF-8 text of a file or a pipe, without a byte-order mark; line ends become "\n".
-
-    Args:
-        path: the file.
-        expected: what a message says was expected.
-        do: what a message says is to be done.
-
-    Raises:
-        InputError: it cannot be read or is not UTF-8.
-    """
+    """The UTF-8 text of a file or a pipe, without a byte-order mark; line ends are normalised."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -210,16 +156,11 @@ def read_text(path: Path, *, expected: str, do: str) -> str:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Args:
-        path: the file, of UTF-8.
-        what: a message's words for what it should hold.
-
-    Raises:
-        InputError: the file cannot be read, or holds no JSON, or another value than an object.
-    """
+def read_json(
+    path: Path,
+    what: str,  # it should hold, for messages
+) -> dict[str, Any]:
+    """The JSON object in a file."""
     text = read_text(path, expected=what, do="check the path, or convert again")
     try:
         values: dict[str, Any] = parse_json(text)
@@ -237,5 +178,5 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def json_digest(values: Any) -> str:
-    """Return 16 hexadecimal digits of JSON values' SHA-256, whatever the order of their keys."""
+    """16 hexadecimal digits, whatever the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

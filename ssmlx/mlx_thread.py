@@ -175,6 +175,16 @@ def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
     return task() if THREAD.is_current else THREAD.enqueue(task).result()
 
 
+def on_mlx_thread(task: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Have a function run on the MLX thread, whoever calls it; see `run_on_mlx_thread`."""
+
+    @wraps(task)
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        return run_on_mlx_thread(lambda: task(*args, **kwargs))
+
+    return run
+
+
 _num_wired = 0
 """Open blocks of `wired_weights`: of the process, as MLX's limit is, which the last sets back."""
 _limit_before = 0

@@ -1,25 +1,56 @@
-"""Words `key=value`, such as those of --drafter and --penalty."""
+"""Words `key=value`, such as those of --drafter and --penalty: each key sets a field of a class."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError, require
+from .settings import allowed_values, key_of
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key: what help and messages show for its value, and how a value is parsed."""
+
+    name: str
+    shown: str
+    expected: str
+    parse: Callable[[str], Any]  # ValueError for a value of the wrong type
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.shown}"
+
+    @classmethod
+    def of_field(cls, one: Field[Any]) -> Key:
+        """The key of a setting; its bounds are the settings class's to check."""
+        allowed = allowed_values(one)
+        assert allowed is not None  # a number or a choice
+        kind = str(one.type)
+        shown = "" if one.default is None else str(one.default)
+        if allowed.choices:
+            others = [word for word in allowed.choices if word != one.default]
+            shown = "|".join([shown, *others] if shown else others)
+            return cls(key_of(one), shown, f"one of {shown}", _one_of(allowed.choices))
+        if "Sequence" in kind:
+            expected = "whole numbers with commas between"
+            return cls(key_of(one), shown or "N,N,...", expected, _parse_int_list)
+        if allowed.whole:
+            return cls(key_of(one), shown or "N", "a whole number", int)
+        return cls(key_of(one), shown or "X", "a number", float)
+
+    @classmethod
+    def of_path(cls, text: str) -> Key:
+        """The key of a file, a folder or a name on the Hub, as help shows it: "model=MODEL"."""
+        name, _, shown = text.partition("=")
+        return cls(name, shown, "a path or a name", _with_home_folder)
 
 
 def split_words(option: str, text: str) -> list[str]:
-    """Split an option's value into words as a shell does.
-
-    Args:
-        option: for the message.
-        text: the value.
-
-    Raises:
-        InputError: a quotation mark is not closed.
-    """
+    """Split an option's value into words as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -28,89 +59,39 @@ def split_words(option: str, text: str) -> list[str]:
         ) from error
 
 
-def parse_pairs(option: str, words: Sequence[str], known_pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` words.
-
-    Args:
-        option: for messages.
-        words: the words; each key may stand once.
-        known_pairs: the known keys with what the help shows for their values, such as "file=FILE"
-            or "tokens=4"; see `_parse_value`.
-
-    Returns:
-        Values by key, of the types that `known_pairs` says.
-
-    Raises:
-        InputError: a key is unknown, repeated or without a value, or a value is of the wrong type.
-    """
+def parse_pairs(option: str, words: Sequence[str], keys: Iterable[Key]) -> dict[str, Any]:
+    """Parse `key=value` words into values by key; each key may stand once."""
     found: dict[str, Any] = {}
-    known = dict(one.split("=") for one in known_pairs)
+    known = {key.name: key for key in keys}
     for word in words:
-        key, _, value = word.partition("=")
+        name, _, value = word.partition("=")
         require(
-            key in known and value != "" and key not in found,
+            name in known and value != "" and name not in found,
             f"{option} {word}",
-            expected=f"keys of {option}, each once: {' '.join(known_pairs)}",
+            expected=f"keys of {option}, each once: {' '.join(map(str, known.values()))}",
             do="correct or drop it",
         )
-        found[key] = _parse_value(f"{option} {word}", known[key], value)
+        try:
+            found[name] = known[name].parse(value)
+        except ValueError:
+            expected = known[name].expected
+            raise InputError(f"{option} {word}", expected=expected, do="correct it") from None
     return found
 
 
-def _parse_value(option_and_word: str, placeholder: str, text: str) -> Any:
-    """Parse one value.
-
-    Args:
-        option_and_word: for messages.
-        placeholder: what the help shows for the value, which says its type: "a|b" one of these
-            words, capitals such as "FILE" a text or a path, "N" or digits an int, "X", "P" or a
-            decimal number a float, "N,N,..." a tuple of ints.
-        text: the value. A leading `~` of a path becomes the home folder.
-
-    Returns:
-        The value, of that type; words and paths as str.
-
-    Raises:
-        InputError: it is of the wrong type.
-        ValueError: `placeholder` says nothing that is known, which is a mistake in `DRAFTERS`.
-    """
-    if "|" in placeholder:
-        words = placeholder.split("|")
-        expected = f"one of {placeholder}"
-        require(text in words, option_and_word, expected=expected, do="choose one of them")
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
         return text
-    if len(placeholder) > 1 and placeholder.isalpha() and placeholder.isupper():
-        # In quotes, no shell does it.
-        return str(Path(text).expanduser()) if text.startswith("~") else text
-    expected, parse = _number_parser(placeholder)
-    try:
-        return parse(text)
-    except ValueError:
-        raise InputError(option_and_word, expected=expected, do="correct it") from None
 
-
-def _number_parser(placeholder: str) -> tuple[str, Callable[[str], Any]]:
-    """Return what a message expects where the help shows a number, and the function that parses it.
-
-    Args:
-        placeholder: what the help shows for the value; see `_parse_value`.
-
-    Raises:
-        ValueError: `placeholder` stands for no number.
-    """
-    if placeholder == "N,N,...":
-        return "whole numbers with commas between", _parse_int_list
-    if placeholder == "N" or placeholder.isdigit():
-        return "a whole number", int
-    if placeholder not in ("X", "P"):
-        float(placeholder)
-    return "a number", float
+    return parse
 
 
 def _parse_int_list(text: str) -> tuple[int, ...]:
-    """Parse whole numbers with commas between, such as "4,3".
-
-    Raises:
-        ValueError: it is anything else.
-    """
     return tuple(int(one) for one in text.split(","))
+
+
+def _with_home_folder(text: str) -> str:
+    # In quotes, no shell does it.
+    return str(Path(text).expanduser()) if text.startswith("~") else text

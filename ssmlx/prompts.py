@@ -1,6 +1,5 @@
 """Files of prompts, and from a user's text to prompt tokens."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from .turns import ROLES, Message, normalise_turns
 _APPLY = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _NO_TEMPLATE_ARGS = {*_APPLY, "messages"} - {"tools", "documents"}
 
+# What the model may call, as chat templates take it: JSON schemas of functions.
 Tools = Sequence[Any]
-"""What the model may call, as chat templates take it: JSON schemas of functions."""
 
+# A line of a file: "prompt", a text, or "messages", the turns of a chat; and "tools", if there are
+# any.
 Prompt = Mapping[str, Any]
-"""What is asked, a line of a file: "prompt", a text, or "messages", the turns of a chat; and
-"tools", if there are any."""
 
 
 class Model(Protocol):
@@ -35,41 +34,22 @@ class Model(Protocol):
     def config(self) -> StreamConfig | None: ...
 
 
-def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
-    """Read and check the prompts of a JSON Lines file.
+def read_prompts(
+    path: Path,
+    option: str = "--prompts",  # the command line's name for the file
+) -> list[dict[str, Any]]:
+    """The checked prompts of a JSON Lines file, each with whatever else its line holds.
 
-    Args:
-        path: the file.
-        option: the command line's name for it, for messages.
-
-    Returns:
-        The object of each line that is not blank, with "prompt" or "messages" and whatever else it
-        holds. "messages" are normalised (see `normalise_turns`), and a last turn of the
-        assistant's, as training data has it, is left out of them.
-
-    Raises:
-        InputError: there are no prompts, or a line is none; the message names the line.
+    "messages" are normalised; a last turn of the assistant's, as training data has it, is left out.
     """
     rows = read_json_rows(path, option, 'an object such as {"prompt": "..."}')
     return [_check_prompt_row(row, where) for where, row in rows]
 
 
-def _check_prompt_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check an object of a file of prompts.
-
-    It has to have either "prompt", a text, or "messages" of roles in `ROLES`, whose last turn, but
-    for an answer to it, is the user's or a tool's. The user's last text must not be blank.
-
-    Args:
-        row: the object.
-        where: the file and the line, which begin each message.
-
-    Returns:
-        The object; its "messages" are normalised, and without a last turn of the assistant's.
-
-    Raises:
-        InputError: it is no such object.
-    """
+def _check_prompt_row(
+    row: dict[str, Any],
+    where: str,  # the file and the line, which begin each message
+) -> dict[str, Any]:
     do = "correct the line"
     kinds = [kind for kind in ("prompt", "messages") if kind in row]
     names = ", ".join(row) or "no fields"
@@ -102,19 +82,12 @@ def _check_prompt_row(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def require_text_field(
-    row: Mapping[str, Any], name: str, where: str, *, may_be_blank: bool = False
+    row: Mapping[str, Any],
+    name: str,
+    where: str,  # the file and the line, which begin each message
+    *,
+    may_be_blank: bool = False,
 ) -> str:
-    """The text of a field of a JSON object that must have one.
-
-    Args:
-        row: the object.
-        name: of the field.
-        where: the file and the line, which begin each message.
-        may_be_blank: whether a text without a character to see is one.
-
-    Raises:
-        InputError: there is no such field, or it is no text, a blank one, or not Unicode.
-    """
     value = row.get(name)
     is_text = isinstance(value, str) and (may_be_blank or bool(value.strip()))
     has = f'has {found_in_json(value)} for "{name}"' if name in row else f'lacks "{name}"'
@@ -129,19 +102,14 @@ def require_text_field(
 
 
 def as_messages(prompt: Prompt) -> Any:
-    """The turns of a prompt, unchecked: its "messages", or its "prompt" as one of the user's."""
+    """The turns of a prompt, unchecked."""
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
 
 
-def prompt_key(prompt: Prompt) -> str:
-    """A text that two prompts share only if their turns and tools are equal."""
-    return json.dumps([as_messages(prompt), prompt.get("tools")])
-
-
 def last_user_text(prompt: Prompt) -> str:
-    """The content of the user's last turn; "" where there is none."""
+    """Empty if there is none."""
     said = [turn["content"] for turn in as_messages(prompt) if turn["role"] == "user"]
     return str(said[-1]) if said else ""
 
@@ -150,51 +118,28 @@ def encode_prompt(
     prompt: Prompt,
     model: Model,
     tokenizer: TokenizerWrapper,
-    template: str | None = None,
+    template: str | None = None,  # see `prompt_tokens`
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens of a prompt of one or several turns, up to where the answer starts.
-
-    Args:
-        prompt: the prompt.
-        model: its adapter's template is used where `template` is None and there are neither tools
-            nor template arguments.
-        tokenizer: the model's.
-        template, template_args: see `prompt_tokens`.
-
-    Raises:
-        InputError: see `encode_with_template`.
-    """
-    if template is None and not (prompt.get("tools") or template_args):  # which are a chat's
+    """The tokens of a prompt up to where the answer starts."""
+    # Tools and arguments need a chat template.
+    if template is None and not (prompt.get("tools") or template_args):
         template = adapter_template(model)
     return encode_with_template(prompt, tokenizer, template, template_args)
 
 
 def adapter_template(model: Model) -> str | None:
-    """The template that the model's adapter was trained with; None where it has none."""
+    """The template that the model's adapter was trained with."""
     return model.config.prompt_template if model.config else None
 
 
 def encode_with_template(
     prompt: Prompt,
     tokenizer: TokenizerWrapper,
-    template: str | None,
+    template: str | None,  # as `prompt_tokens` takes it, but never an adapter's own
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens of a prompt under a given template, up to where the answer starts.
-
-    Args:
-        prompt: a mapping with "prompt", a text, or "messages"; and "tools", if there are any.
-        tokenizer: the model's.
-        template: "chat", "raw", or a text with `{prompt}`, as `prompt_tokens` takes it. None for
-            the model's chat template; without one, the text as it is. Of several turns, under a
-            text with `{prompt}`, only the last may be encoded, see `encode_turns_or_last`; "raw" is
-            refused.
-        template_args: for the chat template.
-
-    Raises:
-        InputError: the prompt is broken, or one blank text, or the template cannot be used for it.
-    """
+    """The tokens of a prompt under a given template, up to where the answer starts."""
     messages = normalise_turns(as_messages(prompt))
     more: Any = {"tools": prompt.get("tools"), "template_args": template_args}
     if [turn["role"] for turn in messages] == ["user"]:
@@ -205,30 +150,18 @@ def encode_with_template(
         expected="chat, or a text with {prompt} in it",
         do="choose another",
     )
-    return encode_turns_or_last(messages, tokenizer, template, **more)
+    return encode_turns(messages, tokenizer, template, **more)
 
 
-def encode_turns_or_last(
+def encode_turns(
     messages: Sequence[Message],
     tokenizer: TokenizerWrapper,
-    own_template: str | None,
-    **chat_options: Any,
+    own_template: str | None,  # the adapter's, which is used if it has `{prompt}`
+    **chat_options: Any,  # of `chat_tokens`
 ) -> list[int]:
-    """The tokens of chat turns, up to where the answer starts.
-
-    Under an adapter's `own_template`, which has `{prompt}`, only the user's last turn is encoded
-    where `shows_last_turn_alone` says so: such an adapter was trained on single prompts, and
-    answers worse behind other turns. Else all turns, under the model's chat template.
-
-    Args:
-        messages: the turns.
-        tokenizer: the model's.
-        own_template: the adapter's; None, or one without `{prompt}`, for the chat template.
-        chat_options: other arguments of `chat_tokens`, such as `tools`.
-
-    Raises:
-        InputError: a turn is none, or the chat template is missing or refuses them.
-    """
+    """The tokens of chat turns, or of the last one alone, up to where the answer starts."""
+    # An adapter with such a template was trained on single prompts, and answers worse after other
+    # turns.
     if own_template is not None and shows_last_turn_alone(messages, own_template, **chat_options):
         asked = normalise_turns(messages[-1:])[0]["content"]
         return encode(own_template.replace("{prompt}", asked), tokenizer)
@@ -236,46 +169,31 @@ def encode_turns_or_last(
 
 
 def length_before_answer_opens(
-    prompt: Sequence[int], encode_without_opening: Callable[[], list[int]]
+    prompt: Sequence[int],
+    encode_without_opening: Callable[[], list[int]],
 ) -> int:
-    """How many tokens of a prompt the next turn's will begin with too, whatever its template leaves
-    out of the answer between them.
+    """How many tokens of a prompt the next turn's prompt begins with as well.
 
     That is up to where the template opens the answer: with a thought, for instance, which it does
     not show later.
-
-    Args:
-        prompt: tokens of turns under a template, with the answer opened.
-        encode_without_opening: gives the tokens of the same turns, with no answer opened; it may
-            raise InputError, as some templates take these only with an answer behind them.
-
-    Returns:
-        All but the last token where the template opens no answer, or refuses.
     """
     most = len(prompt) - 1
     try:
         return min(most, common_prefix_length(encode_without_opening(), prompt))
-    except InputError:
+    except InputError:  # some templates take these turns only with an answer after them
         return most
 
 
 def shows_last_turn_alone(
-    messages: Sequence[Message], own_template: str | None, **chat_options: Any
+    messages: Sequence[Message],
+    own_template: str | None,
+    **chat_options: Any,  # tools and template arguments, which need a chat template
 ) -> bool:
-    """Whether a model is shown the user's last turn alone, under an adapter's own template.
-
-    True where `own_template` has `{prompt}`, all turns are the user's or the assistant's, the last
-    one is the user's and alone or behind an answer, and none of `chat_options` (tools, arguments)
-    is given.
-
-    Raises:
-        InputError: a turn is none; only where `own_template` has `{prompt}` and `chat_options` is
-            empty.
-    """
+    """Whether a model sees the user's last turn alone, under an adapter's own template."""
     if own_template is None or "{prompt}" not in own_template or any(chat_options.values()):
         return False
     roles = [turn["role"] for turn in normalise_turns(messages)]
-    # What a user says in two turns at once is one question.
+    # Two turns of the user's in a row are one question.
     return roles[-2:] in (["user"], ["assistant", "user"]) and {*roles} <= {"user", "assistant"}
 
 
@@ -296,14 +214,15 @@ def chat_tokens(
 
     Args:
         tokenizer: the model's.
-        messages: the turns, see `Message`.
+        messages: the turns, {"role": ..., "content": ...}, the content a text or parts of type
+            text.
         tools: what the model may call: JSON schemas, or functions with types and docstrings.
         template_args: what else the template reads, such as {"enable_thinking": False}.
         add_generation_prompt: whether an answer starts after them.
         continues: whether the last turn is left open, for the answer to go on from.
 
     Returns:
-        Token ids, the template's special ones included.
+        Token ids, including the template's special ones.
 
     Raises:
         InputError: there is no template; it refuses the turns, leaves one out, takes too long, has
@@ -337,16 +256,12 @@ class TokensBetweenTurns:
     """Tokens that a chat template puts around what is said; none without a template."""
 
     closing: tuple[int, ...] = ()  # between an answer's last token and the user's next turn
-    opening: tuple[int, ...] = ()  # with which a later turn of the user's begins
+    opening: tuple[int, ...] = ()  # begin a later turn of the user's
 
 
 def find_tokens_between_turns(tokenizer: TokenizerWrapper) -> TokensBetweenTurns:
-    """Find the tokens that the chat template puts between an answer and the next user's turn.
-
-    They are split behind the last end token and the blank tokens that follow it; white space at
-    their end is left out. Both halves are empty where there is no template, or it refuses a user's,
-    an assistant's and a user's turn.
-    """
+    """None if the template refuses a user's, an assistant's and a user's turn."""
+    # Tokens are split after the last end token and the blank tokens that follow it.
     if not tokenizer.has_chat_template:
         return TokensBetweenTurns()
     first = "Hello"
@@ -371,15 +286,10 @@ def find_tokens_between_turns(tokenizer: TokenizerWrapper) -> TokensBetweenTurns
 
 
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:
-    """Raise InputError where the chat template does not read a name of `given`.
-
-    Jinja is silent about such names, and they would be ignored. A name is read where it stands in
-    the template's text as a word; of a template that is code, all are. Refused, too, are the
-    arguments of `apply_chat_template` itself, but for tools and documents.
-    """
+    """Refuse names that the chat template does not read: Jinja ignores them silently."""
     text = getattr(tokenizer, "chat_template", None)
     for name in given:
-        # Where the template is code, nobody can tell what it reads.
+        # If the template is code, nobody can tell what it reads.
         is_read = not isinstance(text, str) or re.search(rf"\b{re.escape(name)}\b", text)
         require(
             bool(is_read) and name not in _NO_TEMPLATE_ARGS,
@@ -402,7 +312,7 @@ def prompt_tokens(
 
     Args:
         text: what the user asks.
-        model: its adapter's template is used where `template` is None.
+        model: its adapter's template is used if `template` is None.
         tokenizer: the model's tokenizer.
         template: "chat", the model's chat template; "raw", the text as it is; or a text with
             `{prompt}`. None: the adapter's own, then the chat template, then raw.
@@ -418,24 +328,13 @@ def prompt_tokens(
 
 
 def encode_user_text(
-    text: str, tokenizer: TokenizerWrapper, template: str | None, **more: Any
+    text: str,
+    tokenizer: TokenizerWrapper,
+    template: str | None,  # as `prompt_tokens` takes it, but never an adapter's own
+    **more: Any,  # `tools` and `template_args`, for the chat template
 ) -> list[int]:
-    """The tokens of one question of the user's, up to where the answer starts.
-
-    Args:
-        text: the question.
-        tokenizer: the model's.
-        template: "chat", "raw", or a text with `{prompt}`; None for chat, or raw where the model
-            has no chat template.
-        more: `tools` and `template_args`, for the chat template.
-
-    Raises:
-        InputError: the text is blank or not Unicode, the template is none of these, or "chat" where
-            the model has no chat template; `more` holds anything for another template than the
-            chat's; or the chat template refuses the question, see `chat_tokens`.
-    """
+    """The tokens of one question, up to where the answer starts."""
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
-    check_text(text)
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":
@@ -458,13 +357,7 @@ def encode_user_text(
 
 
 def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """Tokens of `text`, with the special tokens that the tokenizer adds, such as a start token.
-
-    None are added where the text begins with the start token's text already.
-
-    Raises:
-        InputError: the text is not Unicode.
-    """
+    """With the tokenizer's special tokens, unless the text begins with the start token's text."""
     check_text(text)
     bos = tokenizer.bos_token
     add_special_tokens = bos is None or not text.startswith(bos)
@@ -472,11 +365,7 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Raise InputError where `text` is no text, or has half of a surrogate pair, such as for a byte
-    that is no UTF-8.
-
-    Tokenizers refuse it. The message says where the first one stands.
-    """
+    """Tokenizers refuse half of a surrogate pair, which bytes that are not UTF-8 may be read as."""
     found = f"the text is {quoted(text)}"
     require(isinstance(text, str), found, expected="a str", do="decode bytes to a text")
     try:
@@ -490,7 +379,6 @@ def check_text(text: str) -> None:
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common; 0 to the length of the shorter."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index

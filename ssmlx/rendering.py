@@ -1,4 +1,4 @@
-"""Turns of a chat under a chat template, in the form that it takes, and none of them left out.
+"""Turns of a chat under a chat template, in the form that it takes, without losing any of them.
 
 The form is found once a template, by rendering a few turns (`find_template_form`).
 """
@@ -23,21 +23,20 @@ from .turns import (
     Message,
     TurnError,
     is_systems,
-    join_system_turns_in_a_row,
+    join_system_turns,
     normalise_turns,
     other_arrangements,
     with_one_call_a_turn,
     with_texts_before_calls,
 )
 
-Template = str | Callable[..., str]
-"""A chat template: Jinja's text, or code of mlx-lm's in its place."""
+Template = str | Callable[..., str]  # Jinja's text, or code of mlx-lm's in its place
 
+# Where a template reads tools: in its variable `tools`; in the field `tools` of the system's first
+# turn, as JSON (or in the variable, beside such a turn); in `xml_tools`.
 ToolsPlace = Literal["variable", "system turn", "xml_tools"]
-"""Where a template reads what tools there are: in its variable `tools`; in the field `tools` of the
-system's first turn, as JSON, or in the variable where there is such a turn; in `xml_tools`."""
 
-# What no template has of its own, whatever case it writes in.
+# No template has these, whatever case it writes in.
 _WORD = "73919462"
 _LONG = 12  # characters of a text that is not found in a prompt by chance
 _KEY = "k5501837"
@@ -60,7 +59,7 @@ _ANSWERED: Message = {"role": "assistant", "content": "Yes."}
 
 
 def _call(number: int, **arguments: Any) -> Mapping[str, Any]:
-    """A call that nothing else has a word of."""
+    """A call that shares no word with anything else."""
     function = {"name": f"find{number}640215", "arguments": arguments}
     return {"id": f"call1234{number}", "type": "function", "function": function}
 
@@ -91,13 +90,11 @@ class TemplateForm:
     tools_place: ToolsPlace | None = "variable"  # None if it reads no tools
     quoted_words: frozenset[str] | None = None  # all that it quotes; None for code
 
-    def require_known_roles(self, turns: Sequence[Message]) -> None:
-        """Raise TurnError for a role that is not one of `ROLES`, and that the template does not
-        name.
-
-        Args:
-            turns: all of them, in the order that messages of errors count them in.
-        """
+    def require_known_roles(
+        self,
+        turns: Sequence[Message],  # all of them, as messages number them
+    ) -> None:
+        """Refuse a role that is not in `ROLES` and that the template does not name."""
         if self.quoted_words is None:
             return
         for number, turn in enumerate(turns):
@@ -107,10 +104,7 @@ class TemplateForm:
                 raise TurnError(place, f"is {quoted(role)}", f"one of {', '.join(ROLES)}")
 
     def with_known_roles(self, turns: Sequence[Message]) -> list[dict[str, Any]]:
-        """The turns, the developer's as the system's unless the template names a developer.
-
-        Those of the system's in a row become one.
-        """
+        """The developer's turns become the system's unless the template names a developer."""
         names_developer = "developer" in (self.quoted_words or ())
         named = [
             {**turn, "role": "system"}
@@ -118,15 +112,14 @@ class TemplateForm:
             else turn
             for turn in turns
         ]
-        return join_system_turns_in_a_row(named)
+        return join_system_turns(named)
 
-    def fit(self, turns: Sequence[Message], format: AnswerFormat | None) -> list[dict[str, Any]]:
-        """Copies of normalised turns as the template reads them.
-
-        Args:
-            turns: normalised.
-            format: of the model's answers, to write calls in; None if nothing is to be written.
-        """
+    def fit(
+        self,
+        turns: Sequence[Message],
+        format: AnswerFormat | None,  # to write calls in; None if nothing is to be written
+    ) -> list[dict[str, Any]]:
+        """Copies of normalised turns as the template reads them."""
         fitted = list(map(dict, turns))
         if not self.shows_calls and format is not None:
             fitted = [_with_written_calls(turn, format) for turn in fitted]
@@ -151,15 +144,7 @@ class TemplateForm:
     def place_tools(
         self, turns: Sequence[Message], tools: Sequence[Any]
     ) -> tuple[Sequence[Message], dict[str, Any]]:
-        """Put tools where the template reads them.
-
-        Args:
-            turns: normalised.
-            tools: JSON schemas of functions.
-
-        Returns:
-            The turns, and the template's variables.
-        """
+        """The turns and the template's variables, with tools where the template reads them."""
         variables: dict[str, Any] = {"tools": tools}
         if self.tools_place == "xml_tools":
             variables["xml_tools"] = tools
@@ -173,7 +158,7 @@ class TemplateForm:
 
 
 def _with_written_calls(turn: dict[str, Any], format: AnswerFormat) -> dict[str, Any]:
-    """The turn with its calls as text, after what is said beside them."""
+    """Calls become text, after what is said beside them."""
     calls = turn.pop("tool_calls", None)
     if not calls:
         return turn
@@ -189,32 +174,30 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def find_template_form(template: Template) -> TemplateForm:
-    """Find the form of turns that a template takes, inside `bounded_rendering`.
+    """The form of turns that a template takes; called inside `bounded_rendering`.
 
     What a template refuses in every form keeps the default. Text is preferred to parts, and an
-    object to its JSON text, if a template shows both. It does not show a text whose letters it goes
-    over as if they were parts, nor an object in Python's own spelling, nor JSON inside JSON.
-
-    Raises:
-        TemplateBoundsError: the template takes too long, or makes too much.
+    object to its JSON text, if a template shows both.
     """
+    # A text is not shown if its letters are read as parts, nor an object in Python's spelling, nor
+    # JSON inside JSON.
     if isinstance(template, str):
-        chat_template_utils._compile_jinja_template(template)  # once, where it is broken
+        chat_template_utils._compile_jinja_template(template)  # raises once, if it is broken
     words = re.findall(r"""['"](\w+)['"]""", template) if isinstance(template, str) else None
     form = TemplateForm(quoted_words=None if words is None else frozenset(words))
     said: Message = {"role": "user", "content": _WORD}
-    form = _with_parts_if_texts_are_lost(template, form, "user", [said])
+    form = _with_parts_if_needed(template, form, "user", [said])
     turns: list[Message] = [{**said, "role": "system"}, _ASKED]
-    form = _with_parts_if_texts_are_lost(template, form, "system", turns)
+    form = _with_parts_if_needed(template, form, "system", turns)
     turns = [_ASKED, {**said, "role": "assistant"}, _ASKED]
-    form = _with_parts_if_texts_are_lost(template, form, "assistant", turns)
+    form = _with_parts_if_needed(template, form, "assistant", turns)
     turns = [_ASKED, _calling(_FIRST), _found(_FIRST, _WORD)]
     other = replace(form, has_text_arguments=True)
     shown = [_score_arguments(_try(template, one, turns)) for one in (form, other)]
     form = other if shown[1] > shown[0] else form
-    form = _with_parts_if_texts_are_lost(template, form, "tool", turns)
-    form = _with_calls_as_they_are_shown(template, form)
-    form = _with_thought_parts_if_read(template, form)
+    form = _with_parts_if_needed(template, form, "tool", turns)
+    form = _with_form_of_calls(template, form)
+    form = _with_form_of_thoughts(template, form)
     return replace(form, tools_place=_find_tools_place(template, form))
 
 
@@ -224,7 +207,7 @@ def _try(
     turns: Sequence[Message],
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a few turns in a form; "" if the template refuses them."""
+    """Empty if the template refuses the turns."""
     own = form.fit(turns, None)
     given: Any = {"tools": [_TOOL]} if variables is None else variables
     try:
@@ -241,10 +224,10 @@ def _try(
         return ""
 
 
-def _with_parts_if_texts_are_lost(
+def _with_parts_if_needed(
     template: Template, form: TemplateForm, role: str, turns: Sequence[Message]
 ) -> TemplateForm:
-    """The form, with parts for a role of which `_WORD` is shown as a part alone."""
+    """Parts for `role`, if `_WORD` is shown only as a part."""
     other = replace(form, roles_with_parts=form.roles_with_parts | {role})
     is_lost = _WORD not in _try(template, form, turns) and _WORD in _try(template, other, turns)
     return other if is_lost else form
@@ -256,9 +239,8 @@ def _score_arguments(text: str) -> int:
     return 0 if is_garbled or not text else 1 + (_KEY in text) + (_VALUE in text)
 
 
-def _with_calls_as_they_are_shown(template: Template, form: TemplateForm) -> TemplateForm:
-    """The form, with what the template makes of calls: of any, of two in a turn, of texts beside
-    them."""
+def _with_form_of_calls(template: Template, form: TemplateForm) -> TemplateForm:
+    """What the template makes of calls, of two in a turn, and of texts beside them."""
 
     def shows(turns: Sequence[Message], *calls: Mapping[str, Any]) -> bool:
         text = _try(template, form, turns).lower()
@@ -280,13 +262,13 @@ def _with_calls_as_they_are_shown(template: Template, form: TemplateForm) -> Tem
 
 
 def _words_of(call: Mapping[str, Any]) -> list[str]:
-    """What tells that a call is shown, if only in part."""
+    """Any of these shows that a call is shown, if only in part."""
     arguments = call["function"]["arguments"]
     return [call["function"]["name"], *arguments, *arguments.values()]
 
 
-def _with_thought_parts_if_read(template: Template, form: TemplateForm) -> TemplateForm:
-    """The form, with thoughts as parts if the template shows them so, and in no field."""
+def _with_form_of_thoughts(template: Template, form: TemplateForm) -> TemplateForm:
+    """Thoughts as parts, if the template shows them so and in no field."""
     turns = [_ASKED, {**_ANSWERED, "reasoning_content": _WORD}, _ASKED]
     if _WORD in _try(template, form, turns):
         return form
@@ -297,8 +279,7 @@ def _with_thought_parts_if_read(template: Template, form: TemplateForm) -> Templ
 
 
 def _find_tools_place(template: Template, form: TemplateForm) -> ToolsPlace | None:
-    """Find where the template reads tools: where it shows their names, or else writes anything
-    because of them. None if it does nothing with them."""
+    """Where the template shows tools' names, or else writes anything because of them."""
     tried = []
     for place in get_args(ToolsPlace):
         own = replace(form, tools_place=place)
@@ -314,23 +295,12 @@ def render_turns(
     messages: Sequence[Message],
     *,
     tools: Sequence[Any] | None = None,
-    **more: Any,
+    **more: Any,  # of `apply_chat_template`; the template has its own defaults for the rest
 ) -> str:
     """The text of turns under the model's chat template, with everything that they say in it.
 
     If the template refuses the turns, or leaves a text of theirs out, `other_arrangements` of them
-    are tried. Calls that it does not show are written into the content, in the form in which the
-    model writes them. A variable that is not given has the template's own default: thinking, for
-    example, is on or off as the template has it.
-
-    Args:
-        tokenizer: the model's; it has a chat template.
-        messages: the turns.
-        tools, more: other arguments of `apply_chat_template`.
-
-    Raises:
-        InputError: a turn is invalid; the template refuses the turns, leaves some out in every
-            arrangement, does not support tools, takes too long or makes too much.
+    are tried. Calls that it does not show are written into the content, in the model's own form.
     """
     turns = normalise_turns(messages)
     with bounded_rendering("these turns"):
@@ -380,7 +350,7 @@ def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
 
 
 def _form_of(tokenizer: TokenizerWrapper, tools: Sequence[Any]) -> TemplateForm:
-    """The form of the template that such turns are put under: a model may have one for tools."""
+    """A model may have a template of its own for turns with tools."""
     code = tokenizer._chat_template
     if code is None and tokenizer.chat_template is None:  # a tokenizer with a renderer of its own
         return TemplateForm()
@@ -390,7 +360,6 @@ def _form_of(tokenizer: TokenizerWrapper, tools: Sequence[Any]) -> TemplateForm:
 
 
 def _require_place_for_tools(form: TemplateForm, tools: Sequence[Any]) -> None:
-    """Raise TurnError if there are tools, and the template does nothing with them."""
     if tools and form.tools_place is None:
         expected = "no tools: this model's chat template does not support them"
         do = "drop them, or ask a model made for tools"
@@ -400,18 +369,14 @@ def _require_place_for_tools(form: TemplateForm, tools: Sequence[Any]) -> None:
 def _apply_template(
     tokenizer: TokenizerWrapper, turns: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """The text of turns in the template's own form.
-
-    Not by mlx-lm's wrapper of the tokenizer, which sets `enable_thinking` in every prompt.
-    """
+    # Not by mlx-lm's wrapper of the tokenizer, which sets `enable_thinking` in every prompt.
     if tokenizer._chat_template is not None:
         return str(tokenizer._chat_template(turns, **variables))
     return str(tokenizer._tokenizer.apply_chat_template(turns, tokenize=False, **variables))
 
 
 def _are_in_order(turns: Sequence[Message], text: str) -> bool:
-    """Whether what all turns say is in a text, one after the other, and too long to be there by
-    chance."""
+    """Whether a text has what all turns say, in order, and too long to be there by chance."""
     at = 0
     for said in (turn["content"].strip() for turn in turns):
         at = text.find(said, at) + len(said)
@@ -421,19 +386,14 @@ def _are_in_order(turns: Sequence[Message], text: str) -> bool:
 
 
 def _require_all_shown(
-    turns: Sequence[Message], form: TemplateForm, render: Callable[[Sequence[Message]], str]
+    turns: Sequence[Message],  # normalised
+    form: TemplateForm,
+    render: Callable[[Sequence[Message]], str],
 ) -> None:
-    """Raise InputError if the template leaves out what a turn says.
-
-    Each text is replaced by a mark, which is looked for: a text may stand elsewhere by chance, and
-    a template may write it otherwise. Beside calls that the template shows, it may have no place
-    for a text: `TemplateForm` has found one if there is any.
-
-    Args:
-        turns: normalised.
-        form: of the template.
-        render: gives the text of turns under the template.
-    """
+    """Refuse turns of which the template leaves out what one says."""
+    # Each text is replaced by a mark, which is looked for: a text may be there by chance, or be
+    # written in another way. Beside calls that the template shows, it may have no place for a text:
+    # `TemplateForm` has found one if there is any.
     checked = {
         number
         for number, turn in enumerate(turns)
@@ -447,7 +407,7 @@ def _require_all_shown(
         text = render(marked)
     except TemplateBoundsError:
         raise
-    except Exception:  # the template reads the texts
+    except Exception:  # the template reads what the texts say, and refuses the marks
         return
     shown = {*map(int, re.findall(rf"{_WORD}n(\d+)n", text, re.IGNORECASE))}
     if missing := checked - shown:

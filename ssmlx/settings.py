@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -15,25 +16,32 @@ Decoding = Literal["speculative", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
 StreamDesign = Literal["embeddings", "value_rotation"]
 AdapterScope = Literal["all", "streams"]
-StreamSchedule = Literal["fused", "second-pass"]
+StreamSchedule = Literal["second-pass", "fused"]
 TreeKind = Literal["full", "best"]
 PruneKind = Literal["off", "budget", "threshold"]
 AcceptanceKind = Literal["exact", "typical"]
 Attention = Literal["auto", "mlx", "fused"]
+DraftHead = Literal["auto", "stored", "8bit"]
+MtpHidden = Literal["after", "before"]
+MtpNorms = Literal["auto", "raw", "shifted"]
+"""How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
+multiplied with, "shifted" by one, as mlx-lm's converter writes them; "auto" has to be found out."""
 
 DECODINGS = get_args(Decoding)
-_EARLIER_NAMES = {"streaming": "speculative"}
 STREAM_INITS = get_args(StreamInit)
 STREAM_DESIGNS = get_args(StreamDesign)
 ADAPTER_SCOPES = get_args(AdapterScope)
 STREAM_SCHEDULES = get_args(StreamSchedule)
 ACCEPTANCES = get_args(AcceptanceKind)
 ATTENTIONS = get_args(Attention)
+DRAFT_HEADS = get_args(DraftHead)
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
-DRAFT_HEADS = ("auto", "stored", "8bit")
 MAX_TREE_NODES = 1024
+FULL_WIDTH = 3  # of a full tree, unless it is given
+PRUNE_THRESHOLD = 0.05
 MAX_DRAFT_TOKENS = 256
+MAX_MTP_TOKENS = 16
 MAX_LOGPROBS = 100
 PREFILL_STEP_SIZE = 512
 # More would be a slip of the hand, and fill the memory; below the least temperature, float32 is
@@ -48,49 +56,10 @@ MAX_PENALTY = 1000
 MAX_BIAS = 10_000
 
 
-class ListedDrafter(NamedTuple):
-    """What is known of a drafter before its file is imported.
-
-    Attributes:
-        module: the file of `ssmlx.drafters` that registers it.
-        keys: what --drafter takes behind its name: `key=value` words, as `--help` shows them. They
-            are also how the option is parsed: what stands for the value says what is taken, and
-            where it is a value, it is the default.
-
-            "second-pass|fused": one of these words, the first by default.
-            "16" or "N": a whole number; N has no default to show.
-            "0.3", "X" or "P": a number.
-            "N,N,...": whole numbers with commas between.
-            "MODEL", "FOLDER", "FILE" or another word of capitals: a name or a path, in which a
-            leading ~ is the home folder.
-    """
-
-    module: str
-    keys: str
-
-
-DRAFTERS = {
-    "streams": ListedDrafter("stream_drafter", "schedule=second-pass|fused head=auto|stored|8bit"),
-    "prompt-lookup": ListedDrafter("lookup", "ngram=3 tokens=8 size=16"),
-    "lookahead": ListedDrafter("lookahead", "window=5 ngram=4 guesses=5"),
-    "draft-model": ListedDrafter("draft_model", "model=MODEL tokens=3 width=1"),
-    "mtp": ListedDrafter("mtp", "model=MODEL tokens=3 hidden=after|before norms=auto|raw|shifted"),
-    "medusa": ListedDrafter("heads", "heads=FOLDER"),
-    "mlp-speculator": ListedDrafter("heads", "heads=FOLDER widths=N,N,... candidates=N size=N"),
-}
-"""The drafters that there are, by the names that `drafter` takes; see `ssmlx.drafters.registry`."""
-
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
 MIN_EDGE_LOGPROB = -20.0
 MAX_EDGE_LOGPROB = -1e-3
-
-
-def decoding_name(text: str) -> str:
-    """Return the present name of a decoding: "speculative" for "streaming", its earlier name; other
-    texts as they are.
-    """
-    return _EARLIER_NAMES.get(text, text)
 
 
 @dataclass(frozen=True)
@@ -109,9 +78,6 @@ class Allowed:
     smallest: float = 0.0  # of those above 0
     whole: bool = False
     choices: tuple[Any, ...] = ()
-    # what a message calls it, such as "--tree-size", or with the value's place in it, such as
-    # "--prune threshold={}"; None for "--" and the field's name
-    option: str | None = None
 
     def holds(self, value: Any) -> bool:
         """Whether a value, of any type, is allowed. NaN and infinity are not, and bool is no
@@ -144,36 +110,62 @@ class Allowed:
         return " and ".join(said) or "a number"
 
 
-def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
-    """Make a field of a settings class.
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    option: str = "",
+    metavar: str = "",
+    group: str = "",
+    needs: str = "",
+    wire: tuple[str, ...] = (),
+    **allowed: Any,
+) -> Any:
+    """A field of a settings class, and all that is known of it: messages, options, keys of
+    --drafter and fields of requests are made of this.
 
     Args:
         default: its default; without one, the field is required.
-        help: what `--help` says of it; a field without one is no option where options are made of
-            fields.
-        allowed: fields of `Allowed`, which `check_settings` checks.
-
-    Returns:
-        A dataclass field.
+        help: what `--help` says of it; a field without one is no option.
+        option: what gives it, if not `--` and the field's name: another flag, such as
+            "--tree-size", or a word of a flag's value, such as "--prune threshold={}". In a
+            `DrafterConfig` it is a key of that drafter, such as "tokens={}".
+        metavar: what `--help` shows for the value.
+        group: the group of options that it stands in; without one, commands name it.
+        needs: without which option's value it would change nothing, such as "--temp above 0".
+        wire: its names in a request to the server.
+        allowed: fields of `Allowed`, for numbers and choices; `check_settings` checks them.
     """
-    return field(default=default, metadata={"allowed": Allowed(**allowed), "help": help})
+    about = {"help": help, "option": option, "metavar": metavar, "group": group}
+    more = {"needs": needs, "wire": wire, "allowed": Allowed(**allowed)}
+    return field(default=default, metadata=about | more)
 
 
 def allowed_values(one: Field[Any]) -> Allowed | None:
-    """Return what a field of a settings class may have; None for one that `setting` did not make.
-
-    Numbers have to be whole if "int" is in the field's annotation.
-    """
+    """None for texts, mappings and whatever else is neither a number nor a choice."""
     allowed: Allowed | None = one.metadata.get("allowed")
-    return allowed and replace(allowed, whole="int" in str(one.type))
+    kind = str(one.type)
+    is_number = ("int" in kind or "float" in kind) and not kind.startswith("Mapping")
+    if allowed is None or not (allowed.choices or is_number):
+        return None
+    return replace(allowed, whole="int" in kind)
+
+
+def option_template(one: Field[Any]) -> str:
+    """What gives a setting, with {} for its value: "--top-p {}", "--penalty repetition={}"."""
+    option: str = one.metadata["option"] or "--" + one.name.replace("_", "-")
+    return option if "{}" in option else option + " {}"
+
+
+def key_of(one: Field[Any]) -> str:
+    """The setting's key in an option's `key=value` words; empty if it has an option of its own."""
+    found = re.search(r"(\w+)={}", option_template(one)) if "option" in one.metadata else None
+    return found[1] if found else ""
 
 
 def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
-    """Check every field of a settings object that `setting` made; other fields are passed over.
-
-    The annotation decides the type: with "int" in it a whole number, else any number, unless there
-    are choices. Of a list or tuple in a field of a tuple or sequence every item is checked. None is
-    allowed if "None" is in it. Nothing is changed.
+    """Check every field that `setting` made: numbers, whole ones if "int" stands in the
+    annotation, and choices; None if "None" does. Of a tuple or sequence every item is checked.
 
     Args:
         config: the settings.
@@ -190,8 +182,7 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
         kind = str(one.type)
         if allowed is None or (values is None and "None" in kind):
             continue
-        option = allowed.option or "--" + one.name.replace("_", "-")
-        option = option if "{}" in option else option + " {}"
+        option = option_template(one)
         is_row = isinstance(values, list | tuple) and kind.startswith(("tuple", "Sequence"))
         for value in values if is_row else [values]:
             told = {"option": option.format(value), "name": one.name, "value": value}
@@ -218,9 +209,12 @@ class StreamConfig:
     # f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h, "residual" f(h) = h + B A h.
     stream_init: StreamInit = setting("identity", choices=STREAM_INITS)
     stream_init_rank: int = setting(0, least=0, most=MAX_SIZE)  # eta, the rank of f; 0 for identity
-    # rank of what the root token and the last hidden state before it add to f, which makes drafting
-    # a pass of its own; 0 where streams start from f alone
+    # rank of what the root token and the last hidden state before it add to f; 0 where streams
+    # start from f alone
     root_init_rank: int = setting(0, least=0, most=MAX_SIZE)
+    # whether they were also trained without that, as they start by `schedule=fused`, whose pass
+    # decides the root
+    starts_without_root: bool = setting(False, choices=(False, True))
     # theta, the rank of the early-exit adapter; 0 where there is none
     prune_rank: int = setting(0, least=0, most=MAX_SIZE)
     # r, the rank of `ssmlx.model.condition`, which scores a stream's candidates given the token
@@ -258,6 +252,7 @@ class StreamConfig:
         do = "check the checkpoint's streams_config.json"
         check_settings(self, found="{name} is {value!r}", do=do)
         template = self.prompt_template
+        ends: Any = self.end_token_ids
         rotates = self.stream_design == "value_rotation"
         for ok, found, expected in (
             (
@@ -274,6 +269,11 @@ class StreamConfig:
                 template is None or (isinstance(template, str) and "{prompt}" in template),
                 f"prompt_template is {template!r}",
                 "a text with {prompt} where the prompt goes",
+            ),
+            (
+                isinstance(ends, list | tuple) and all(isinstance(one, int) for one in ends),
+                f"end_token_ids is {ends!r}",
+                "a list of token ids",
             ),
             (
                 rotates == (self.rotation_step > 0),
@@ -310,33 +310,6 @@ class StreamConfig:
             do="choose a number in that range, or another --adapter",
         )
         return streams
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
-        """Build from JSON values; unknown keys are ignored, and missing ones get their defaults.
-
-        Raises:
-            InputError: a required key is missing, or a value is not allowed.
-        """
-        required = ("num_streams", "num_msa_layers", "num_layers", "hidden_size")
-        missing = [name for name in required if name not in values]
-        require(
-            not missing,
-            f"the stream settings lack {', '.join(missing)}",
-            expected=", ".join(required),
-            do="check the checkpoint's streams_config.json",
-        )
-        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
-        end_tokens = known.get("end_token_ids") or ()
-        require(
-            isinstance(end_tokens, list | tuple)
-            and all(isinstance(token, int) for token in end_tokens),
-            f"end_token_ids is {end_tokens!r}",
-            expected="a list of token ids",
-            do="check the checkpoint's streams_config.json",
-        )
-        known["end_token_ids"] = tuple(end_tokens)
-        return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values by name; `tokens_per_call` only if it is known."""
@@ -386,9 +359,28 @@ class TreeConfig:
         size: nodes of the best tree, the root included; ignored for "full".
     """
 
-    kind: TreeKind = setting("best", choices=get_args(TreeKind), option="--tree")
-    width: int | None = setting(None, least=1, option="--tree-width")
-    size: int = setting(16, least=1, most=MAX_TREE_NODES, option="--tree-size")
+    kind: TreeKind = setting(
+        "best",
+        "for streams and Medusa heads. full: K children for every node; best: the N likeliest "
+        "nodes",
+        choices=get_args(TreeKind),
+        option="--tree",
+    )
+    width: int | None = setting(
+        None,
+        f"K, most children of a node (default: {FULL_WIDTH} for full, no limit for best)",
+        least=1,
+        option="--tree-width",
+        metavar="K",
+    )
+    size: int = setting(
+        16,
+        "N, nodes of the best tree with its root",
+        least=1,
+        most=MAX_TREE_NODES,
+        option="--tree-size",
+        needs="--tree best",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -425,8 +417,8 @@ class TreeConfig:
 
     @property
     def full_width(self) -> int:
-        """k of a full tree: `width`, or 3 if that is None."""
-        return self.width or 3
+        """k of a full tree."""
+        return self.width or FULL_WIDTH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,16 +433,40 @@ class PruneConfig:
         threshold: least early-exit probability of a child given its parent.
     """
 
-    kind: PruneKind = setting("off", choices=get_args(PruneKind), option="--prune")
-    keep: int = setting(8, least=1, option="--prune-to")
-    threshold: float = setting(0.05, least=0, most=1, option="--prune threshold={}")
+    kind: PruneKind = setting(
+        "off",
+        "drop unlikely nodes before the upper layers. budget: keep the M likeliest; threshold=P: "
+        f"keep nodes with a probability of at least P ({PRUNE_THRESHOLD}) given their parent",
+        choices=get_args(PruneKind),
+        option="--prune",
+        metavar="HOW",
+    )
+    keep: int = setting(
+        8,
+        "M, nodes that --prune budget keeps",
+        least=1,
+        option="--prune-to",
+        metavar="M",
+        needs="--prune budget",
+    )
+    threshold: float = setting(PRUNE_THRESHOLD, least=0, most=1, option="--prune threshold={}")
 
     def __post_init__(self) -> None:
         check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptLookupConfig:
+class DrafterConfig:
+    """What settings of a drafter have in common: a field's option, "tokens={}", is a key of it."""
+
+    def __post_init__(self) -> None:
+        listed = (name for name, one in DRAFTERS.items() if one.settings is type(self))
+        name = next(listed, type(self).__name__)
+        check_settings(self, found=f'--drafter "{name} {{option}}"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLookupConfig(DrafterConfig):
     """What prompt lookup drafts: tokens that followed the text's end where it stood before.
 
     Attributes:
@@ -466,12 +482,9 @@ class PromptLookupConfig:
     size: int = setting(16, least=2, most=MAX_TREE_NODES, option="size={}")
     reference: Sequence[int] = ()
 
-    def __post_init__(self) -> None:
-        check_settings(self, found='--drafter "prompt-lookup {option}"')
-
 
 @dataclass(frozen=True, kw_only=True)
-class LookaheadConfig:
+class LookaheadConfig(DrafterConfig):
     """Window and n-gram pool of lookahead decoding (Fu et al. 2024).
 
     Attributes:
@@ -490,7 +503,7 @@ class LookaheadConfig:
         """Check every setting; raise InputError where one is not allowed, or all make more than
         `MAX_TREE_NODES` nodes a step.
         """
-        check_settings(self, found='--drafter "lookahead {option}"')
+        super().__post_init__()
         nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
         require(
             nodes <= MAX_TREE_NODES,
@@ -501,7 +514,7 @@ class LookaheadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelConfig:
+class DraftModelConfig(DrafterConfig):
     """What a draft model drafts.
 
     Attributes:
@@ -512,12 +525,26 @@ class DraftModelConfig:
     num_draft_tokens: int = setting(3, least=1, most=MAX_DRAFT_TOKENS, option="tokens={}")
     width: int = setting(1, least=1, most=32, option="width={}")
 
-    def __post_init__(self) -> None:
-        check_settings(self, found='--drafter "draft-model {option}"')
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(DrafterConfig):
+    """How an MTP head drafts.
+
+    Attributes:
+        num_draft_tokens: tokens of the chain, each a call of the head.
+        hidden: which hidden states the head reads: behind the final norm ("after"), as Qwen's
+            were trained, or what enters it ("before"); of its own, behind its norm or before it.
+        norms: how the weights of its norms are stored: less one ("raw"), or as they multiply
+            ("shifted"); "auto" tells by those of its layer.
+    """
+
+    num_draft_tokens: int = setting(3, least=1, most=MAX_MTP_TOKENS, option="tokens={}")
+    hidden: MtpHidden = setting("after", choices=get_args(MtpHidden), option="hidden={}")
+    norms: MtpNorms = setting("auto", choices=get_args(MtpNorms), option="norms={}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculatorTreeConfig:
+class SpeculatorTreeConfig(DrafterConfig):
     """The tree that an MLP speculator drafts (arXiv 2404.19124).
 
     Attributes:
@@ -535,13 +562,51 @@ class SpeculatorTreeConfig:
         """Check every setting; raise InputError where one is not allowed, or both `candidates` and
         `size` are given.
         """
-        check_settings(self, found='--drafter "mlp-speculator {option}"')
+        super().__post_init__()
         require(
             self.candidates is None or self.size is None,
             f'--drafter "mlp-speculator size={self.size} candidates={self.candidates}"',
             expected="one of them",
             do="drop the other",
         )
+
+
+class ListedDrafter(NamedTuple):
+    """What is known of a drafter before its file, and so MLX, is imported."""
+
+    module: str  # the file of `ssmlx.drafters` that registers it
+    settings: type[DrafterConfig] | None = None  # its own
+    loads: str = ""  # the key of --drafter that names what it drafts with, such as "model=MODEL"
+
+
+DRAFTERS = {
+    "streams": ListedDrafter("stream_drafter"),
+    "prompt-lookup": ListedDrafter("lookup", PromptLookupConfig),
+    "lookahead": ListedDrafter("lookahead", LookaheadConfig),
+    "draft-model": ListedDrafter("draft_model", DraftModelConfig, "model=MODEL"),
+    "mtp": ListedDrafter("mtp", MtpConfig, "model=MODEL"),
+    "medusa": ListedDrafter("heads", None, "heads=FOLDER"),
+    "mlp-speculator": ListedDrafter("heads", SpeculatorTreeConfig, "heads=FOLDER"),
+}
+"""The drafters that there are, by the names that `drafter` takes; see `ssmlx.drafters.registry`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterLoading:
+    """Keys of --drafter that act when a model is loaded, so on all its answers."""
+
+    draft_head: DraftHead = setting(
+        "auto",
+        "weights of the draft head",
+        choices=DRAFT_HEADS,
+        option='--drafter "streams head={}"',
+    )
+    attention: Attention = setting(
+        "auto",
+        "MLX's (mlx), or the fused Metal kernel if faster (auto)",
+        choices=ATTENTIONS,
+        option="--drafter attention={}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,21 +621,34 @@ class AcceptanceConfig:
         delta: it asks for delta * exp(-entropy) if that is less than epsilon.
     """
 
-    kind: AcceptanceKind = setting("exact", choices=ACCEPTANCES, option="acceptance={}")
-    epsilon: float = setting(0.09, above=0, most=1, option="epsilon={}")
-    delta: float = setting(0.3, above=0, most=1, option="delta={}")
+    kind: AcceptanceKind = setting(
+        "exact",
+        "typical also accepts tokens that the model finds likely. LOSSY: it changes answers",
+        choices=ACCEPTANCES,
+        option="--drafter acceptance={}",
+    )
+    epsilon: float = setting(0.09, above=0, most=1, option="--drafter epsilon={}")
+    delta: float = setting(0.3, above=0, most=1, option="--drafter delta={}")
 
     def __post_init__(self) -> None:
-        check_settings(self, found="--drafter {option}")
-
-
-_RECENT: Any = {"least": 1, "most": MAX_CONTEXT, "option": "--penalty context={}"}
+        check_settings(self)
 
 
 _TEMP: Any = {"least": 0, "smallest": MIN_TEMP, "most": MAX_TEMP}
 _REPETITION: Any = {"above": 0, "most": MAX_PENALTY, "option": "--penalty repetition={}"}
-_OFF = {"repetition": 1, "presence": 0, "frequency": 0}
-"""The value of each penalty that changes nothing."""
+PENALTIES = {"repetition": 1, "presence": 0, "frequency": 0}
+"""Each penalty, with the value that changes nothing."""
+
+
+def _recent(penalty: str) -> Any:
+    """The context size of a penalty."""
+    return setting(
+        20,
+        least=1,
+        most=MAX_CONTEXT,
+        option="--penalty context={}",
+        wire=(f"{penalty}_context_size",),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -617,23 +695,79 @@ class SamplingConfig:
             filters; None reports nothing, and costs nothing.
     """
 
-    temp: float | None = setting(None, **_TEMP)
-    top_p: float | None = setting(None, least=0, most=1)
-    min_p: float | None = setting(None, least=0, most=1)
-    top_k: int | None = setting(None, least=0)
-    seed: int | None = setting(None, least=0, most=2**64 - 1)
-    repetition_penalty: float | None = setting(None, **_REPETITION)
-    repetition_context_size: int = setting(20, **_RECENT)
+    temp: float | None = setting(
+        None,
+        "temperature; 0 takes the likeliest token (default: the model's, or 0)",
+        metavar="T",
+        group="sampling",
+        wire=("temp", "temperature"),
+        **_TEMP,
+    )
+    top_p: float | None = setting(
+        None,
+        "sample from the likeliest tokens that together have probability P",
+        least=0,
+        most=1,
+        metavar="P",
+        group="sampling",
+        needs="--temp above 0",
+        wire=("top_p",),
+    )
+    min_p: float | None = setting(
+        None,
+        "sample from tokens with at least P of the likeliest one's probability",
+        least=0,
+        most=1,
+        metavar="P",
+        group="sampling",
+        needs="--temp above 0",
+        wire=("min_p",),
+    )
+    top_k: int | None = setting(
+        None,
+        "sample from the K likeliest tokens",
+        least=0,
+        metavar="K",
+        group="sampling",
+        needs="--temp above 0",
+        wire=("top_k",),
+    )
+    seed: int | None = setting(
+        None,
+        "same seed, same answer, whatever drafts (in float32; default: random)",
+        least=0,
+        most=2**64 - 1,
+        group="sampling",
+        needs="--temp above 0",
+    )
+    repetition_penalty: float | None = setting(None, wire=("repetition_penalty",), **_REPETITION)
+    repetition_context_size: int = _recent("repetition")
     presence_penalty: float | None = setting(
-        None, least=-MAX_PENALTY, most=MAX_PENALTY, option="--penalty presence={}"
+        None,
+        least=-MAX_PENALTY,
+        most=MAX_PENALTY,
+        option="--penalty presence={}",
+        wire=("presence_penalty",),
     )
-    presence_context_size: int = setting(20, **_RECENT)
+    presence_context_size: int = _recent("presence")
     frequency_penalty: float | None = setting(
-        None, least=-MAX_PENALTY, most=MAX_PENALTY, option="--penalty frequency={}"
+        None,
+        least=-MAX_PENALTY,
+        most=MAX_PENALTY,
+        option="--penalty frequency={}",
+        wire=("frequency_penalty",),
     )
-    frequency_context_size: int = setting(20, **_RECENT)
-    logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = setting(None, least=0, most=MAX_LOGPROBS)
+    frequency_context_size: int = _recent("frequency")
+    logit_bias: Mapping[int, float] | None = setting(
+        None, "add X to the logit of token ID; repeatable", metavar="ID=X", group="sampling"
+    )
+    logprobs: int | None = setting(
+        None,
+        "with --jsonl: log probabilities of every token and of the N likeliest ones",
+        least=0,
+        most=MAX_LOGPROBS,
+        needs="--jsonl",
+    )
 
     def __post_init__(self) -> None:
         """Check every setting; raise InputError where one is not allowed.
@@ -682,16 +816,16 @@ class SamplingConfig:
         """
         sizes = [
             getattr(self, f"{name}_context_size")
-            for name, off in _OFF.items()
+            for name, off in PENALTIES.items()
             if getattr(self, f"{name}_penalty") not in (None, off)
         ]
         return max(sizes, default=0)
 
 
 @cache
-def _settings_fields(config: type) -> dict[str, tuple[type, ...]]:
-    """Return the fields of a settings class that hold settings objects, with the classes allowed
-    there, NoneType among them.
+def settings_fields(config: type) -> dict[str, tuple[type, ...]]:
+    """The fields of a settings class that hold settings objects, with the classes allowed there,
+    NoneType among them.
     """
     kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
     return {name: own for name, own in kinds.items() if any(map(is_dataclass, own))}
@@ -708,7 +842,7 @@ class GenerateConfig(SamplingConfig):
 
     Attributes:
         decoding: "speculative", which drafts for every call, or "plain"; None lets the controller
-            decide. "streaming", the earlier name of "speculative", means the same.
+            decide.
         max_tokens: most tokens to generate.
         stop: texts that end an answer. They are not in its text, but the tokens up to the one that
             completes such a text are in its tokens.
@@ -731,15 +865,40 @@ class GenerateConfig(SamplingConfig):
             are; sampling without a seed takes seed 0. Machines may still round differently.
     """
 
-    decoding: Decoding | None = setting(None, choices=DECODINGS)
-    max_tokens: int = setting(256, least=1)
-    stop: Sequence[str] = ()
+    decoding: Decoding | None = setting(
+        None,
+        "speculative drafts for every call, plain never (default: what is faster)",
+        choices=DECODINGS,
+        metavar="HOW",
+        group="decoding",
+    )
+    max_tokens: int = setting(
+        256,
+        "generate at most N tokens",
+        least=1,
+        group="decoding",
+        wire=("max_tokens", "max_completion_tokens"),
+    )
+    stop: Sequence[str] = setting(
+        (),
+        "end the answer before TEXT (\\n is a new line); repeatable",
+        metavar="TEXT",
+        group="decoding",
+    )
     drafter: str | None = setting(None, choices=tuple(DRAFTERS))
     tree: TreeConfig | None = None
     prune: PruneConfig | None = None
-    num_streams: int | None = setting(None)
+    num_streams: int | None = setting(
+        None,
+        "streams to use, each of which drafts one token ahead (default: all)",
+        metavar="G",
+        group="draft tree",
+    )
     stream_schedule: StreamSchedule | None = setting(
-        None, choices=STREAM_SCHEDULES, option='--drafter "streams schedule={}"'
+        None,
+        "run streams in a pass of their own (second-pass) or in the verifying one (fused)",
+        choices=STREAM_SCHEDULES,
+        option='--drafter "streams schedule={}"',
     )
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
@@ -748,19 +907,20 @@ class GenerateConfig(SamplingConfig):
     drafter_settings: Any = None
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     prefill_step_size: int = setting(PREFILL_STEP_SIZE, least=1, most=2**20)
-    deterministic: bool = False
+    deterministic: bool = setting(
+        False,
+        "make the same calls in every run: use no measured costs, and seed 0",
+        group="sampling",
+    )
 
     def __post_init__(self) -> None:
         """Check every setting; raise InputError where one is not allowed, or does not go with
         another.
 
-        `decoding` gets its present name, and `stop`, which may also be one text or None, becomes a
-        tuple.
+        `stop`, which may also be one text or None, becomes a tuple.
         """
-        if isinstance(self.decoding, str):
-            object.__setattr__(self, "decoding", decoding_name(self.decoding))
         super().__post_init__()
-        for name, kinds in _settings_fields(GenerateConfig).items():
+        for name, kinds in settings_fields(GenerateConfig).items():
             part = getattr(self, name)
             require(
                 isinstance(part, kinds),
@@ -810,3 +970,16 @@ class GenerateConfig(SamplingConfig):
             prune=self.prune or PruneConfig(),
             stream_schedule=self.stream_schedule or "second-pass",
         )
+
+
+WIRE_NAMES = {
+    wire: one.name for one in fields(GenerateConfig) for wire in one.metadata.get("wire", ())
+}
+"""Settings by the names that a request has for them, OpenAI's or mlx-lm's; of two names for one
+setting, the later one counts."""
+
+
+def field_of_drafter_settings(kind: type[DrafterConfig]) -> str:
+    """The field of `GenerateConfig` that holds a drafter's settings of that class."""
+    found = (name for name, own in settings_fields(GenerateConfig).items() if kind in own)
+    return next(found, "drafter_settings")

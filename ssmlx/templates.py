@@ -1,11 +1,8 @@
-"""Chat templates, which came with a model, in Jinja's sandbox, with a deadline and bounds on size.
+"""Chat templates, which come with models, in Jinja's sandbox, with a deadline and bounds on size.
 
-The sandbox, transformers' own, keeps a template from files and from Python's inner life, not from
-looping for ever, nor from filling the memory. Here every operation looks at a deadline, no value
-is larger than a prompt may be, and all that are made have a bound too. Values are measured as they
-would be written: of lists that stand in lists many times, each time counts. So a single operation
-ends soon, and its result is known to fit before it is computed. transformers compiles its templates
-so, as long as one is rendered under `bounded_rendering`.
+The sandbox, transformers' own, keeps a template from files and from Python's inner life, but not
+from looping for ever or filling the memory. Under `bounded_rendering` every operation looks at a
+deadline, and the size of its result is known before it is computed.
 """
 
 import json
@@ -41,18 +38,17 @@ from transformers.utils import chat_template_utils
 
 from .errors import InputError
 
-MAX_SECONDS = 5.0
-MAX_CHARS = 10_000_000
-"""What rendering a prompt may take, and characters that it may write, or have in one value."""
+MAX_SECONDS = 5.0  # of rendering a prompt
+MAX_CHARS = 10_000_000  # that a rendering may write, or have in one value
 _MAX_MADE = 30 * MAX_CHARS  # bytes of all values that a rendering makes
 _MAX_SOURCE = 100_000  # characters of a template
 _MAX_BITS = 100_000  # of a whole number
-_MAX_LETTERS = 300  # of what a template says of a refusal
+_MAX_LETTERS = 300  # of a template's own message
 _ITEM = 10  # characters that an item of a list or an object counts for, beside its own
 _CHECK = "ssmlx_check"
 _CONCAT = "ssmlx_concat"
 _LOOP = "ssmlx_until_deadline"
-# What no chat template needs, and takes more than its result shows.
+# Chat templates need none of these, and they take more than the size of their result.
 _NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _NO_METHODS = {
     "encode", "expandtabs", "from_bytes", "fromhex", "maketrans", "striptags", "to_bytes",
@@ -64,13 +60,12 @@ _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
 class TemplateBoundsError(InputError):
-    """A chat template takes too long, or makes too much.
+    """A chat template takes too long, or makes too much."""
 
-    Args:
-        template_does: what it does, such as "makes too much text".
-    """
-
-    def __init__(self, template_does: str) -> None:
+    def __init__(
+        self,
+        template_does: str,  # such as "makes too much text"
+    ) -> None:
         super().__init__(
             f"the model's chat template {template_does}",
             expected=f"at most {MAX_SECONDS:.0f} s and {MAX_CHARS:,} characters for a prompt",
@@ -79,16 +74,15 @@ class TemplateBoundsError(InputError):
 
 
 class _Bounds:
-    """What the templates of a block may still take."""
+    """What templates may still take in a block."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         self.begin_rendering()
 
     def begin_rendering(self) -> None:
-        """Count what is made from 0 on."""
         self._made = 0
-        # By the id of a list or an object: it, so that the id stays its own, and its size.
+        # By the id of a list or an object: its size, and the value, so that the id stays its own.
         self._sizes: dict[int, tuple[Any, int]] = {}
 
     def check_time(self) -> None:
@@ -97,6 +91,7 @@ class _Bounds:
 
     def size(self, value: Any) -> int:
         """Characters of a value as it would be written, or a little more."""
+        # A list that is in other lists many times counts each time.
         if isinstance(value, str | bytes):
             return len(value)
         if isinstance(value, int):
@@ -113,8 +108,7 @@ class _Bounds:
         return known[1]
 
     def check_size(self, size: int) -> None:
-        """Raise TemplateBoundsError for a value of so many characters, or one that takes as long,
-        if they are too many."""
+        """Of a value in characters, or of one that takes as long."""
         if size > MAX_CHARS:
             raise TemplateBoundsError("makes too much text")
 
@@ -123,7 +117,7 @@ class _Bounds:
             raise TemplateBoundsError("makes a number that is too large")
 
     def check(self, value: Any) -> Any:
-        """Return a value that was made, checked and counted; a generator counts as it goes."""
+        """A value that was made, checked and counted; a generator counts as it goes."""
         self.check_time()
         if isinstance(value, GeneratorType):
             return self._check_items(value)
@@ -139,7 +133,7 @@ class _Bounds:
         return value
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes that a value holds."""
+        """Bytes that a value holds."""
         self._made += num_bytes
         if self._made > _MAX_MADE:
             raise TemplateBoundsError("makes too much text")
@@ -166,7 +160,6 @@ def _check(value: Any) -> Any:
 
 
 def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items`; TemplateBoundsError where the deadline has passed before one of them."""
     bounds = _current()
     for item in items:
         bounds.check_time()
@@ -175,7 +168,7 @@ def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
 
 @pass_eval_context
 def _concat(context: nodes.EvalContext, texts: Sequence[Any]) -> str:
-    """What `~` does: all texts as one."""
+    """What `~` does."""
     bounds = _current()
     bounds.check_size(bounds.size(texts))
     return str(bounds.check((markup_join if context.autoescape else str_join)(texts)))
@@ -185,8 +178,6 @@ class _CheckedNodes(NodeTransformer):
     """Puts filters on what a template computes by itself, without calling the environment."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        """Put filters on loops and expressions, here and in all nodes below; returns `node`, or
-        one in its place."""
         _current().check_time()
         super().generic_visit(node, *args, **kwargs)
         given: Any = node
@@ -215,12 +206,12 @@ def _replaced(bounds: _Bounds, text: Any, old: Any, new: Any, *_: Any) -> int:
 
 
 def _stripped(bounds: _Bounds, text: Any, letters: Any = None) -> int:
-    """Each letter may be looked up among all letters that are to go."""
+    """Each letter may be looked up among all letters to be stripped."""
     return 0 if letters is None else bounds.size(text) * len(str(letters)) // 100
 
 
 def _formatted(bounds: _Bounds, text: Any, *values: Any, **named: Any) -> int:
-    """A width may stand in the text, or be one of the values; a value may be used many times."""
+    """A width may be in the text, or be one of the values; a value may be used many times."""
     form = str(text)
     num_fields = form.count("%") + form.count("{")
     if not num_fields:
@@ -249,6 +240,7 @@ def _joined(bounds: _Bounds, between: Any, items: Any) -> int:
 
 
 _Size = Callable[..., int]
+# Characters that a method of texts may make, beside its input's, or steps that it may take.
 _SIZES_OF_METHODS: Mapping[str, _Size] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded),
     **dict.fromkeys(("strip", "lstrip", "rstrip"), _stripped),
@@ -257,7 +249,6 @@ _SIZES_OF_METHODS: Mapping[str, _Size] = {
     "format_map": lambda bounds, text, values: _formatted(bounds, text, **values),
     "join": _joined,
 }
-"""Characters that a method of texts may make, beside its input's, or steps that it may take."""
 _SIZES_OF_FILTERS: Mapping[str, _Size] = {
     "center": _padded,
     "replace": _replaced,
@@ -315,7 +306,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """What transformers' `tojson` does, piece by piece where its form is a template's own."""
+    """What transformers' `tojson` does, piece by piece if its form is a template's own."""
     bounds = _current()
     bounds.check_size(bounds.size(x))
     for text in (indent, *(separators or ())):
@@ -328,7 +319,7 @@ def _to_json(
 
 
 def _bounded_join(pieces: Iterable[str]) -> str:
-    """Join pieces of at most `MAX_CHARS` in all, until the deadline."""
+    """At most `MAX_CHARS` in all, until the deadline."""
     bounds = _current()
     kept = []
     size = 0
@@ -340,10 +331,7 @@ def _bounded_join(pieces: Iterable[str]) -> str:
 
 
 class _DeadlineCompiler(CodeGenerator):
-    """Jinja's compiler, which looks at the deadline."""
-
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        """Compile a node and those below it."""
         _current().check_time()
         return super().visit(node, *args, **kwargs)
 
@@ -356,14 +344,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @classmethod
     def like(cls, other: ImmutableSandboxedEnvironment) -> "_Sandbox":
-        """A bounded copy of `other`, with its globals and filters, and `strftime_now`; `other`
-        stays.
-
-        `strftime_now` gives the day of `frozen_at_new_year_2026` inside its block, else now.
-        """
+        """A bounded copy of `other`, with its globals and filters."""
         own = object.__new__(cls)
         own.__dict__.update(other.__dict__, globals={**other.globals})
-        own.optimized = False  # nothing is computed before it is asked for
+        own.optimized = False  # nothing is computed at compile time
         own.finalize = own.as_text
         own.globals["strftime_now"] = lambda form: (_day.get() or datetime.now()).strftime(
             str(form)[:_MAX_LETTERS]
@@ -391,16 +375,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def as_text(value: Any) -> str:
-        """A value as a template writes it."""
         text = value if isinstance(value, str) else str(value)
         return str(_check(text))
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
-        """Join what a template writes, `pieces`, into one text.
-
-        Raises:
-            TemplateBoundsError: it has more than `MAX_CHARS`, or the deadline passes meanwhile.
-        """
         return str(_check(_bounded_join(pieces)))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -429,7 +407,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 bounds.check_size(size(bounds, owner, *args, **named))
         made = bounds.check(super().call(context, function, *args, **kwargs))
         if is_texts and isinstance(made, list):
-            bounds.count(bounds.size(made))  # texts that are new
+            bounds.count(bounds.size(made))  # the texts in it are new
         return made
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -466,7 +444,7 @@ def _compile_bounded(template: str) -> Template:
 
 
 def _compile(template: str) -> Template:
-    """transformers' compiler of templates, replaced: bounded inside `bounded_rendering`."""
+    """Takes the place of transformers' compiler: bounded inside `bounded_rendering`."""
     bounds = _bounds.get()
     compile_ = _transformers_compile if bounds is None else _compile_bounded
     compiled: Template = compile_(template)
@@ -480,11 +458,7 @@ chat_template_utils._compile_jinja_template = _compile
 
 @contextmanager
 def frozen_at_new_year_2026() -> Iterator[None]:
-    """Give templates that ask for the date 1 January 2026 inside the block.
-
-    So that a run that goes on another day has the same prompts. Only templates that are rendered
-    under `bounded_rendering` are told so.
-    """
+    """The date that templates are given, so that resumed runs have the same prompts."""
     token = _day.set(datetime(2026, 1, 1))
     try:
         yield
@@ -493,34 +467,21 @@ def frozen_at_new_year_2026() -> Iterator[None]:
 
 
 @contextmanager
-def bounded_rendering(turns: str) -> Iterator[None]:
-    """Bound what chat templates that are rendered inside the block may take.
-
-    In the block transformers compiles templates for the bounded sandbox. There are `MAX_SECONDS`
-    for the whole block, from now on; the characters are counted for each rendering.
-
-    Args:
-        turns: a message's words for what is rendered, such as "these turns".
-
-    Raises:
-        InputError: a template takes more than `MAX_SECONDS` or `MAX_CHARS`, or the block raises any
-            other Exception; an InputError goes on as it is.
-    """
+def bounded_rendering(
+    turns: str,  # what is rendered, for messages, such as "these turns"
+) -> Iterator[None]:
+    """Bound what templates take: `MAX_SECONDS` for the block, `MAX_CHARS` for each rendering."""
     token = _bounds.set(_Bounds(time.monotonic() + MAX_SECONDS))
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # whatever a template computes
+        said = " ".join(str(error)[:_MAX_LETTERS].split())
         raise InputError(
-            f"the model's chat template refuses {turns} ({_one_line(error)})",
+            f"the model's chat template refuses {turns} ({said})",
             expected="turns that it knows",
             do="change or drop them",
         ) from error
     finally:
         _bounds.reset(token)
-
-
-def _one_line(error: Exception) -> str:
-    """What a template or Jinja says of a refusal."""
-    return " ".join(str(error)[:_MAX_LETTERS].split())

@@ -9,15 +9,15 @@ from .json_files import found_in_json, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+# One turn of a chat: {"role": one of `ROLES` or the template's own, "content": text}. The content
+# may be parts, [{"type": "text", "text": ...}, ...]; None is an empty text in a turn of the
+# assistant's or a tool's. Other fields go to the template as they are, unless they are None.
 Message = Mapping[str, Any]
-"""One turn of a chat: {"role": one of `ROLES` or the template's own, "content": text}. The content
-may be parts, [{"type": "text", "text": ...}, ...]; None is an empty text in a turn of the
-assistant's or a tool's. Other fields go to the template as they are, those that are None do not."""
 
-BETWEEN_TEXTS = "\n\n"
-"""What stands between texts of turns, or of blocks, that become one turn."""
+BETWEEN_TEXTS = "\n\n"  # between texts of turns, or of blocks, that become one turn
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
+# what a part that is not a text is called, by its type
 _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "an image"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "an audio clip"),
@@ -25,51 +25,39 @@ _MEDIA = {
     **dict.fromkeys(("file", "file_url", "input_file", "container_upload"), "a file"),
     "document": "a document",
 }
-"""What a part that is no text is called, by its type."""
+# Where clients put what the assistant thought; the first name stays.
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""The fields in which clients give what the assistant thought; the first one stays."""
 _SYSTEM_ROLES = ("system", "developer")
 
 
 class TurnError(InputError):
-    """A turn of a chat, or what is offered beside the turns, that cannot be taken.
-
-    Args:
-        place: of the fault, such as "messages[1].content[0]"; the message begins with it.
-        fault: what is wrong there, such as "is an image".
-        expected: what was expected in its place.
-        do: what to do about it.
-    """
+    """A turn of a chat, or what is offered beside the turns, that cannot be taken."""
 
     def __init__(
-        self, place: str, fault: str, expected: str, do: str = "correct the turns"
+        self,
+        place: str,  # of the fault, such as "messages[1].content[0]"
+        fault: str,  # such as "is an image"
+        expected: str,
+        do: str = "correct the turns",
     ) -> None:
         super().__init__(f"{place} {fault}", expected=expected, do=do)
         self.place = place
 
 
 def _require(ok: bool, place: str, found: Any, expected: str) -> None:
-    """Raise TurnError unless `ok`; it says what was found, and what was expected."""
     if not ok:
         raise TurnError(place, f"is {found_in_json(found)}", expected)
 
 
-def normalise_turns(messages: Any, place: str = "messages") -> list[dict[str, Any]]:
+def normalise_turns(
+    messages: Any,
+    place: str = "messages",  # what they are called in messages
+) -> list[dict[str, Any]]:
     """Copies of chat turns in one form.
 
-    A content is one text, whatever parts it had; what the assistant thought is its
-    "reasoning_content", whatever it was called. Calls have their arguments as an object: a custom
-    tool's input becomes its argument `input`, and OpenAI's older `function_call` and role
-    "function" become a call and a tool's turn. A tool's turn has the "name" of the function that it
-    answers. Fields that are None are left out. Roles and other fields stay, whatever they are.
-
-    Args:
-        messages: what should be turns; no turns give none.
-        place: what they are called in messages of errors.
-
-    Raises:
-        TurnError: it is not a list of turns, or a turn is invalid; it says which, and what is
-            wrong.
+    Content is one text; what the assistant thought is its "reasoning_content"; calls have their
+    arguments as an object, OpenAI's custom tools and older `function_call` too; a tool's turn has
+    the "name" of the function that it answers. Fields that are None are left out, others stay.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     _require(is_list, place, messages, "a list of turns, each with role and content")
@@ -106,24 +94,15 @@ def _normalise_turn(turn: Any, place: str) -> dict[str, Any]:
     return own
 
 
-def read_content(turn: Message, place: str) -> tuple[str, str]:
-    """The text of a turn's content, and that of its parts that are reasoning.
-
-    If an assistant refused, and said nothing else, its "refusal" is the text. Reasoning in a turn
-    of the system's, which Mistral's models have as an example, stays in the text, between the marks
-    that their templates put around it.
-
-    Args:
-        turn: its role and its content are read.
-        place: of the content, for messages of errors.
-
-    Raises:
-        TurnError: it is not a content of text.
-    """
+def read_content(
+    turn: Message,
+    place: str,  # of the content, for messages
+) -> tuple[str, str]:
+    """The text of a turn's content, and that of its parts that are reasoning."""
     content = turn.get("content")
     is_assistants = turn["role"] == "assistant"
     if content is None and (is_assistants or turn["role"] == "tool"):
-        said = turn.get("refusal")
+        said = turn.get("refusal")  # the assistant refused, and said nothing else
         content = said if isinstance(said, str) else ""
     if isinstance(content, str):
         return content, ""
@@ -136,6 +115,7 @@ def read_content(turn: Message, place: str) -> tuple[str, str]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if is_assistants and kind in ("thinking", "reasoning"):
             thoughts.append(thought_text(part))
+        # Mistral's models have an example of reasoning in the system's turn, between these marks.
         elif turn["role"] in _SYSTEM_ROLES and kind == "thinking":
             texts.append(f"[THINK]{thought_text(part)}[/THINK]")
         elif is_assistants and kind == "refusal" and isinstance(part.get("refusal"), str):
@@ -146,8 +126,7 @@ def read_content(turn: Message, place: str) -> tuple[str, str]:
 
 
 def thought_text(part: Mapping[str, Any]) -> str:
-    """What a part of a content, or a block, of type thinking or reasoning says: its text, or those
-    of its parts, or else of its summary's; "" if it has none."""
+    """Of a part or block of type thinking or reasoning: its text, its parts', or its summary's."""
     for name in ("thinking", "text", "reasoning", "content", "summary"):
         said = part.get(name)
         inner = said if isinstance(said, list | tuple) else [{"text": said}]
@@ -162,16 +141,11 @@ def is_content_part(kind: Any) -> bool:
     return isinstance(kind, str) and (kind in _TEXT_TYPES or kind in _MEDIA)
 
 
-def part_text(part: Any, place: str) -> str:
-    """The text of a part of a content.
-
-    Args:
-        part: an object of a type of text, or a text.
-        place: of the part, for the message of an error.
-
-    Raises:
-        TurnError: it is an image, a file, or anything else that is not a text.
-    """
+def part_text(
+    part: Any,
+    place: str,  # for messages
+) -> str:
+    """Refuses images, files, and anything else that is not a text."""
     if isinstance(part, str):
         return part
     _require(isinstance(part, Mapping), place, part, "a part of type text")
@@ -185,7 +159,6 @@ def part_text(part: Any, place: str) -> str:
 
 
 def is_text_part(part: Any) -> bool:
-    """Whether a part of a content has a text."""
     is_text = isinstance(part, Mapping) and part.get("type", "text") in _TEXT_TYPES
     return is_text and isinstance(part.get("text"), str)
 
@@ -197,10 +170,7 @@ def kind_in_words(kind: Any) -> str:
 
 
 def _normalise_call(call: Any, place: str) -> dict[str, Any]:
-    """A copy of a call of a tool, its arguments as an object.
-
-    Its name and arguments stand in its "function", or in the call itself.
-    """
+    """A copy of a call, whose name and arguments are in its "function" or in the call itself."""
     _require(isinstance(call, Mapping), place, call, "a call: an object")
     own = {name: value for name, value in call.items() if value is not None}
     if isinstance(custom := own.pop("custom", None), Mapping):
@@ -217,16 +187,11 @@ def _normalise_call(call: Any, place: str) -> dict[str, Any]:
     return {**own, "function": made} if "function" in own else made
 
 
-def parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
-    """The arguments of a call as an object; None, a blank text and "null" are none.
-
-    Args:
-        arguments: an object, or its JSON text.
-        place: of the arguments, for the message of an error.
-
-    Raises:
-        TurnError: they are neither.
-    """
+def parse_arguments(
+    arguments: Any,  # an object, or its JSON text
+    place: str,  # for messages
+) -> dict[str, Any]:
+    """The arguments of a call as an object, empty for None, a blank text and "null"."""
     found = arguments
     if isinstance(arguments, str):
         try:
@@ -240,18 +205,14 @@ def parse_arguments(arguments: Any, place: str) -> dict[str, Any]:
     return dict(found)
 
 
-def find_answered_calls(turns: Sequence[Message]) -> dict[int, tuple[int, int]]:
-    """Find the call that each result belongs to.
+def find_answered_calls(
+    turns: Sequence[Message],  # their calls are objects
+) -> dict[int, tuple[int, int]]:
+    """The turn and place of the call that each result belongs to, by the number of the tool's turn.
 
-    It is the last call before it with the result's id; of several in a turn, the next one. Results
-    without such a call belong to those calls of the last turn with calls that have none, in order.
-
-    Args:
-        turns: whose calls are objects.
-
-    Returns:
-        The number of the call's turn and the call's place in it, by the number of the tool's turn;
-        without results that no call is left for.
+    That is the last call before it with the result's id; of several in a turn, the next one.
+    Results without such a call belong to those calls of the last turn with calls that have none, in
+    order; results that no call is left for are missing.
     """
     found: dict[int, tuple[int, int]] = {}
     by_id: dict[str, deque[tuple[int, int]]] = {}
@@ -281,8 +242,7 @@ def find_answered_calls(turns: Sequence[Message]) -> dict[int, tuple[int, int]]:
 
 
 def with_one_call_a_turn(turns: Sequence[Message]) -> list[dict[str, Any]]:
-    """The same turns, of which those with several calls become as many, each with the results of
-    its call after it; the first one has what else the turn has."""
+    """Turns with several calls become one turn a call, each followed by the results of its call."""
     several = {n for n, turn in enumerate(turns) if len(turn.get("tool_calls") or ()) > 1}
     results: dict[tuple[int, int], list[Message]] = {}
     moved = set[int]()
@@ -303,7 +263,7 @@ def with_one_call_a_turn(turns: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_texts_before_calls(turns: Sequence[Message]) -> list[dict[str, Any]]:
-    """The same turns, with what is said beside calls in a turn of its own before them."""
+    """What is said beside calls becomes a turn of its own before them."""
     found: list[dict[str, Any]] = []
     for turn in turns:
         own = dict(turn)
@@ -315,32 +275,27 @@ def with_texts_before_calls(turns: Sequence[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def join_system_turns_in_a_row(turns: Sequence[Message]) -> list[dict[str, Any]]:
-    """The same turns, with those of the system in a row as one, a blank line between their texts;
-    so with the developer's."""
-    return _join_in_a_row(turns, _SYSTEM_ROLES, same_role=True)
+def join_system_turns(turns: Sequence[Message]) -> list[dict[str, Any]]:
+    """The system's turns in a row become one, and so do the developer's."""
+    return _join_neighbours(turns, _SYSTEM_ROLES, same_role=True)
 
 
-def other_arrangements(turns: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-    """Yield what the same turns may become if a template refuses them, or leaves some out.
+def other_arrangements(
+    turns: Sequence[Message],  # normalised
+) -> Iterator[list[dict[str, Any]]]:
+    """What the turns may become if a template refuses them, each going further than the one before.
 
-    Each of these goes further than the one before. Turns of one role in a row become one, the
-    developer's after the system's too. Turns of the system's become the user's: those after the
-    first turn, then all. No word is lost, and none changes its place.
-
-    Args:
-        turns: as `normalise_turns` returns them.
-
-    Yields:
-        The arrangements that differ from `turns` and from those before.
+    Turns of one role in a row become one, the developer's after the system's too. Turns of the
+    system's become the user's: those after the first turn, then all. No word is lost, and none
+    changes its place.
     """
     found = [list(map(dict, turns))]
     for keeps in (len(turns), 1, 0):  # turns at the beginning whose role stays
         said = [
             {**turn, "role": "user"} if number >= keeps and is_systems(turn) else dict(turn)
-            for number, turn in enumerate(_join_in_a_row(turns, _SYSTEM_ROLES))
+            for number, turn in enumerate(_join_neighbours(turns, _SYSTEM_ROLES))
         ]
-        joined = _join_in_a_row(said, ("user", "assistant"), same_role=True)
+        joined = _join_neighbours(said, ("user", "assistant"), same_role=True)
         if joined not in found:
             found.append(joined)
             yield joined
@@ -351,23 +306,17 @@ def is_systems(turn: Message) -> bool:
     return turn["role"] in _SYSTEM_ROLES
 
 
-def _join_in_a_row(
-    turns: Sequence[Message], roles: Sequence[str], same_role: bool = False
+def _join_neighbours(
+    turns: Sequence[Message],  # normalised
+    roles: Sequence[str],
+    same_role: bool = False,  # join only turns of the same role
 ) -> list[dict[str, Any]]:
-    """Join turns of these roles that follow each other; the first one's role stays.
-
-    A turn with calls is not joined to a later one, as results of the calls may stand between.
-
-    Args:
-        turns: normalised.
-        roles: whose turns are joined.
-        same_role: whether only turns of the same role are.
-    """
+    """Join turns of these roles that follow each other; the first one's role stays."""
     rows: list[list[Message]] = []
     for turn in turns:
         row = rows[-1] if rows else []
         joins = bool(row) and {row[0]["role"], turn["role"]} <= {*roles}
-        joins = joins and not row[-1].get("tool_calls")
+        joins = joins and not row[-1].get("tool_calls")  # results of the calls may come between
         if joins and (not same_role or row[0]["role"] == turn["role"]):
             row.append(turn)
         else:
@@ -376,7 +325,7 @@ def _join_in_a_row(
 
 
 def _join(row: Sequence[Message]) -> dict[str, Any]:
-    """Turns as one of the first one's role, with their texts, and else what the last one says."""
+    """One turn with all texts, otherwise what the last one says."""
     both: dict[str, Any] = {}
     for turn in row:
         both |= turn

@@ -138,18 +138,18 @@ class Scripted:
         self.reason = reason
         self.stop = stop
 
-    def with_served_model_or_404(self, ask):
+    def with_served_model(self, ask):
         return replace(ask, model="tiny")
 
     async def count_prompt_tokens(self, ask):
         return 7
 
-    async def merged_parts_of_choices(self, ask, prompt_cache):
+    async def answer_parts(self, ask, prompt_cache):
         self.ask = ask
         parser = AnswerParser(TOKENIZER, ask)
-        said = [one for text in self.texts for one in parser.split_into_parts(TextPart(text, 2))]
+        said = [one for text in self.texts for one in parser.parse(TextPart(text, 2))]
         end = ChoiceEnd(self.reason, replace(LAST, stop=self.stop))
-        for one in said + (parser.split_into_parts(end) if self.reason else []):
+        for one in said + (parser.parse(end) if self.reason else []):
             yield one
         if self.reason is None:
             raise RuntimeError("a step")
@@ -194,8 +194,8 @@ async def collected(manager):
 
 def told(parser, texts, reason="stop"):
     """Parts, neighbours of one kind joined, and why the answer ended."""
-    found = [one for text in texts for one in parser.split_into_parts(TextPart(text, 1))]
-    *found, end = [*found, *parser.split_into_parts(ChoiceEnd(reason, LAST))]
+    found = [one for text in texts for one in parser.parse(TextPart(text, 1))]
+    *found, end = [*found, *parser.parse(ChoiceEnd(reason, LAST))]
     said = []
     for part in found:
         value = json.loads(part.text) if isinstance(part, ToolCallPart) else part.text

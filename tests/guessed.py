@@ -14,9 +14,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.copies import (
     TextOnDevice,
-    count_hits_and_trials_by_level,
+    count_hits_and_trials,
     initial_hits_and_trials,
-    mix_in_copies_unsorted,
+    mix_copies,
 )
 from ssmlx.drafters.stream_drafter import DraftVocab
 from ssmlx.model.cache import TreeCache
@@ -107,10 +107,8 @@ def mix_copies_along(
     copied = TextOnDevice([*prompt, *answer]).find_continuations(ends, streams)
     behind = np.array([*answer[1:], *[PAD_TOKEN - 1] * streams], np.int32)
     said = mx.array(sliding_window_view(behind, streams))
-    shown = np.array(mx.vmap(count_hits_and_trials_by_level)(*guessed, copied, said))
+    shown = np.array(mx.vmap(count_hits_and_trials)(*guessed, copied, said))
     known = np.zeros((length, 2, 2), np.float32)
     for level in range(min(2, streams)):  # what a token shows is known behind it
         known[1 + level :, :, level] = shown[: -1 - level, :, level]
-    return mix_in_copies_unsorted(
-        *guessed, copied, initial_hits_and_trials() + mx.array(known.cumsum(axis=0))
-    )
+    return mix_copies(*guessed, copied, initial_hits_and_trials() + mx.array(known.cumsum(axis=0)))

@@ -248,8 +248,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation/answer_end.py:AnswerText._held_back",
-        "return next((size for size in sizes if self._is_begun_by(self._text[-size:])), 0)",
-        "return 0",
+        "if any(stop.startswith(self._text[-size:]) for stop in self._stop):",
+        "if False:",
         "a stop string that comes in several tokens is given out up to its last one",
         "tests/test_stop.py",
     ),
@@ -360,7 +360,7 @@ MUTANTS = [
         "tests/test_prompt_cache.py tests/test_pool.py",
     ),
     Mutant(
-        "prompt_cache/cache.py:PromptCache._take",
+        "prompt_cache/cache.py:PromptCache.take",
         "in_file > count",
         "in_file >= count",
         "each turn reads from disk what is in memory",
@@ -418,14 +418,14 @@ MUTANTS = [
         "tests/test_model.py tests/test_drafters.py",
     ),
     Mutant(
-        "model/tree.py:topology_of_possible_nodes",
+        "model/tree.py:candidate_topology",
         "if total + outscored * (rank + 1) <= size",
         "if total + outscored * (rank + 1) < size",
         "the best tree may lack a node that belongs to it",
         "tests/test_model.py tests/test_drafters.py",
     ),
     Mutant(
-        "loading/load.py:_require_safe",
+        "loading/model_config.py:_require_safe",
         "_require_sizes_in_bounds(path, inner if isinstance(inner, dict) else {})",
         "pass",
         "sizes inside text_config are built however large they are",
@@ -447,17 +447,17 @@ MUTANTS = [
     ),
     # --- drafters ---
     Mutant(
-        "drafters/mtp.py:MtpDrafter.propose",
-        "recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)",
+        "drafters/chain.py:ChainRanking.rank",
+        "self._recent = mx.concatenate([self._recent[:, 1:], ranked[None, :1]], axis=1)",
         "pass",
-        "penalties of a chain do not see what it drafted before",
+        "penalties of an MTP head's chain do not see what it drafted before",
         "tests/test_mtp.py",
     ),
     Mutant(
-        "drafters/draft_model.py:DraftModelDrafter._rank_candidates_by_level",
-        "recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)",
+        "drafters/chain.py:ChainRanking.rank",
+        "self._recent = mx.concatenate([self._recent[:, 1:], ranked[None, :1]], axis=1)",
         "pass",
-        "penalties of a chain do not see what it drafted before",
+        "penalties of a draft model's chain do not see what it drafted before",
         "tests/test_drafters.py",
     ),
     Mutant(
@@ -561,7 +561,7 @@ MUTANTS = [
         "tests/test_turns.py tests/test_formats.py",
     ),
     Mutant(
-        "turns.py:join_system_turns_in_a_row",
+        "turns.py:join_system_turns",
         "_SYSTEM_ROLES",
         "()",
         "templates refuse several system turns, or lose all but the last",
@@ -618,7 +618,7 @@ MUTANTS = [
         "tests/test_server_connections.py tests/test_server_load.py",
     ),
     Mutant(
-        "server/app.py:Routes._check_access_and_find_prompt_cache",
+        "server/app.py:Routes._admit",
         "return self.handler.prompt_caches[same.index(True)]",
         "return self.handler.prompt_caches[0]",
         "one key's prompts are found by another key's requests",

@@ -18,7 +18,7 @@ from convert.reference.checkpoint import save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference
 from ssmlx.decoding.loop import prefill
-from ssmlx.loading.adapter import write_adapter_in_place
+from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import StreamConfig, TreeConfig
 
@@ -87,7 +87,7 @@ def convert(folder, reference):
     adapter.mkdir()
     backbone, _ = load_base(folder / "base", "float32")
     streams = checkpoint / "streams.safetensors"
-    write_adapter_in_place(adapter, read_checkpoint(checkpoint, streams, backbone))
+    write_adapter(adapter, read_checkpoint(checkpoint, streams, backbone))
     return adapter, backbone
 
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ssmlx.blas import HINT
 from ssmlx.loading import load as loading
-from ssmlx.loading.adapter import StreamAdapter, write_adapter_in_place
+from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.training.data import Example
 
@@ -135,7 +135,7 @@ def make_adapter(
 def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:
     """Write what `make_adapter` makes into a folder, and return the folder."""
     folder.mkdir(parents=True)
-    write_adapter_in_place(folder, make_adapter(base, **settings))
+    write_adapter(folder, make_adapter(base, **settings))
     return folder
 
 
@@ -289,10 +289,10 @@ def answering(answer):
 
 
 def fuse(base: Path, target: Path) -> Path:
-    from convert.formats.adapter import merge_lora_and_write_model
+    from convert.formats.adapter import write_fused_model
 
     backbone, config = loading.load_base(base, "float32")
     words = loading.load_tokenizer(base, config)
     target.mkdir()
-    merge_lora_and_write_model(target, make_adapter(base), backbone, words, config)
+    write_fused_model(target, make_adapter(base), backbone, words, config)
     return target

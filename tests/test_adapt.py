@@ -19,18 +19,19 @@ from tiny_lora import write_lora
 
 import ssmlx
 from ssmlx.commands import adapt as adapt_command
-from ssmlx.commands import machine, upload
+from ssmlx.commands import power as power_command
+from ssmlx.commands import upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.commands.running import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_adapters_of_base, find_default_adapter
-from ssmlx.loading.files import locked_folder_removed_if_empty
+from ssmlx.loading.files import locked_folder
 from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.identity import (
     digest_arrays,
+    folder_digest,
     stored_weights_digest,
-    weights_and_configs_digest,
 )
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_made_here, resolve_adapter
@@ -60,7 +61,7 @@ def packed(base):
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """The same plan on every machine, of few answers."""
-    monkeypatch.setattr(adapt_plan, "measure_rates_and_choose_batch_sizes", lambda *_: RATES)
+    monkeypatch.setattr(adapt_plan, "measure_rates", lambda *_: RATES)
 
 
 def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
@@ -78,7 +79,7 @@ def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
         seed=seed,
         amounts=AMOUNTS,
     )
-    with locked_folder_removed_if_empty(out):
+    with locked_folder(out):
         adapt_workflow.adapt(options, prog=PROG, say=lines.append)
     return resolve_adapter("mine"), "\n".join(lines)
 
@@ -207,9 +208,7 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
     base = {**read_base_settings(packed), "num_hidden_layers": 4}
     before = digest_arrays(tree_flatten(backbone.model.parameters()))
-    found = sizing.time_candidate_layers_and_keep_costs(
-        backbone, base, run, range(3, 40), seconds=0
-    )
+    found = sizing.time_candidate_streams(backbone, base, run, range(3, 40), seconds=0)
     assert {*found} == {*sizing.candidate_layers(4)}
     assert all(costs[2] > 0 for costs in found.values())
     assert digest_arrays(tree_flatten(backbone.model.parameters())) == before
@@ -219,8 +218,8 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
 def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
     monkeypatch.setattr(
         adapt_plan,
-        "measure_rates_and_choose_batch_sizes",
-        sizing.measure_rates_and_choose_batch_sizes,
+        "measure_rates",
+        sizing.measure_rates,
     )
     _, said = adapted(packed, hours=0.002)
     plan = json.loads((adapters_home() / "mine" / "plan.json").read_text())
@@ -246,7 +245,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     assert said.splitlines()[-1].endswith(use_it)
     (run,) = read_adapt_runs()
     assert run.speed_up == 3.0 and find_runs_by_weights(packed, "x").chosen.name == "mine"
-    before = weights_and_configs_digest(folder)
+    before = folder_digest(folder)
     again = adapted(packed)[1].splitlines()
     assert mentions(again[0], "mine") and len(again) == 2 and again[1].endswith(use_it)
     # What is no faster than the text's own drafts brings nothing, and is not used by itself.
@@ -259,7 +258,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     assert any(mentions(line, "mine") for line in earlier)
     assert find_runs_by_weights(packed, "x").chosen is None
     assert adapted(packed)[1].splitlines()[-1] == last
-    assert weights_and_configs_digest(folder) == before
+    assert folder_digest(folder) == before
 
 
 @pytest.mark.slow
@@ -274,11 +273,8 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
     options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
-    assert adapt_run.find_folder_of_same_run_or_out(options) == adapters_home() / "mine"
-    assert (
-        adapt_run.find_folder_of_same_run_or_out(replace(options, seed=1))
-        == adapters_home() / "copy"
-    )
+    assert adapt_run.find_run_folder(options) == adapters_home() / "mine"
+    assert adapt_run.find_run_folder(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
     assert any(mentions(line, "mine", "26", "3", "12") for line in said.splitlines())
     (run,) = read_adapt_runs()
@@ -349,8 +345,8 @@ def stopped(monkeypatch, owner, name, turn, model, **asked):
 
 @pytest.mark.slow
 def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path, monkeypatch):
-    whole = weights_and_configs_digest(adapted(packed)[0])
-    more = weights_and_configs_digest(adapted(packed, hours=2)[0])
+    whole = folder_digest(adapted(packed)[0])
+    more = folder_digest(adapted(packed, hours=2)[0])
     assert more != whole
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "again"))
     # The candidate is chosen by the clock: the tiny model has one.
@@ -358,17 +354,17 @@ def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path,
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
-        (adapt_workflow, "time_adapter_plain_and_lookup", 1),
+        (adapt_workflow, "measure_adapter", 1),
     ):
         stopped(monkeypatch, owner, name, turn, packed)
     folder, _ = adapted(packed)
-    assert weights_and_configs_digest(folder) == whole
+    assert folder_digest(folder) == whole
     # More hours, stopped in what they make; what a kill leaves of the adapter is put back.
     stopped(monkeypatch, PartFile, "append", 20, packed, hours=2)
     stopped(monkeypatch, sizing.MlxTrainer, "advance", 4, packed, hours=2)
     folder.rename(folder.with_name(".adapter.x.old"))
     (folder.parent / ".adapter.x").mkdir()
-    assert weights_and_configs_digest(adapted(packed, hours=2)[0]) == more
+    assert folder_digest(adapted(packed, hours=2)[0]) == more
     assert not list(folder.parent.glob(".adapter*"))
 
 
@@ -397,18 +393,18 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     _, said = adapted(packed, hours=2.5)
     assert mentions(said.splitlines()[0], "mine") and len(said.splitlines()) == 2
     # What makes worse guesses than before does not take its place.
-    kept = weights_and_configs_digest(first)
+    kept = folder_digest(first)
     with monkeypatch.context() as patch:
         patch.setattr(TrainConfig, "learning_rate_at", lambda *_: 0.5)
         adapted(packed, hours=4)
     log = record.read_log_entries(first.parent / "round-3" / "log.jsonl")
     assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
-    assert weights_and_configs_digest(first) == kept
+    assert folder_digest(first) == kept
     # Planned for more before the first hours were over.
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "early"))
     stopped(monkeypatch, sizing.MlxTrainer, "advance", 2, packed)
     early, _ = adapted(packed, hours=2.5)
-    assert weights_and_configs_digest(early) == weights_and_configs_digest(first)
+    assert folder_digest(early) == folder_digest(first)
 
 
 @pytest.mark.slow
@@ -487,9 +483,7 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     responder = BatchResponder(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
     config = make_stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
-    rates = sizing.measure_rates_and_choose_batch_sizes(
-        backbone, config, train, responder, 64, answer_tokens, 2**33
-    )
+    rates = sizing.measure_rates(backbone, config, train, responder, 64, answer_tokens, 2**33)
     assert rates.batch_size == 16 and rates.answers_at_once == 32
     assert min(rates.answer_tokens_per_second, rates.train_seconds_per_token) > 0
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
@@ -511,18 +505,14 @@ def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):
     responder = BatchResponder(model.backbone.model, tokenizer, 3, seed=5)
     prompts = [ssmlx.prompt_tokens(words(n), model, tokenizer) for n in (1, 9, 3, 5, 2)]
     texts = [NumberedPrompt(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
-    together = dict(responder.yield_answers_as_they_end(texts, LENGTH))
-    alone = dict(
-        one for text in texts for one in responder.yield_answers_as_they_end([text], LENGTH)
-    )
+    together = dict(responder.stream_answers(texts, LENGTH))
+    alone = dict(one for text in texts for one in responder.stream_answers([text], LENGTH))
     assert together == alone and sorted(together) == [0, 1, 2, 3, 4]
     for number in (0, 1, 3, 4):
         expected, _ = answer(model, tokenizer, prompts[number], max_tokens=LENGTH, decoding="plain")
         assert together[number] == expected
     other = dict(
-        BatchResponder(model.backbone.model, tokenizer, 3, seed=6).yield_answers_as_they_end(
-            texts, LENGTH
-        )
+        BatchResponder(model.backbone.model, tokenizer, 3, seed=6).stream_answers(texts, LENGTH)
     )
     assert other[2] != together[2]
 
@@ -551,7 +541,7 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     free = iter([(load,) * 3, *[(0.0,) * 3] * 9])
     sources = iter([power, *["AC"] * 9])
     monkeypatch.setattr(adapt_command, "time", now)
-    monkeypatch.setattr(machine, "power_source_or_unknown", lambda: next(sources))
+    monkeypatch.setattr(power_command, "power_source_or_unknown", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
     adapt_command.make_wait_while_busy_or_on_battery(True)()
     assert len(slept) == waits

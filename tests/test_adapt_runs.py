@@ -19,14 +19,14 @@ import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
 from ssmlx.commands import adapt, adapters, chat, check, drafting_lines, generate
-from ssmlx.errors import name_file_in_os_errors
+from ssmlx.errors import naming_file
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import identity, names
 from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_default_adapter
-from ssmlx.loading.files import locked_folder_removed_if_empty, write_whole
+from ssmlx.loading.files import locked_folder, write_whole
 from ssmlx.loading.folders import adapters_home
-from ssmlx.loading.identity import stored_weights_digest, weights_and_configs_digest
+from ssmlx.loading.identity import folder_digest, stored_weights_digest
 from ssmlx.loading.names import resolve_adapter
 from ssmlx.training import sizing
 
@@ -315,7 +315,7 @@ def test_the_lines_of_a_model_that_a_lora_tunes(base, tmp_path):
     assert mentions(first, str(lora))
     adapt = f"python -m ssmlx.adapt --model {base} --adapter {lora}"
     assert adapt in second
-    make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[weights_and_configs_digest(lora)])
+    make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[folder_digest(lora)])
     assert mentions(lines_of(model, str(lora))[1], "--adapter tuned", "1.50")
     task = write_tiny_adapter(tmp_path / "task", base)  # LoRA and streams
     model = ssmlx.load(base, adapter=task, dtype="float32")[0]
@@ -409,7 +409,7 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and mentions(one_line(err, adapters.PROG), *named)
-    with locked_folder_removed_if_empty(adapters_home() / "changed"):
+    with locked_folder(adapters_home() / "changed"):
         code, _, err = run("remove", "changed", "--yes")
         assert code == 2 and str(adapters_home() / "changed") in err
     assert (adapters_home() / "changed" / "plan.json").exists()
@@ -492,7 +492,7 @@ def test_a_full_disk_is_named_by_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError) as caught:
         write_whole(tmp_path / "a.json", b"{}")
     assert caught.value.filename == str(tmp_path / "a.json")
-    with pytest.raises(OSError) as caught, name_file_in_os_errors("b"):
+    with pytest.raises(OSError) as caught, naming_file("b"):
         raise OSError(errno.ENOENT, "No such file", "c")
     assert caught.value.filename == "c"
 

@@ -105,8 +105,8 @@ def test_the_script_answers_at_once_what_it_answers_alone(tiny, ask, capsys):
 def test_the_script_shows_both_answers_as_they_grow(ask, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     screen = ask.Screen(["a", "b"])
-    screen.append_and_redraw(0, "x" * 500)
-    screen.append_and_redraw(1, "the\nend")
+    screen.append(0, "x" * 500)
+    screen.append(1, "the\nend")
     err = capsys.readouterr().err
     assert max(map(len, err.splitlines())) < 100 and err.count("\x1b[2F") == 1
     assert err.splitlines()[-1].endswith("2> the end")
@@ -125,7 +125,7 @@ def test_a_setting_that_the_script_cannot_follow_is_one_line(tiny, ask, capsys):
 
 
 def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, monkeypatch):
-    add = ask.Screen.append_and_redraw
+    add = ask.Screen.append
     number = iter(range(10**6))
 
     def interrupt(screen, *values):
@@ -133,7 +133,7 @@ def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, 
         if next(number) == 5:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(ask.Screen, "append_and_redraw", interrupt)
+    monkeypatch.setattr(ask.Screen, "append", interrupt)
     open_before = threading.active_count()
     # Whoever started the tests may have it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -223,13 +223,13 @@ def test_the_typed_program_answers(tiny, monkeypatch):
 
     assistant = typed.Assistant(str(tiny[0]))
     try:
-        text = assistant.ask_and_count_saved_calls(QUESTIONS[0])
+        text = assistant.ask(QUESTIONS[0])
         assert text and asyncio.run(assistant.ask_async(QUESTIONS[0])) == text
         assert assistant.saved_calls >= 0
         assert next(assistant.chat().reply(QUESTIONS[1])).text is not None
     finally:
         assistant.close()
-    assert typed.load_and_answer_once(str(tiny[0]), QUESTIONS[0]).text
+    assert typed.answer_once(str(tiny[0]), QUESTIONS[0]).text
 
 
 @pytest.fixture

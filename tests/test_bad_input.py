@@ -28,12 +28,12 @@ from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import ContextLengthError, InputError, quoted
 from ssmlx.json_files import found_in_json, read_json
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.files import locked_folder_removed_if_empty
+from ssmlx.loading.files import locked_folder
 from ssmlx.loading.lora_files import LORA_FILE
-from ssmlx.loading.tensors import write_finite_tensors_in_place
+from ssmlx.loading.tensors import write_tensors
 from ssmlx.model.ranks import launched_group
 from ssmlx.prompts import read_prompts
-from ssmlx.server.requests import RequestError
+from ssmlx.server.refusals import RequestError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples
@@ -430,12 +430,12 @@ def test_convert_sees_at_once_that_a_folder_is_missing(
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out = tmp_path / "run"
-    with locked_folder_removed_if_empty(out):
-        assert str(out) in refusal(locked_folder_removed_if_empty(out).__enter__)
+    with locked_folder(out):
+        assert str(out) in refusal(locked_folder(out).__enter__)
         (out / "state").touch()
-    with locked_folder_removed_if_empty(out):
+    with locked_folder(out):
         pass
-    with locked_folder_removed_if_empty(tmp_path / "other"):
+    with locked_folder(tmp_path / "other"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -443,8 +443,8 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ssmlx.loading.files import locked_folder_removed_if_empty
-with locked_folder_removed_if_empty(Path(sys.argv[1])):
+from ssmlx.loading.files import locked_folder
+with locked_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)
 """
@@ -455,10 +455,10 @@ def test_a_killed_runs_lock_is_no_obstacle(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
-    assert str(tmp_path) in refusal(locked_folder_removed_if_empty(tmp_path).__enter__)
+    assert str(tmp_path) in refusal(locked_folder(tmp_path).__enter__)
     process.kill()
     process.communicate()
-    with locked_folder_removed_if_empty(tmp_path):
+    with locked_folder(tmp_path):
         pass
 
 
@@ -470,7 +470,7 @@ def test_what_differs_from_a_stopped_run_is_named(base, tmp_path, capsys):
     given = [*map(str, given), "--out", str(tmp_path / "run"), "--lora-rank"]
     assert train.main([*given, "2"]) == 0
     run = str(tmp_path / "run")
-    with locked_folder_removed_if_empty(tmp_path / "run"):
+    with locked_folder(tmp_path / "run"):
         assert run in exits(capsys, train.main, *given, "2")
     said = found_in(exits(capsys, train.main, *given, "3", "--seed", "1"))
     assert mentions(said, run, "--lora-rank", "2", "3", "--seed", "0", "1")
@@ -519,7 +519,7 @@ def test_a_refusal_goes_from_process_to_process(kind):
 
 def test_what_half_precision_cannot_hold_is_not_written(tmp_path):
     wide = {"a": mx.array([7e4]).astype(mx.float16)}
-    said = refusal(write_finite_tensors_in_place, tmp_path / "x", wide)
+    said = refusal(write_tensors, tmp_path / "x", wide)
     assert mentions(found_in(said), "a", "x")
 
 

@@ -14,9 +14,9 @@ from perf.bench import machine
 from perf.bench.__main__ import (
     Part,
     Rounds,
-    measure_behind_long_context,
+    answer_rounds,
+    measure_after_context,
     part_deadlines,
-    warm_up_then_answer_a_prompt_a_round,
 )
 from perf.bench.report import format_text_report
 from perf.run.tasks import Example
@@ -58,7 +58,7 @@ def test_a_median_is_taken_over_turns_but_the_first(time):
 def test_rows_are_timed_in_trees_of_that_many_nodes_behind_the_context():
     model = make_model()
     for size in machine.ROWS:
-        assert machine.make_tree_of_halving_guesses(model, size).num_nodes == size
+        assert machine.make_typical_tree(model, size).num_nodes == size
     assert machine.make_filled_cache(model, [1, 2, 3], 20, scratch_rows=8).offset == 20
     assert machine.weight_bits(model) == 32
 
@@ -84,8 +84,8 @@ class FakeTarget:
 def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
     target = FakeTarget(time, *seconds)
     limit = time() + limit
-    measured = warm_up_then_answer_a_prompt_a_round(
-        target, bench.mlx_lm_plain_and_default(1)[:1], "abcdefgh", limit, label="", now=time
+    measured = answer_rounds(
+        target, bench.bench_systems(1)[:1], "abcdefgh", limit, label="", now=time
     )
     assert [one["mlx-lm"] for one in measured.answers] == list(found) and not measured.is_cold
     assert target.asked == ["a", *found] and time() <= limit
@@ -93,9 +93,9 @@ def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
 
 
 def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
-    of = bench.mlx_lm_plain_and_default(1)
+    of = bench.bench_systems(1)
     target = FakeTarget(time, 3)
-    found = warm_up_then_answer_a_prompt_a_round(target, of, "ab", time() + 5, label="", now=time)
+    found = answer_rounds(target, of, "ab", time() + 5, label="", now=time)
     assert found.answers == [{one.name: "a" for one in of}] and found.is_cold
 
 
@@ -123,15 +123,13 @@ def loaded(folders):
 
 def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
     texts = [[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []]
-    assert bench.make_context_ending_in_prompt(2, 0, *texts) == [2, 3]
-    assert bench.make_context_ending_in_prompt(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
-    assert bench.make_context_ending_in_prompt(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
+    assert bench.make_context(2, 0, *texts) == [2, 3]
+    assert bench.make_context(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
+    assert bench.make_context(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
     _, target, _ = loaded(folders)
-    *text, end = bench.encode_first_reference_with_end(
-        Example({"prompt": "w1"}, ("w5 w6", "w7")), target
-    )
+    *text, end = bench.encode_reference(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
     assert target.tokenizer.decode(text) == "w5 w6" and end == target.tokenizer.eos_token_id
-    assert bench.encode_first_reference_with_end(Example({"prompt": "w1"}), target) == []
+    assert bench.encode_reference(Example({"prompt": "w1"}), target) == []
 
 
 def run_bench(folders, out, monkeypatch, *more):
@@ -194,9 +192,9 @@ def test_a_context_is_not_begun_where_a_round_would_end_too_late(folders, monkey
     before = Rounds([{"plain": answer}], False, 200.0)
     given = (experiment, target, [[1, 2, 3, 4], *prompts[1:]], before)
     now = perf_counter()
-    assert measure_behind_long_context(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
-    assert measure_behind_long_context(*given, now + 450, 12) is None
-    found = measure_behind_long_context(*given, now + 450, 8)
+    assert measure_after_context(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
+    assert measure_after_context(*given, now + 450, 12) is None
+    found = measure_after_context(*given, now + 450, 8)
     assert found["tokens"] == 8 and found["prompts"] == 1
 
 

@@ -24,9 +24,9 @@ from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
 from perf.run.options import SYSTEMS, build_task_experiment, parse_systems_with_baselines
 from ssmlx.decoding import call
-from ssmlx.drafters.heads import overwrite_head_files
+from ssmlx.drafters.heads import save_heads
 from ssmlx.generation.learned import _BY_PATH
-from ssmlx.loading.adapter import StreamAdapter, write_adapter_in_place
+from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
 
@@ -59,13 +59,13 @@ def folders(tmp_path_factory):
     real.write_tiny_adapter(root / "light", base, scope="streams", template=TEMPLATE)
     turned = with_rotation(real.without_prune(real.make_adapter(base, template=TEMPLATE)))
     (root / "turned").mkdir()
-    write_adapter_in_place(root / "turned", turned)
+    write_adapter(root / "turned", turned)
     other = real.write_base(root / "other", norm=1.5)
     real.write_tiny_adapter(root / "strange", other)
     backbone, _ = load_base(base, "float32")
     for kind in HEAD_KINDS:
         (root / kind).mkdir()
-        overwrite_head_files(root / kind, random_heads(kind, backbone))
+        save_heads(root / kind, random_heads(kind, backbone))
     model, tokenizer = ssmlx.load(str(base), adapter=root / "tuned", dtype="float32")
     first = TEMPLATE.replace("{prompt}", PROMPTS[0])
     rows = [{"prompt": prompt, "completion": "none"} for prompt in PROMPTS]
@@ -276,7 +276,7 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     streams = replace(adapter.streams, embeddings=None, prune=None)
     config = replace(adapter.config, num_streams=0, prune_rank=0)
     (tmp_path / "lora").mkdir()
-    write_adapter_in_place(tmp_path / "lora", replace(adapter, config=config, streams=streams))
+    write_adapter(tmp_path / "lora", replace(adapter, config=config, streams=streams))
     plan = experiment([*arguments(), "--adapter", str(tmp_path / "lora")])
     assert mentions(plan.left_out["streams"], "streams")
 

@@ -14,7 +14,7 @@ from tiny_torch import greedy, make_model, make_tokenizer
 
 from convert import continuations
 from convert.__main__ import main as convert
-from convert.continuations import Sampling, encode_prompts_refusing_long, generate_batch
+from convert.continuations import Sampling, encode_prompts, generate_batch
 from ssmlx.prompts import as_messages, encode_with_template, read_prompts
 from ssmlx.settings import StreamConfig
 from ssmlx.training.part_file import PartFile
@@ -312,7 +312,7 @@ def test_a_prompt_that_the_template_refuses_is_named():
         "{{ messages[0].content }}"
     )
     asked = (PROMPTS, TokenizerWrapper(tokenizer), 64)
-    assert mentions(refusal(encode_prompts_refusing_long, *asked), "2", "w4")
+    assert mentions(refusal(encode_prompts, *asked), "2", "w4")
 
 
 @pytest.mark.parametrize("changes", [

@@ -345,7 +345,7 @@ def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatc
         (folder / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ssmlx.loading.adapter.write_adapter_in_place", stop)
+    monkeypatch.setattr("ssmlx.loading.adapter.write_adapter", stop)
     assert main(argv(base, trained, tmp_path / "out")) == 130
     assert list(tmp_path.iterdir()) == []
 

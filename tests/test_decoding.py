@@ -23,6 +23,7 @@ from tiny import (
     LATENT,
     LAYERS,
     VOCAB,
+    all_pairs,
     assert_close,
     first_tokens,
     make_base,
@@ -175,6 +176,14 @@ def test_pruning_equals_brute_force(seed):
         assert_closed(tree, kept)
 
 
+def test_padding_has_no_probability():
+    tree = tree_from_parents([1, 2, PAD_TOKEN], [0, 0, 0])
+    logits = mx.arange(VOCAB, dtype=mx.float32)[None]  # the last is best, which -1 reads
+    found = transition_logprobs(tree, logits)
+    assert found[2].item() == -math.inf
+    assert nodes_within_budget(tree, found, 2).tolist() == [0, 1]
+
+
 def test_certain_edges_do_not_outlive_their_parents():
     """All path probabilities round to the same number; the nodes nearest the root stay."""
     chain = tree_from_parents([1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4])
@@ -322,10 +331,12 @@ def run_script(script, step=256, architecture="llama", **options):
     assert totals.drafted_tokens >= sum(right + below for right, below in script)
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 4])
-@pytest.mark.parametrize("below", [0, 1, 2])
-@pytest.mark.parametrize("right", [[0] * 6, [1] * 5, [3] * 5, [4, 0, 2, 0, 1, 4, 3]])
-@pytest.mark.parametrize("host_tokens", [False, True])
+RIGHT = [[0] * 6, [1] * 5, [3] * 5, [4, 0, 2, 0, 1, 4, 3]]
+
+
+@pytest.mark.parametrize(
+    "right, wrong, below, host_tokens", all_pairs(RIGHT, [0, 1, 4], [0, 1, 2], [False, True])
+)
 def test_scripted_acceptance(right, wrong, below, host_tokens):
     run_script([(levels, below) for levels in right], wrong=wrong, host_tokens=host_tokens)
 
@@ -658,6 +669,18 @@ def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
     assert mentions(line, "schedule=fused", "schedule=second-pass")
     with pytest.raises(ValueError):
         rooted.insert(mx.zeros((1, 1, 32)), 3)
+
+
+def test_streams_that_also_start_without_the_root_do_so_where_they_run_fused():
+    rooted = {"condition_rank": 4, "root_init_rank": 3, "starts_without_root": True}
+    both, alone = (make_model(adapter=rooted) for _ in range(2))
+    alone.streams = replace(alone.streams, root_init=None)
+    for tree, prune in product(PAIR, PRUNINGS[:3]):
+        fused = drafted(both, "fused", tree=tree, prune=prune)
+        assert fused == drafted(alone, "second-pass", tree=tree, prune=prune)
+        second = drafted(both, "second-pass", tree=tree, prune=prune)
+        assert fused[0] == second[0] and fused[2] != second[2]
+        assert max(fused[1]) > 1  # something was accepted
 
 
 def test_a_second_pass_costs_the_same_memory_behind_any_context():
@@ -1024,6 +1047,15 @@ def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
     assert GREEDY.noise(first, 4) is None
 
 
+def test_every_bit_of_a_seed_counts():
+    seeds = (1, 2, 1 + 2**32, 1 + 2**63)
+    found = [
+        Sampling(SamplingConfig(temp=1.0, seed=seed), VOCAB).noise(mx.array([0]), 1).tolist()
+        for seed in seeds
+    ]
+    assert len({str(noise) for noise in found}) == len(seeds)
+
+
 def surest_base():
     """Whose logits are the same at every place."""
     base = make_base(tie_word_embeddings=False)
@@ -1042,7 +1074,7 @@ def surest_base():
 ], ids=str)  # fmt: skip
 def test_who_guesses_as_the_target_does_foresees_what_it_draws(adapter, settings, monkeypatch):
     """All of it, where nothing is filtered or pruned: by the noise, and not without it."""
-    monkeypatch.setattr(Copies, "learn_and_mix_into_guesses", lambda self, guesses, *_: guesses)
+    monkeypatch.setattr(Copies, "learn_and_mix", lambda self, guesses, *_: guesses)
     model = make_model("llama", "streams", base=surest_base(), adapter=adapter)
     config = GenerateConfig(temp=1.0, seed=3, tree=TreeConfig(kind="full", width=2), **settings)
 

@@ -133,7 +133,7 @@ def test_a_lora_of_mlx_lms_changes_it_as_mlx_lm_does(name, tmp_path):
     "stage",
     [
         "stages.Stages._probe_embedder_and_head",
-        "backbone.make_ropes_take_positions",
+        "backbone.wrap_ropes",
         "backbone.check_stages",
     ],
 )

@@ -20,7 +20,7 @@ from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.exported.decode import SlotCache, build_decode_inputs, prefill
 from ssmlx.loading import load as loading
-from ssmlx.loading.adapter import write_adapter_in_place
+from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7, 9]
@@ -135,7 +135,7 @@ def test_a_tasks_lora_acts_on_every_row_beside_the_streams_own(profile, tmp_path
     backbone = loading.load_base(folders.base, "float32")[0]
     task = make_lora(backbone.model, 0, seed=5)
     task = {path: weights for path, weights in task.items() if "layers" in path}
-    write_adapter_in_place(folders.adapter, replace(folders.load_adapter(), lora=task))
+    write_adapter(folders.adapter, replace(folders.load_adapter(), lora=task))
     assert_same_steps(folders, config(profile=profile, prune_to=PRUNED))
     after, _ = first_tokens(torch_steps(folders, config(profile=profile), PROMPT), TOKENS)
     assert before != after

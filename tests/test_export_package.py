@@ -86,7 +86,7 @@ def mlx_answers(made: Exported) -> list[tuple[list[int], int]]:
     found = []
     for prompt in PROMPTS:
         manifest = exported.Manifest.read(made.out)
-        settings = perf_export.config_of_same_tree_and_pruning(manifest, TOKENS)
+        settings = perf_export.config_of_package(manifest, TOKENS)
         streamed = list(stream_generate(model, tokenizer, prompt, settings))
         plain = GenerateConfig(decoding="plain", max_tokens=TOKENS)
         tokens = [t for r in stream_generate(model, tokenizer, prompt, plain) for t in r.tokens]
@@ -244,7 +244,7 @@ def test_the_check_knows_the_tree_of_a_package(rank):
         manifest = SimpleNamespace(
             tree=sizes.tree, num_streams=3, num_nodes=sizes.num_nodes, num_kept=sizes.num_nodes - 1
         )
-        found = perf_export.config_of_same_tree_and_pruning(manifest, 5)
+        found = perf_export.config_of_package(manifest, 5)
         asked = {"num_streams": 3, "conditional": rank > 0}
         assert count_candidates(found.tree, **asked) == count_candidates(tree, **asked)
         assert found.tree.size == tree.num_nodes(3)

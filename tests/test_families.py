@@ -224,7 +224,7 @@ def test_training_sees_what_decoding_sees(name, tied):
     tiny.assert_close(drafted, head(norm(expected[0])), 1e-4)
 
     def loss(weights):
-        trained.bind_and_reset_others_to_start(weights)
+        trained.bind(weights)
         _, rows = trained.upper_before_norm(trained.lower(layout), layout)
         return head(norm(rows[0])).square().mean()
 

@@ -133,7 +133,7 @@ def test_both_sides_say_the_same(backbone, base, tmp_path, kind, changes, vocab)
         return
     state = heads.first_state(mx.array(hidden))
     for stage in range(levels):
-        state, logits = heads.next_states_and_logits(stage, state, mx.array(tokens[:, stage]))
+        state, logits = heads.run_stage(stage, state, mx.array(tokens[:, stage]))
         assert_close(logits[0], expected[stage])
 
 

@@ -34,8 +34,9 @@ ROOMS = [
     "prompts",
     "rendering",
     "formats",
+    "pairs",
     "settings templates turns",
-    "errors json_files pairs blas answers mlx_thread bars report detokenizer __init__",
+    "errors json_files blas answers mlx_thread bars report detokenizer __init__",
 ]
 EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it

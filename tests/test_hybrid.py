@@ -17,10 +17,10 @@ from transformers import Qwen3_5ForCausalLM
 from perf.hybrid import learn, measure, train
 from perf.hybrid.figures import (
     accepted_share_by_level,
-    count_accepted_behind_roots_of_whole_chains,
+    count_accepted,
     count_bytes_to_go_back,
     cut_held_out_prompts,
-    load_torch_model_and_head,
+    load_torch_model,
     replayed_tokens_per_call,
 )
 from perf.hybrid.head import Head, draft_chains, mask_of_stacked_steps
@@ -116,7 +116,7 @@ def test_chains_are_those_of_one_step_after_the_other():
 def test_mlx_lm_loads_the_folder_and_computes_what_transformers_does(folder):
     model, _ = load_model(folder)
     assert not [name for name, _ in tree_flatten(model.parameters()) if "mtp" in name]
-    reference, head = load_torch_model_and_head(folder)
+    reference, head = load_torch_model(folder)
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS]), use_cache=False).logits
     assert_close(model(mx.array([TOKENS])), mx.array(expected.numpy()), 1e-4)
@@ -209,7 +209,7 @@ def test_acceptance_is_counted_by_level():
 def test_replayed_calls_are_those_of_a_walk():
     text = [5, 6, 7, 8, 9, 10, 11]
     chains = torch.tensor([[7, 8], [8, 0], [0, 0], [10, 11], [0, 0], [0, 0]])
-    accepted = count_accepted_behind_roots_of_whole_chains(text, chains, 1)
+    accepted = count_accepted(text, chains, 1)
     assert accepted == [2, 1, 0, 2]
     assert replayed_tokens_per_call([accepted], 2) == (3 + 3) / 2
     assert replayed_tokens_per_call([accepted], 1) == (2 + 1 + 2) / 3
@@ -217,7 +217,7 @@ def test_replayed_calls_are_those_of_a_walk():
 
 @pytest.mark.slow
 def test_model_and_head_learn(data):
-    tokenizer, streams = learn.make_or_read_tokenizer_and_tokens(data, data, data, SIZES.vocab_size)
+    tokenizer, streams = learn.load_tokens(data, data, data, SIZES.vocab_size)
     assert tokenizer.get_vocab_size() == SIZES.vocab_size
     schedule = Schedule(minutes=10.0, batch=4, length=64, warm_up=5)
     tasks = {name: streams[name] for name in ("add", "count")}
@@ -239,7 +239,7 @@ def test_a_run_goes_on_and_its_model_is_measured(data, tmp_path, monkeypatch, ca
     assert second["steps"] > first["steps"] > 0 and second["seconds"] > first["seconds"]
     table = "model.embed_tokens.weight"
     assert not bool((first["model"][table] == second["model"][table]).all())
-    _, head = load_torch_model_and_head(out)
+    _, head = load_torch_model(out)
     assert bool((head.fc.weight == second["head"]["fc.weight"]).all())
     capsys.readouterr()
     measured = ["--data", str(data), "--documents", str(data), "--model", str(out)]

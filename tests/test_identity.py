@@ -21,7 +21,7 @@ from tiny import make_base, slow
 from ssmlx.blas import blas_name
 from ssmlx.commands import generate
 from ssmlx.loading import folders, identity
-from ssmlx.loading.adapter import write_adapter_in_place
+from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.attach import attach_adapter, lora_digest, swap_adapter
 from ssmlx.loading.identity import (
     CacheKey,
@@ -473,7 +473,7 @@ def test_answers_of_loras_that_differ_in_one_value_share_no_call_and_no_prompt(b
     places = [tmp_path / "one", tmp_path / "other"]
     for folder, one in zip(places, (adapter, with_changed_lora(adapter)), strict=True):
         folder.mkdir()
-        write_adapter_in_place(folder, one)
+        write_adapter(folder, one)
     how = {"max_tokens": LENGTH, "decoding": "plain"}
     alone = []
     for folder in places:

@@ -30,7 +30,7 @@ from ssmlx.commands import train
 from ssmlx.commands.running import run_command
 from ssmlx.json_files import read_json
 from ssmlx.loading import folders, hub, names, wheel
-from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter_in_place
+from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
 from ssmlx.loading.files import atomic_folder, require_nothing_else_in, write_whole
 from ssmlx.loading.folders import Fetch, cache_dir
 from ssmlx.loading.names import ALIASES, resolve_adapter, resolve_model
@@ -423,13 +423,13 @@ def test_certificates_that_pip_is_given_count(monkeypatch):
     for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     with ExitStack() as stack:
-        assert wheel._trusting_http_client(stack) is get_session()
+        assert wheel._http_client(stack) is get_session()
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", "bundle.pem")
-        assert type(wheel._trusting_http_client(stack)) is type(get_session())
+        assert type(wheel._http_client(stack)) is type(get_session())
         monkeypatch.setenv("PIP_CERT", "pip.pem")
-        assert wheel._trusting_http_client(stack) is not get_session()
+        assert wheel._http_client(stack) is not get_session()
         monkeypatch.setenv("SSL_CERT_FILE", "own.pem")  # the client reads this itself
-        assert wheel._trusting_http_client(stack) is get_session() and read == [
+        assert wheel._http_client(stack) is get_session() and read == [
             "bundle.pem",
             "pip.pem",
         ]
@@ -497,7 +497,8 @@ def test_config_json_is_parsed_once_at_a_load(base, monkeypatch):
         read.append(path.name)
         return read_json(path, what)
 
-    monkeypatch.setattr("ssmlx.loading.load.read_json", read_noting)
+    for reader in ("load", "model_config"):
+        monkeypatch.setattr(f"ssmlx.loading.{reader}.read_json", read_noting)
     ssmlx.load(str(base), adapter="none")
     assert read.count("config.json") == 1
 
@@ -619,7 +620,7 @@ def test_account_for_names_every_fault(tmp_path):
 def folder(base, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
-    write_adapter_in_place(folder, make_adapter(base))
+    write_adapter(folder, make_adapter(base))
     return folder
 
 
@@ -630,7 +631,7 @@ def load(base: Path, folder: Path):
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
     adapter = make_adapter(base, scope=scope, template="Q: {prompt}")
-    write_adapter_in_place(tmp_path, adapter)
+    write_adapter(tmp_path, adapter)
     read = load_adapter(tmp_path)
     assert (read.config, read.base) == (adapter.config, adapter.base)
     assert mx.array_equal(read.streams.embeddings, adapter.streams.embeddings)
@@ -646,9 +647,7 @@ def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
 
 
 def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
-    write_adapter_in_place(
-        tmp_path, adapter := make_adapter(base, condition_rank=5, root_init_rank=2)
-    )
+    write_adapter(tmp_path, adapter := make_adapter(base, condition_rank=5, root_init_rank=2))
     model = load(base, tmp_path)[0]
     root = adapter.streams.root_init
     read = model.streams.root_init
@@ -673,7 +672,7 @@ def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
     ("5", ("condition_rank", "'5'")),
 ])  # fmt: skip
 def test_a_condition_of_another_rank_is_refused(base, tmp_path, rank, named):
-    write_adapter_in_place(tmp_path, make_adapter(base, condition_rank=5))
+    write_adapter(tmp_path, make_adapter(base, condition_rank=5))
     path = tmp_path / "streams_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "condition_rank": rank}))
     assert mentions(found_in(refusal(load, base, tmp_path)), *named)
@@ -724,7 +723,7 @@ def test_another_base_of_the_same_shape_is_refused(folder, tmp_path):
 
 
 def test_pruning_without_a_prune_adapter_is_refused(base, tmp_path):
-    write_adapter_in_place(tmp_path, without_prune(make_adapter(base)))
+    write_adapter(tmp_path, without_prune(make_adapter(base)))
     model, tokenizer = load(base, tmp_path)
     prune = ssmlx.PruneConfig(kind="budget")
     message = refusal(ssmlx.stream_generate, model, tokenizer, [5], prune=prune)

@@ -16,12 +16,12 @@ from mlx_lm import lora as mlx_lora
 from mlx_lm.utils import save_config, save_model
 from real import answer, make_adapter, write_data, write_packed, write_tokenizer
 from refusals import exit_code, exits, mentions, refusal
-from tiny import assert_close, mlx_lm_tokens
+from tiny import all_pairs, assert_close, mlx_lm_tokens
 from tiny_lora import FILE, SETTINGS, TOKENS, logits, write_lora, write_pefts
 
 import ssmlx
 from ssmlx.commands import chat, check, generate
-from ssmlx.loading.adapter import Adapter, load_adapter, load_stream_adapter, write_adapter_in_place
+from ssmlx.loading.adapter import Adapter, load_adapter, load_stream_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.loading.lora_files import unify_rank_and_scale
@@ -73,9 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name, case, bits", all_pairs(FAMILIES, CASES, [None, 4]))
 def test_logits_are_mlx_lms(family, tmp_path, name, case, bits):
     settings = CASES[case]
     if name == "qwen3_moe" and case == "dora":  # mlx-lm has none for experts
@@ -188,7 +186,7 @@ def shelf(family, tmp_path_factory):
     write_lora(root / "one", base, keys=[*ATTENTION, "model.embed_tokens", "lm_head"], seed=1)
     write_lora(root / "two", base, dora=True, num_layers=-1, seed=2)
     (root / "streams").mkdir()
-    write_adapter_in_place(root / "streams", make_adapter(base, scope="streams"))
+    write_adapter(root / "streams", make_adapter(base, scope="streams"))
     return base, root
 
 
@@ -379,7 +377,7 @@ def test_streams_draft_for_a_model_with_any_of_it(shelf, tmp_path):
             streams = make_adapter(base, scope="streams", **more)
             out = tmp_path / f"{dtype} {name}"
             out.mkdir()
-            write_adapter_in_place(out, replace(streams, lora=lora))
+            write_adapter(out, replace(streams, lora=lora))
             model, _ = ssmlx.load(folder, adapter=out, dtype=dtype)
             assert_close(logits(model), logits(plain), TOLERANCE)
             expected = greedy(plain, tokenizer)
@@ -408,9 +406,7 @@ def test_ssmlx_and_mlx_lm_read_what_is_written_beside_streams(family, tmp_path):
     base = family("qwen3_moe")
     lora = load_adapter(write_lora(tmp_path / "one", base, num_layers=3)).lora
     (tmp_path / "both").mkdir()
-    write_adapter_in_place(
-        tmp_path / "both", replace(make_adapter(base, scope="streams"), lora=lora)
-    )
+    write_adapter(tmp_path / "both", replace(make_adapter(base, scope="streams"), lora=lora))
     again = load_stream_adapter(tmp_path / "both")
     assert again.lora.keys() == lora.keys() and again.task_lora is again.lora
     model, _ = ssmlx.load(base, adapter=tmp_path / "both")

@@ -27,7 +27,7 @@ from tiny_lora import logits
 from ssmlx.commands import generate
 from ssmlx.errors import InputError
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import load_adapter, write_adapter_in_place
+from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.loading.lora_files import read_lora_folder
 from ssmlx.loading.module_patterns import ModulePatterns
@@ -167,7 +167,7 @@ def test_it_goes_beside_streams_and_is_written_with_them(family, tmp_path):
     streams = make_adapter(backbone, "streams", draft_vocab=[1, 5, 9, 30])
     (tmp_path / "both").mkdir()
     both = replace(streams, lora=load_adapter(tmp_path / "lora").lora)
-    write_adapter_in_place(tmp_path / "both", both)
+    write_adapter(tmp_path / "both", both)
     assert_close(own(folder, tmp_path / "both"), expected, TOLERANCE)
     model, tokenizer = ssmlx.load(folder, adapter=tmp_path / "both")
     plain, _ = ssmlx.load(folder, adapter=tmp_path / "lora")

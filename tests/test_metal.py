@@ -400,15 +400,15 @@ def test_auto_takes_what_was_clearly_faster(seconds, is_taken, on_shim, speeds):
     """Until it was tried, MLX's own; and what was found is remembered."""
     times, tried = speeds
     times["fused"] = seconds
-    assert hook.kernel_division_if_used(*attention_of()) is None and not tried
+    assert hook.choose_division(*attention_of()) is None and not tried
     hook.time_pending_shape()
     assert [(one.rows, one.keys) for one in tried] == [(6, 20)]
     for rows, keys in ((6, 20), (5, 17), (8, 32)):
-        assert bool(hook.kernel_division_if_used(*attention_of(rows, keys))) == is_taken
+        assert bool(hook.choose_division(*attention_of(rows, keys))) == is_taken
     hook.time_pending_shape()
     assert len(tried) == 1
-    assert hook.kernel_division_if_used(*attention_of(9, 20)) is None  # more rows than were tried
-    assert hook.kernel_division_if_used(*attention_of(6, 33)) is None
+    assert hook.choose_division(*attention_of(9, 20)) is None  # more rows than were tried
+    assert hook.choose_division(*attention_of(6, 33)) is None
     hook.time_pending_shape(), hook.time_pending_shape(), hook.time_pending_shape()
     assert len(tried) == 3
 
@@ -490,12 +490,12 @@ def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypat
     monkeypatch.setattr(kernels, "run_on_metal", wrong)
     _, tried = speeds
     for rows in (6, 9, 20):
-        assert not hook.kernel_division_if_used(*attention_of(rows))
+        assert not hook.choose_division(*attention_of(rows))
         hook.time_pending_shape()
-        assert not hook.kernel_division_if_used(*attention_of(rows))
+        assert not hook.choose_division(*attention_of(rows))
     assert len(tried) == len(caplog.records) == 1
     metal.choose_attention("fused")
-    assert mentions(refusal(hook.kernel_division_if_used, *attention_of()), "attention=fused")
+    assert mentions(refusal(hook.choose_division, *attention_of()), "attention=fused")
 
 
 def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
@@ -503,16 +503,16 @@ def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
         raise RuntimeError("no such\npipeline")
 
     monkeypatch.setattr(kernels, "run_on_metal", fails)
-    assert not hook.kernel_division_if_used(*attention_of())
+    assert not hook.choose_division(*attention_of())
     hook.time_pending_shape()
-    assert not hook.kernel_division_if_used(*attention_of())
+    assert not hook.choose_division(*attention_of())
     assert "PIPELINE" in caplog.text
 
 
 def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
     metal.choose_attention("fused")
     wide = (mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
-    assert mentions(refusal(hook.kernel_division_if_used, *wide), "256")
+    assert mentions(refusal(hook.choose_division, *wide), "256")
 
 
 def shape(

@@ -312,7 +312,7 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft, noisy)
 
 
 def test_an_untrained_condition_changes_nothing(monkeypatch):
-    name = "ssmlx.drafters.copies.Copies.learn_and_mix_into_guesses"
+    name = "ssmlx.drafters.copies.Copies.learn_and_mix"
     monkeypatch.setattr(name, lambda self, guesses, *_: guesses)
     model = tiny.make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
     streams = model.streams
@@ -441,9 +441,7 @@ def check_committed(cache, naive, rng):
     write_tree(cache, naive, rng, 1, 1, DEPTH)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("scratch", [0, 24])
-@pytest.mark.parametrize("shapes", [SAME, UNLIKE])
+@pytest.mark.parametrize("seed, scratch, shapes", tiny.all_pairs(range(6), [0, 24], [SAME, UNLIKE]))
 def test_random_sequences_equal_concatenation(seed, scratch, shapes):
     rng = np.random.default_rng(seed)
     draw = random.Random(seed)
@@ -820,9 +818,9 @@ def test_full_tree_tokens_and_parents():
     assert tree.path_sums(mx.array([9.0, 1, 2, 4, 8, 16, 32])).tolist() == [0, 1, 2, 5, 9, 18, 34]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 30])
-@pytest.mark.parametrize("width", [None, 1, 2, 4])
-@pytest.mark.parametrize("levels", [1, 3, 4])
+@pytest.mark.parametrize(
+    "size, width, levels", tiny.all_pairs([1, 2, 7, 30], [None, 1, 2, 4], [1, 3, 4])
+)
 def test_best_tree_is_the_brute_force_optimum(size, width, levels):
     config = TreeConfig(kind="best", width=width, size=size)
     topology = draft_topology(config, levels)
@@ -870,9 +868,9 @@ def conditional_tree(logprobs, config):
     return grow_conditional_tree(mx.array([1]), tokens, mx.array(logprobs), config)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 16, 40])
-@pytest.mark.parametrize("width", [None, 1, 2, 4])
-@pytest.mark.parametrize("levels", [1, 2, 4])
+@pytest.mark.parametrize(
+    "size, width, levels", tiny.all_pairs([1, 2, 6, 40], [None, 1, 2, 4], [1, 2, 4])
+)
 def test_a_conditional_tree_is_the_brute_force_optimum(size, width, levels):
     config = TreeConfig(kind="best", width=width, size=size)
     for seed in range(4):

@@ -31,7 +31,7 @@ from ssmlx.loading import model_heads
 from ssmlx.loading.hub import HUB_NAME
 from ssmlx.loading.known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES
 from ssmlx.loading.load import load_base
-from ssmlx.loading.model_heads import OWN_HEAD, find_local_head, known_heads_by_sizes
+from ssmlx.loading.model_heads import OWN_HEAD, find_known_heads, find_local_head
 from ssmlx.model.backbone import Backbone, Origin
 from ssmlx.model.streams import StreamFusedModel
 
@@ -89,7 +89,7 @@ WHOLE = {"config.json": b"{}", "model.safetensors": b""}
 
 
 def named(name, folder=None, **sizes):
-    """What `known_heads_by_sizes` asks of a backbone; Qwen3.8-27B's sizes unless some are given."""
+    """What `find_known_heads` asks of a backbone; Qwen3.8-27B's sizes unless some are given."""
     row = KNOWN_HEADS[0]
     found = {"hidden_size": row.hidden_size, "vocab_size": row.vocab_size, **sizes}
     layers = [None] * found.pop("num_layers", row.num_layers)
@@ -104,9 +104,8 @@ def named(name, folder=None, **sizes):
 
 def test_the_table_is_whole_and_tells_its_rows_apart():
     for row in KNOWN_HEADS:
-        assert row.repositories and row.licence and row.families and row.read_at
+        assert row.repositories and row.licence and row.families
         assert all(HUB_NAME.fullmatch(name) for name in row.repositories)
-        assert all(place.startswith("https://") for place in row.read_at)
     told = [
         (family, row.hidden_size, row.num_layers, row.vocab_size, row.generation)
         for row in KNOWN_HEADS
@@ -140,14 +139,14 @@ def test_sizes_and_the_generation_in_a_name_tell_the_row(monkeypatch, tmp_path):
             ["Gemma 4 E4B"],
         ),
     ):
-        assert [row.model for row in known_heads_by_sizes(backbone)] == expected
+        assert [row.model for row in find_known_heads(backbone)] == expected
 
 
 def test_a_quantised_copy_under_another_name_is_the_same_model(target):
-    assert known_heads_by_sizes(load_base(target, "float32")[0]) == (ROW,)
+    assert find_known_heads(load_base(target, "float32")[0]) == (ROW,)
     packed = Backbone(make_base("qwen3_5", bits=4))
     packed.name = "another"
-    assert known_heads_by_sizes(packed) == (ROW,)
+    assert find_known_heads(packed) == (ROW,)
 
 
 # --- what is here ---

@@ -27,6 +27,7 @@ from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference
 from convert.reference.format import LoraSettings, read_stream_config, stream_settings_json
 from convert.reference.model import StreamFusedReference, rotate_values
+from ssmlx.json_files import build_settings
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
@@ -373,7 +374,8 @@ def test_settings_survive_both_files(tmp_path):
     config = oracle.stream_config(
         **ROTATION, draft_vocab_size=5, prune_rank=2, tokens_per_call=curve
     )
-    read = StreamConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    values = json.loads(json.dumps(config.to_dict()))
+    read = build_settings(StreamConfig, values, tmp_path)
     assert (read, read.tokens_per_call) == (config, curve)
     path = tmp_path / "streams_config.json"
     path.write_text(json.dumps(stream_settings_json(config)))

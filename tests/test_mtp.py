@@ -255,13 +255,13 @@ def test_each_draft_step_is_that_of_another_implementation(name, hidden, step_si
     sampling = Scripted(text, [0, 3, 1, 2, 0, 0, 3, 3, 2])
     drafter = MtpDrafter(model.backbone, head_of(name), MtpConfig(hidden=hidden), sampling)
     outs = []
-    real = MtpModule.run_pairs_before_norm
+    real = MtpModule.run_pairs
 
     def noted(self, *given):
         outs.append(real(self, *given))
         return outs[-1]
 
-    monkeypatch.setattr(MtpModule, "run_pairs_before_norm", noted)
+    monkeypatch.setattr(MtpModule, "run_pairs", noted)
     proposed = []
     propose = drafter.propose
 
@@ -302,17 +302,17 @@ def test_heads_are_read_from_files_of_all_kinds(tmp_path, prefix, raw, fused):
     copies = {"embed_tokens.weight": mx.zeros((2, 2))} if not prefix else {}
     folder = write_head(name, tmp_path / "head", {**stored, **copies})
     head = load_mtp(model_of(name), folder)
-    found = dict(tree_flatten(head.cached_module_for("auto").parameters()))
+    found = dict(tree_flatten(head.module_for("auto").parameters()))
     assert {path: one.shape for path, one in found.items()} == {
         path: one.shape for path, one in tensors.items()
     }
     for path, one in found.items():
         assert_close(one, tensors[path], 1e-6)
-    assert head.cached_module_for("auto") is head.cached_module_for("auto")
+    assert head.module_for("auto") is head.module_for("auto")
     assert head.nbytes == 4 * head.num_parameters and head.cache_bytes == 0
-    wrong = head.cached_module_for("shifted" if raw else "raw")
+    wrong = head.module_for("shifted" if raw else "raw")
     assert not mx.allclose(wrong.norm.weight, tensors["norm.weight"])
-    assert wrong.fc.weight is head.cached_module_for("auto").fc.weight
+    assert wrong.fc.weight is head.module_for("auto").fc.weight
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -324,7 +324,7 @@ def test_a_checkpoint_that_still_holds_its_head_drafts_with_it(tmp_path, name):
     expected, _ = decoded(model_of(name), decoding="plain")
     assert decoded(model, decoding="plain")[0] == expected
     assert decoded(model, drafter=head, decoding="speculative")[0] == expected
-    for path, one in tree_flatten(head.cached_module_for("auto").parameters()):
+    for path, one in tree_flatten(head.module_for("auto").parameters()):
         assert_close(one, head_tensors(name)[path], 1e-6)
 
 
@@ -342,7 +342,7 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     model = StreamFusedModel(Backbone(base))
     folder = write_head(name, tmp_path / "head", published(head_tensors(name)))
     head = load_mtp(model, folder)
-    module = head.cached_module_for("auto")
+    module = head.module_for("auto")
     assert module.fc.bits == module.layers[0].self_attn.q_proj.bits == 4
     assert module.layers[0].mlp.gate.bits == 8
     assert module.layers[0].mlp.switch_mlp.up_proj.bits == 4
@@ -354,7 +354,7 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     # The same stored in four bits, for a target that is not quantised.
     stored = write_head(name, tmp_path / "packed", dict(tree_flatten(module.parameters())))
     again = load_mtp(model_of(name), stored)
-    packed = again.cached_module_for("auto")
+    packed = again.module_for("auto")
     assert packed.fc.bits == 4 and packed.layers[0].mlp.gate.bits == 8
     assert mx.array_equal(packed.fc.weight, module.fc.weight)
     expected, _ = decoded(model_of(name), decoding="plain")
@@ -500,9 +500,9 @@ def test_pairs_stay_as_far_as_the_text_is_the_same():
         assert_close(found[..., :27, :], wanted[..., :27, :], 1e-4)
     # Another token at place 10: the pairs before it stay.
     other = [*text[:10], (text[10] + 1) % VOCAB, *text[11:20]]
-    fresh.set_text_keeping_shared_pairs(other[:11])
+    fresh.set_text(other[:11])
     assert fresh.places == [*range(9)] and fresh.text == other[:11]
-    fresh.set_text_keeping_shared_pairs([-1, -1, -1])
+    fresh.set_text([-1, -1, -1])
     assert fresh.places == []
 
 
@@ -654,8 +654,8 @@ def head_trained_on(model, texts):
     def loss(module):
         found = mx.array(0.0)
         for embedded, hidden, targets in batches:
-            rows = PairCache().writer_from_pair(0)
-            out = module.run_pairs_before_norm(embedded, hidden, rows)
+            rows = PairCache().writer_at(0)
+            out = module.run_pairs(embedded, hidden, rows)
             logits = backbone.lm_head(module.norm(out))
             found += nn.losses.cross_entropy(logits, targets, reduction="mean")
         return found

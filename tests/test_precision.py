@@ -13,7 +13,7 @@ from perf import precision
 from perf.run import target
 from perf.run.rounding import RoundedEmbedding, RoundedLinear, replace_by_rounding_layers
 from perf.run.target import PACKED, load_weights_as
-from ssmlx.loading.adapter import write_adapter_in_place
+from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
 
 TOKENS = 6
@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("precision")
     base = write_base(root / "base")
     (root / "tuned").mkdir()
-    write_adapter_in_place(root / "tuned", make_adapter(base))
+    write_adapter(root / "tuned", make_adapter(base))
     rows = [json.dumps({"prompt": words(5, first), "completion": "w1"}) for first in (1, 9, 17)]
     (root / "prompts.jsonl").write_text("\n".join(rows))
     return root

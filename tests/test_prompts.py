@@ -144,7 +144,7 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     """Unless somebody has a system say something, or tools."""
     said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
-    assert prompts.encode_turns_or_last(turns, tokenizer, template, **more) == expected
+    assert prompts.encode_turns(turns, tokenizer, template, **more) == expected
     model = Model()
     asked = {"messages": turns, **more}
     model.config = SimpleNamespace(prompt_template=template)
@@ -152,7 +152,7 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     refused = len(turns) > 1 and prompts.shows_last_turn_alone(turns, template, **more)
     with pytest.raises(InputError) if refused else nullcontext():
         given = {"messages": [*turns, ANSWER], **more}
-        learnt = Encoder(tokenizer, template, END, 50).encode_unless_prompt_too_long(given)
+        learnt = Encoder(tokenizer, template, END, 50).encode_row(given)
         assert learnt.tokens[: learnt.start].tolist() == expected
 
 
@@ -166,7 +166,7 @@ def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):
     encoder = Encoder(tokenizer, None, END, 50)
     said = [*TURNS, CALLING, FOUND, {**TURNS[1], "role": "assistant"}]
     for turns, start, answer in ((said, 15, [1, 2, END]), (said[:4], 9, [6, 9, END])):
-        found = encoder.encode_unless_prompt_too_long({"messages": turns, "tools": TOOLS})
+        found = encoder.encode_row({"messages": turns, "tools": TOOLS})
         # An assistant's turn begins as the prompt for it ends.
         assert (found.start, found.tokens[found.start :].tolist()) == (start, answer)
 

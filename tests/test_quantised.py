@@ -14,7 +14,7 @@ from tiny import VOCAB, make_adapter, make_base, make_tokenizer, mlx_lm_tokens, 
 from tiny_heads import make_heads
 
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.loading.adapter import load_adapter, write_adapter_in_place
+from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import is_quantised, load_base, load_tokenizer, resolve_draft_bits
 from ssmlx.loading.names import resolve_adapter, resolve_model
@@ -136,7 +136,7 @@ def folders(tmp_path_factory):
     for scope in ("all", "streams"):
         (root / scope).mkdir()
         backbone, _ = load_base(base, "float32")
-        write_adapter_in_place(root / scope, make_adapter(backbone, scope, lora_scale=1.0))
+        write_adapter(root / scope, make_adapter(backbone, scope, lora_scale=1.0))
     for name, options in {
         "4": {"bits": 4, "group_size": 32},
         "8": {"bits": 8, "group_size": 64},

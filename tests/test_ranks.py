@@ -25,7 +25,7 @@ from ssmlx.decoding.call import decide_and_accept
 from ssmlx.decoding.sampling import Sampling, row_positions
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_out_and_in
+from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_sizes
 from ssmlx.model.ranks import Group, partial_product, shard_over_ranks
 from ssmlx.settings import ACCEPTANCES, AcceptanceConfig, GenerateConfig, PruneConfig
 from ssmlx.training.record import LOG_FILE, read_log_entries
@@ -137,7 +137,7 @@ def test_the_parts_of_a_layer_with_lora_are_the_whole_one(is_packed, how, merge)
         return model.layers[0]
 
     layers = [shard_linear(whole, how, group=FakeGroup(rank, 2)) for rank in range(2)]
-    assert all(linear_out_and_in(layer) == (6, 128) for layer in layers)
+    assert all(linear_sizes(layer) == (6, 128) for layer in layers)
     if how == "all-to-sharded":
         found = mx.concatenate([attached(layer)(x) for layer in layers], axis=-1)
     else:

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from tiny_torch import greedy, make_model, make_tokenizer
 
 from convert.training.run import TorchTrainer
-from examples.recipes import chat_prompts, comparison, e2e_prompts
+from examples.recipes import chat_prompts, chat_streams, comparison, e2e_prompts
 from examples.recipes.e2e_prompts import PROG, format_attributes, main, parse_attributes
 from ssmlx.errors import InputError
 from ssmlx.training import questions
@@ -129,7 +129,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
-    line = refusal(questions.draw_plain_and_filled_prompts, lists, 3, random.Random(0))
+    line = refusal(questions.draw_prompts, lists, 3, random.Random(0))
     assert mentions(line, "2", "3")
 
 
@@ -160,9 +160,7 @@ def test_sampled_prompts_are_kept_for_their_model(tmp_path, monkeypatch):
     texts = iter(("text 1", "text 2"))
     monkeypatch.setattr(chat_prompts, "sample_user_turns", lambda *_, **__: [next(texts)])
     asked = [chat_prompts.parse_args(["--out", str(tmp_path), "--model", name]) for name in "aba"]
-    found = [
-        chat_prompts._read_earlier_or_sample_prompts(args, None, None)[0][-1] for args in asked
-    ]
+    found = [chat_prompts._sampled_prompts(args, None, None)[0][-1] for args in asked]
     assert found == ["1", "2", "1"]
 
 
@@ -277,3 +275,58 @@ def test_the_manifest_of_the_comparison_holds():
     comparison.check_equal_training(steps)
     steps[-3].command += " --epochs 9"
     assert mentions(refusal(comparison.check_equal_training, steps), "epochs", "9.0")
+
+
+def test_answers_and_then_streams_are_made_in_minutes(tmp_path, monkeypatch, capsys):
+    """At a thousandth of its size; what a cut run leaves is what it goes on from."""
+    model = tmp_path / "model"
+    make_model().save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"w{n} w{n + 1}"}) + "\n" for n in range(5)))
+    texts = [f"w{a} w{b}" for a in range(3, 9) for b in range(3, 9)]
+    monkeypatch.setattr(chat_streams, "HELD_OUT", [held_out])
+    monkeypatch.setattr(chat_streams, "TASKS", ("w1 {sentence}",))
+    monkeypatch.setattr(chat_streams, "FILE_TOKENS", 400)
+    monkeypatch.setattr(chat_streams, "draw_shipped_prompts", lambda seed: {"train": texts})
+    monkeypatch.setattr(
+        chat_streams,
+        "sample_user_turns",
+        lambda *_, seed, **__: [f"w7 w{seed % 20} w{n}" for n in range(6)],
+    )
+    common = ["--model", str(model), "--device", "cpu", "--dtype", "float32", "--batch-size", "8"]
+    made = tmp_path / "answers"
+    for tokens in ("60", "700"):
+        argv = ["--out", str(made), "--tokens", tokens, "--max-tokens", "9", *common]
+        assert chat_streams.main(argv) == 0
+        assert re.search(r"\d", capsys.readouterr().err)  # how fast it is
+    files = sorted(made.glob("answers-*.npz"))
+    answers = [one for path in files for one in chat_streams.unpack(path)]
+    assert len(files) > 1 and sum(len(one.answer) for one in answers) >= 700
+    ours = make_model()
+    greedy_ones = answers[:6]  # the first batch is not sampled
+    assert all(one.answer == greedy(ours, one.prompt, 9, {2}) for one in greedy_ones)
+    held = [one.prompt for one in chat_streams.unpack(made / "valid.npz")]
+    assert len(held) == 5 and not [one for one in answers if one.prompt in held]
+
+    monkeypatch.setattr(chat_streams, "PIECE_BYTES", 5000)
+    out = tmp_path / "run"
+    small = ["--num-streams", "2", "--num-msa-layers", "1", "--lora-rank", "2",
+             "--root-init-rank", "4", "--epochs", "1"]  # fmt: skip
+    work = tmp_path / "work"
+    argv = ["--out", str(out), "--work", str(work), "--answers", str(made), *common, *small]
+    with monkeypatch.context() as patch:
+        stopped = stopping(TorchTrainer.advance, 9, itertools.count(1))
+        patch.setattr(TorchTrainer, "advance", stopped)
+        assert chat_streams.main(argv) == 130
+    assert chat_streams.main(argv) == 0
+    assert re.search(r"\d", capsys.readouterr().err)  # how fast it is
+    steps = json.loads((work / "plan.json").read_text())["steps"]
+    assert [one["step"] for one in read_log_entries(out / "log.jsonl")] == [*range(1, steps + 1)]
+    pieces = sorted(out.glob("state-*"), key=lambda path: int(path.name.split("-")[1]))
+    assert len(pieces) > 1
+    whole = b"".join(path.read_bytes() for path in pieces)
+    assert whole == (work / "run/state.pt").read_bytes()
+    assert json.loads((out / "streams_config.json").read_text())["starts_without_root"]
+    given = ("--out", out, "--answers", tmp_path, *common)
+    assert str(tmp_path) in exits(capsys, chat_streams.main, *given)

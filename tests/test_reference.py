@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 import oracle
 from safetensors.torch import load, save_file
+from tiny import all_pairs
 
 from convert.base import load_base
 from convert.reference.checkpoint import load_reference, save_reference
@@ -402,9 +403,10 @@ def make_pair(folder, architecture, scope, kind):
     return reference, model
 
 
-@pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
-@pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture, scope, kind",
+    all_pairs(oracle.ARCHITECTURES, ["all", "streams"], ["identity", "low_rank", "residual"]),
+)
 def test_mlx_computes_the_same_and_takes_the_same_steps(architecture, scope, kind, tmp_path):
     reference, model = make_pair(tmp_path, architecture, scope, kind)
     for step in ((PROMPT[:-1], [PROMPT[-1]], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):

@@ -71,8 +71,8 @@ def test_a_replay_takes_the_calls_that_decoding_takes(
     )
     steps = token_steps(guesser, PROMPT, guesser.make_cache(), config)
     tokens, lengths = first_tokens(steps, LENGTH)
-    needed = replay.smallest_tree_sizes_or_never(guesses, num_streams, LARGEST)
-    replayed = replay.count_tokens_and_calls_after_prompts([replay.depths_within(needed, size)])
+    needed = replay.smallest_tree_sizes(guesses, num_streams, LARGEST)
+    replayed = replay.count_calls([replay.depths_within(needed, size)])
     assert tokens == guesses.answer.tolist()
     assert replayed.num_tokens == LENGTH - 1
     assert replayed.num_calls == len(lengths) - 1  # all but the prompt's

@@ -22,7 +22,7 @@ from perf.run.price import (
     cheapest_system,
     kinds_of_calls,
     price_answers,
-    price_ratios_and_slow_answers,
+    price_figures,
 )
 from perf.run.results import AnswerStore, Kept, file_stats_digest
 from perf.run.statistics import (
@@ -238,14 +238,14 @@ def test_prices_are_compared_prompt_by_prompt():
     assert (
         cheapest_system(prices, ["poor", "good"]) == "good" and cheapest_system(prices, []) is None
     )
-    found = price_ratios_and_slow_answers("poor", prices, "good")
+    found = price_figures("poor", prices, "good")
     assert found["over_plain"]["value"] == pytest.approx(10 / 11)
     assert found["over_best_tree"]["value"] == found["over_best"]["value"] == pytest.approx(5 / 11)
     # An answer of 23 tokens does not count.
     assert (found["answers"], found["slower"]) == (5, {"0.93": 5, "0.88": 0})
     assert found["worst"] == pytest.approx(10 / 11)
-    assert price_ratios_and_slow_answers("poor", prices, "poor")["over_best"] == found["over_plain"]
-    assert price_ratios_and_slow_answers("good", prices, None)["over_best_tree"] is None
+    assert price_figures("poor", prices, "poor")["over_best"] == found["over_plain"]
+    assert price_figures("good", prices, None)["over_best_tree"] is None
 
 
 KEPT = Kept(TimedAnswer([1, 2], 2, 0.5, calls=[TimedCall(1, 1, 7, 0.5)]), "a “b”")
@@ -255,7 +255,7 @@ def stored(folder, *prompts, fresh=False, **settings):
     """A store to which these were added, and which is closed."""
     store = AnswerStore(folder, "sql", settings, fresh=fresh)
     for prompt in prompts:
-        store.add_and_write(prompt, KEPT)
+        store.add(prompt, KEPT)
     store.file.close()
     return store
 
@@ -394,7 +394,7 @@ def test_an_answer_that_ends_too_soon_tells_no_delay(chunks):
             tell(count + 1)
         return serving.ReceivedAnswer(asked=0.0, times=times)
 
-    rows = serving.measure_delay_by_long_prompt("ssmlx", ask, "hello", 4000)
+    rows = serving.measure_delay("ssmlx", ask, "hello", 4000)
     assert [row["longest"] for row in rows] == [1.0] * (chunks > serving.BEFORE)
 
 

@@ -20,14 +20,14 @@ from trainers import ALONE, MLX, OWN, TORCH
 from convert import train_heads
 from convert.train_heads import HeadSettings
 from convert.training.run import TorchTrainer
-from ssmlx.loading.identity import stored_weights_digest, weights_and_configs_digest
+from ssmlx.loading.identity import folder_digest, stored_weights_digest
 from ssmlx.training import adapt_rounds, job
 from ssmlx.training.adapt_run import (
     DATA_FOLDER,
     AdaptOptions,
     AdaptPlan,
     AdaptRun,
-    load_model_and_prompts,
+    load_source,
 )
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.mlx_trainer import MlxTrainer
@@ -61,14 +61,14 @@ def made(base, data, tmp_path_factory):
 def jobs(monkeypatch):
     """The jobs that were read, in turn."""
     found = []
-    read = job.read_and_check_job
+    read = job.read_job
 
     def read_and_keep(*args, **more):
         found.append(read(*args, **more))
         return found[-1]
 
     for module in (job, adapt_rounds):
-        monkeypatch.setattr(module, "read_and_check_job", read_and_keep)
+        monkeypatch.setattr(module, "read_job", read_and_keep)
     return found
 
 
@@ -168,8 +168,7 @@ def test_a_run_is_told_by_its_folders(base, data, made, jobs, tmp_path, name):
         argv = without(argv, "--num-streams", "--num-msa-layers", "--lora-rank", "--prune-rank")
     assert command.main(argv) == 0
     frozen, run = (
-        [weights_and_configs_digest(made[one]) if one in made else one for one in value]
-        for value in values
+        [folder_digest(made[one]) if one in made else one for one in value] for value in values
     )
     assert written_identities(tmp_path) == expected_identities(base, jobs[0], frozen, run)
 
@@ -180,7 +179,7 @@ def test_heads_are_told_by_their_folders(base, data, made, jobs, tmp_path, start
     more = ("--lora", lora, "--init", init) if starts else ()
     argv = heads_argv(base, data, tmp_path, *more)
     assert train_heads.main(without(argv, "--num-heads") if starts else argv) == 0
-    of_lora, of_init = map(weights_and_configs_digest, (lora, init))  # of None, too
+    of_lora, of_init = map(folder_digest, (lora, init))  # of None, too
     settings = asdict(HeadSettings(kind="medusa", num_heads=2))
     expected = expected_identities(
         base,
@@ -230,11 +229,11 @@ def test_a_round_of_adapt_is_told_by_its_folders(
     if number:
         options.adapter_folder.parent.mkdir(exist_ok=True)
         options.adapter_folder.symlink_to(made["adapter"])
-    source = load_model_and_prompts(run)
+    source = load_source(run)
     with pytest.raises(Stopped):
-        adapt_rounds.train_round_and_write_best(run, plan, number, source)
-    of_lora = [weights_and_configs_digest(lora)] if tuned else []
-    of_start = [weights_and_configs_digest(folder / "start")] if number else []
+        adapt_rounds.train_round(run, plan, number, source)
+    of_lora = [folder_digest(lora)] if tuned else []
+    of_start = [folder_digest(folder / "start")] if number else []
     assert written_identities(folder) == expected_identities(
         base, jobs[0], [MLX_DTYPE, *of_lora], [MLX_DTYPE, *of_lora, *of_start]
     )

@@ -328,7 +328,7 @@ def test_a_request_that_ends_before_its_first_answer_keeps_no_slot():
         await slots.take()
         request = RequestSlots(slots, asyncio.get_running_loop().time() + 60)
         for _ in range(num_answers):
-            async with request.wait_for_and_hold_slot():
+            async with request.hold():
                 assert slots.num_free == 0
         request.close()
         return slots.num_free

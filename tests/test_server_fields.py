@@ -5,8 +5,9 @@ Elsewhere the field is refused by its name, changes nothing, or is named in a he
 """
 
 import json
-from collections.abc import Mapping
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -17,14 +18,9 @@ from real import words
 from refusals import mentions
 
 import ssmlx
-from ssmlx.server import completions, messages
+from ssmlx.server import completions, fields, messages
 from ssmlx.server.app import APIS
-from ssmlx.server.fields import (
-    FOLLOWED,
-    REFUSED,
-    WITHOUT_EFFECT,
-    check_fields_and_list_ignored,
-)
+from ssmlx.server.fields import REFUSED, WITHOUT_EFFECT, Fields
 
 ROUTES = {
     "chat/completions": {"messages": USER},
@@ -34,6 +30,22 @@ ROUTES = {
     "responses": {"input": "a"},
 }
 """Each with the least that a request needs."""
+
+
+def listed_fields(route):
+    """The fields that the server's README lists for a route."""
+    page = Path(fields.__file__).with_name("README.md").read_text()
+    table = page.partition("| fields | routes |\n|---|---|\n")[2].partition("\n\n")[0]
+    found = set()
+    for row in table.splitlines():
+        names, routes = row.strip("| ").split(" | ")
+        wanted, _, others = routes.partition(" but ")
+        if route in routes.split(", ") or (wanted == "all" and route != others):
+            found |= {*re.findall("`(.+?)`", names)}
+    return found
+
+
+FOLLOWED = {route: listed_fields(route.removesuffix("/count_tokens")) for route in ROUTES}
 XML = {"type": "xml"}
 FIELDS = {
     "add_generation_prompt": [3],
@@ -130,7 +142,7 @@ def refusal_of(handler, route, body):
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_is_followed_refused_or_told_as_ignored(field):
     for route, value in product(ROUTES, FIELDS[field]):
-        followed = field in FOLLOWED[f"/v1/{route}"]
+        followed = field in FOLLOWED[route]
         body = {**ROUTES[route], field: value}
         if (followed or field in REFUSED) and field != "stream":
             error = refusal_of(Scripted(), route, body)
@@ -143,7 +155,7 @@ def test_a_field_is_followed_refused_or_told_as_ignored(field):
 
 
 def test_every_field_that_is_followed_is_in_the_table():
-    assert set().union(*FOLLOWED.values()) <= FIELDS.keys()
+    assert set.union(*FOLLOWED.values()) <= FIELDS.keys()
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -251,9 +263,9 @@ PLACES = {
 
 @pytest.mark.parametrize("route", PLACES)
 def test_what_cannot_be_followed_is_refused_with_its_place(route):
-    for fields, place, *named in PLACES[route]:
-        error = refusal_of(Scripted(), route, {**ROUTES[route], **fields})
-        assert error["param"] == place and mentions(error["message"], *named), fields
+    for more, place, *named in PLACES[route]:
+        error = refusal_of(Scripted(), route, {**ROUTES[route], **more})
+        assert error["param"] == place and mentions(error["message"], *named), more
 
 
 def test_threads_are_refused_as_anthropics_clients_understand():
@@ -312,43 +324,31 @@ def test_a_model_that_is_not_served_is_not_found(client):
 
 # --- fields that are read are those that are followed ---
 
-
-class Recorded(Mapping):
-    """A request's body that records the names of the fields that are read."""
-
-    def __init__(self, body):
-        self._body = body
-        self.read = set()
-
-    def __getitem__(self, name):
-        self.read.add(name)
-        return self._body[name]
-
-    def __iter__(self):
-        raise AssertionError("all fields are read, whatever they are called")
-
-    def __len__(self):
-        return len(self._body)
+SOME = {"stop": ["a"], "reasoning_effort": "none", "n": 2, "tool_choice": "none", "seed": -1}
 
 
-@pytest.mark.parametrize("path", APIS)
-def test_the_fields_that_are_read_are_those_that_are_followed(path):
+@pytest.mark.parametrize(("path", "more"), [
+    *((path, more) for path in APIS for more in ({}, SOME)),
+    ("/v1/chat/completions", {"logprobs": True}),
+    ("/v1/completions", {"logprobs": 1, "max_tokens": 0, "echo": True}),
+])  # fmt: skip
+def test_a_route_reads_the_fields_that_readme_lists_whatever_their_values(path, more):
     read, write = APIS[path]
-    body = Recorded({**ROUTES[path.removeprefix("/v1/")], "logprobs": True})
-    if path == "/v1/completions":
-        del body._body["logprobs"]
+    route = path.removeprefix("/v1/")
+    body = Fields({**ROUTES[route], **more})
     write(read(body, ssmlx.GenerateConfig()))
-    assert body.read == FOLLOWED[path]
+    assert body.followed == FOLLOWED[route]
 
 
-def test_a_token_count_follows_the_fields_of_the_message_that_it_reads():
-    assert FOLLOWED["/v1/messages/count_tokens"] == FOLLOWED["/v1/messages"]
+def test_what_every_route_follows_is_neither_refused_nor_without_effect():
+    followed = set.intersection(*FOLLOWED.values())
+    assert "temperature" in followed and not followed & (REFUSED.keys() | WITHOUT_EFFECT)
 
 
 def test_a_completion_follows_a_response_format_and_does_not_call_it_ignored():
-    body = {"prompt": "w1", "response_format": {"type": "json_object"}}
-    assert check_fields_and_list_ignored("/v1/completions", body) == []
+    body = Fields({"prompt": "w1", "response_format": {"type": "json_object"}})
     assert completions.read_completion(body, ssmlx.GenerateConfig()).grammar
+    assert body.ignored() == []
 
 
 def test_what_two_fields_say_of_thinking_or_of_a_form_is_joined():

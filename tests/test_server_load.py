@@ -341,13 +341,13 @@ def test_a_compiled_form_is_kept_by_its_request(byte_client, monkeypatch):
     monkeypatch.setattr(
         grammars, "LLMatcher", lambda *args, **more: made.append(args) or LLMatcher(*args, **more)
     )
-    wait = RequestHandler._wait_for_first_slot_or_503
+    wait = RequestHandler._take_first_slot
 
     async def forget_and_wait(handler):
         grammars.compiled_matcher.cache_clear()
         await wait(handler)
 
-    monkeypatch.setattr(RequestHandler, "_wait_for_first_slot_or_503", forget_and_wait)
+    monkeypatch.setattr(RequestHandler, "_take_first_slot", forget_and_wait)
     found = byte_client.post(CHAT, json=chat("Hi", n=3, guided_choice=["kept", "forgotten"]))
     assert found.status_code == 200 and len(made) == 1, found.text
 

@@ -24,7 +24,7 @@ from openai.lib.responses_tool_runner import RegisteredFunction, ResponsesToolRu
 from pydantic import BaseModel
 from served import serving
 
-from ssmlx.loading.load import unpack_and_cast_model
+from ssmlx.loading.load import cast_model
 from ssmlx.loading.names import resolve_model
 
 pytestmark = [pytest.mark.long, pytest.mark.real]
@@ -89,7 +89,7 @@ def telling(model, answers):
 def reference(model):
     """The model as mlx-lm has it, in float32."""
     own, tokenizer = mlx_lm.load(str(model))
-    return unpack_and_cast_model(own, "float32"), tokenizer
+    return cast_model(own, "float32"), tokenizer
 
 
 def openai_of(served):

@@ -82,18 +82,18 @@ def test_what_is_no_call_is_text(text, reason, wanted):
 
 def test_text_before_a_call_is_told_at_once_and_every_token_once():
     parser = AnswerParser(TOKENIZER, OFFERED)
-    assert parser.split_into_parts(TextPart("I add", 3)) == [TextPart("I add", 3)]
-    assert parser.split_into_parts(TextPart(" <to", 2)) == [TextPart(" ", 2)]
-    assert parser.split_into_parts(TextPart("o many", 2)) == [TextPart("<too many", 2)]
-    (call,) = parser.split_into_parts(TextPart(CALL, 9))
-    assert call.name == "add" and len(parser.split_into_parts(ChoiceEnd("stop", LAST))) == 1
+    assert parser.parse(TextPart("I add", 3)) == [TextPart("I add", 3)]
+    assert parser.parse(TextPart(" <to", 2)) == [TextPart(" ", 2)]
+    assert parser.parse(TextPart("o many", 2)) == [TextPart("<too many", 2)]
+    (call,) = parser.parse(TextPart(CALL, 9))
+    assert call.name == "add" and len(parser.parse(ChoiceEnd("stop", LAST))) == 1
 
 
 def test_every_api_reports_the_tokens_of_reasoning():
     parser = AnswerParser(TOKENIZER, OFFERED)
     for text, tokens in (("<think>Hm", 3), (", so", 2), ("</think>I add.", 4), (CALL, 9)):
-        parser.split_into_parts(TextPart(text, tokens))
-    assert parser.split_into_parts(ChoiceEnd("length", LAST))[-1].reasoning_tokens == 5
+        parser.parse(TextPart(text, tokens))
+    assert parser.parse(ChoiceEnd("length", LAST))[-1].reasoning_tokens == 5
     scripted = Scripted(f"{THOUGHT}I add.", 1000)
     chat = {"messages": USER}
     for route, body, output, details, name in (
@@ -178,9 +178,9 @@ def test_turns_of_messages():
 
 def test_anthropics_tool_runner_sends_the_whole_conversation_without_threads():
     class Recorded(Scripted):
-        def with_served_model_or_404(self, ask):
+        def with_served_model(self, ask):
             roles.append([turn["role"] for turn in ask.question])
-            return super().with_served_model_or_404(ask)
+            return super().with_served_model(ask)
 
     @anthropic.beta_async_tool
     async def add(a: int, b: str) -> str:
@@ -391,7 +391,7 @@ def test_many_blocks_take_as_long_as_they_are():
     begun = process_time()
     turns = Turns()
     for _ in range(60_000):
-        turns.add_block_by_type("user", {"type": "text", "text": "x" * 100}, "input")
+        turns.add_block("user", {"type": "text", "text": "x" * 100}, "input")
     (turn,) = turns.joined()
     assert len(turn["content"]) == 60_000 * 102 - 2
     assert process_time() - begun < 20, "each text is copied for every other one"
@@ -451,13 +451,13 @@ def test_a_request_has_one_deadline():
     """What it takes to read counts, too."""
 
     class Slow(Scripted):
-        def with_served_model_or_404(self, ask):
+        def with_served_model(self, ask):
             time.sleep(0.5)
-            return super().with_served_model_or_404(ask)
+            return super().with_served_model(ask)
 
-        async def merged_parts_of_choices(self, ask, prompt_cache):
+        async def answer_parts(self, ask, prompt_cache):
             left.append(ask.deadline - asyncio.get_running_loop().time())
-            async for part in super().merged_parts_of_choices(ask, prompt_cache):
+            async for part in super().answer_parts(ask, prompt_cache):
                 yield part
 
     left = []

@@ -14,9 +14,20 @@ from ssmlx import api
 from ssmlx.commands import chat, decoding_options, generate, load_target
 from ssmlx.commands.decoding_options import generate_config
 from ssmlx.commands.parser import Parser
+from ssmlx.commands.setting_options import option_fields
+from ssmlx.drafters.option import own_settings, parse_drafter_option, shared_settings
 from ssmlx.generation.plan import make_plan
-from ssmlx.json_files import from_json
-from ssmlx.settings import GenerateConfig
+from ssmlx.settings import (
+    DRAFTERS,
+    AcceptanceConfig,
+    DrafterLoading,
+    GenerateConfig,
+    PruneConfig,
+    TreeConfig,
+    allowed_values,
+    field_of_drafter_settings,
+    key_of,
+)
 
 
 def test_a_setting_that_does_not_exist_is_named():
@@ -31,25 +42,6 @@ def test_a_setting_that_does_not_exist_is_named():
             ask(temperatur=3)
 
 
-def test_the_earlier_name_of_speculative_decoding_gives_the_same():
-    """The option, a saved setting and the API take "streaming" for "speculative"."""
-    model = make_model()
-    tokenizer = make_tokenizer()
-    settings = {}
-    answers = {}
-    for name in ("speculative", "streaming"):
-        args = generate.parse_args(["--prompt", "w1", "--decoding", name])
-        saved = from_json(GenerateConfig, {"decoding": name})
-        settings[name] = (generate_config(args), saved, GenerateConfig(decoding=name))
-        responses = list(
-            ssmlx.stream_generate(model, tokenizer, [1, 2, 3], decoding=name, max_tokens=9)
-        )
-        answers[name] = [(one.text, one.tokens, one.target_calls) for one in responses]
-    assert settings["streaming"] == settings["speculative"]
-    assert {one.decoding for one in settings["streaming"]} == {"speculative"}
-    assert answers["streaming"] == answers["speculative"] != []
-
-
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_generate_is_a_function_whoever_imports_the_command(monkeypatch, is_loaded):
     """The command's module has the function's name; in either order, the function keeps it."""
@@ -62,54 +54,70 @@ def test_generate_is_a_function_whoever_imports_the_command(monkeypatch, is_load
     assert ssmlx.generate is api.generate
 
 
-SAMPLES = {
-    "--decoding": ["speculative"],
-    "--max-tokens": ["7"],
-    "--stop": ["x"],
-    "--temp": ["0.9"],
-    "--generation-config": ["none"],
-    "--top-p": ["0.5"],
-    "--min-p": ["0.1"],
-    "--top-k": ["5"],
-    "--seed": ["3"],
-    "--penalty": ["repetition=1.2"],
-    "--deterministic": [],
-    "--logit-bias": ["3=1"],
-    "--logprobs": ["2"],
-    "--drafter": ["streams"],
-    "--num-streams": ["2"],
-    "--tree": ["full"],
-    "--tree-width": ["2"],
-    "--tree-size": ["5"],
-    "--prune": ["threshold=0.2"],
-    "--prune-to": ["3"],
-}
-"""Options of decoding, each with a value that is not its default."""
+PARTS = {"": GenerateConfig, "tree": TreeConfig, "prune": PruneConfig}
+"""The settings classes whose fields have options, by the field of `GenerateConfig` for them."""
+COMMANDS = {chat: [], generate: ["--prompt", "Hi"]}
 
 
-@pytest.mark.parametrize("command", [chat, generate])
-def test_every_option_is_read(monkeypatch, command):
-    """An option of decoding changes the settings; any other is read as `args.NAME`."""
+def other_value(one):
+    """A value of a setting that is not its default: its words in a command, and the value."""
+    allowed = allowed_values(one)
+    if one.type == "bool":
+        return [], True
+    if allowed is None:
+        return {"stop": (["a\\n"], ("a\n",)), "logit_bias": (["3=1"], {3: 1.0})}[one.name]
+    if allowed.choices:
+        value = next(word for word in allowed.choices if word != one.default)
+        return [value], value
+    if one.type.startswith("Sequence"):
+        return ["3,2"], (3, 2)
+    value = 2 if allowed.whole else 0.5
+    return [str(value)], value
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("part", PARTS)
+def test_an_option_gives_its_setting(command, part):
+    """Whatever option is made of a field comes back into that field."""
+    usual = [*COMMANDS[command], "--temp", "0.7", "--prune", "budget"]
+    for name, one in option_fields(PARTS[part]).items():
+        if one.metadata["needs"] == "--jsonl" and command is chat:
+            continue
+        words, value = other_value(one)
+        words = [*usual, f"--{name.replace('_', '-')}", *words]
+        config = generate_config(command.parse_args(words))
+        assert getattr(getattr(config, part) if part else config, one.name) == value, name
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_key_of_a_drafter_gives_its_setting(name):
+    for kind, one in [*own_settings(name), *shared_settings()]:
+        words, value = other_value(one)
+        typical = "" if one.name == "kind" else "acceptance=typical"  # epsilon and delta need it
+        option = parse_drafter_option(f"{name} {key_of(one)}={words[0]} {typical}")
+        config = GenerateConfig(temp=0.5, **option.generate_arguments())
+        held = {
+            DrafterLoading: option.loading,
+            AcceptanceConfig: config.acceptance,
+            GenerateConfig: config,
+        }
+        if kind not in held:
+            held[kind] = getattr(config, field_of_drafter_settings(kind))
+        assert getattr(held[kind], one.name) == value, one.name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_other_option_is_read(monkeypatch, command):
     with monkeypatch.context() as patch:
         patch.setattr(Parser, "parse_args", lambda parser, argv: parser)
         parser = command.parse_args(None)
-    needed = ["--prompt", "Hi"] if command is generate else []
-    usual = [*needed, "--temp", "0.7", "--prune", "budget"]
     modules = (command, decoding_options, load_target)
     sources = "".join(inspect.getsource(module) for module in modules)
-    flags = [action.option_strings[-1] for action in parser._actions]
-    assert {"--model", "--prompt-cache", "--tree-size"} <= {*flags}
-    for flag in {*flags} - {"--help"}:
-        if flag in SAMPLES:
-            words = [*usual, flag, *SAMPLES[flag]]
-            assert config_of(command, words) != config_of(command, usual), flag
-        else:
-            name = flag.removeprefix("--").replace("-", "_")
-            assert re.search(rf"\bargs\.{name}\b", sources), flag
-
-
-def config_of(command, words):
-    return generate_config(command.parse_args(words))
+    settings = {name for kind in PARTS.values() for name in option_fields(kind)}
+    others = {action.dest for action in parser._actions} - settings - {"help"}
+    assert {"model", "prompt_cache", "template_args"} <= others
+    for name in others - {"penalty", "drafter", "generation_config"}:
+        assert re.search(rf"\bargs\.{name}\b", sources), name
 
 
 def test_help_shows_what_there_is():

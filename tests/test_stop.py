@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from itertools import cycle
 
 import pytest
 from mlx_lm.tokenizer_utils import (
@@ -12,6 +13,7 @@ from mlx_lm.tokenizer_utils import (
 )
 from real import answer, tokens_of
 from refusals import found_in, mentions, refusal
+from tiny import all_pairs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -97,8 +99,7 @@ STOPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("stop", STOPS, ids=repr)
+@pytest.mark.parametrize("stop, kind", [*zip(STOPS, cycle(TOKENIZERS), strict=False)], ids=repr)
 def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
     tokens = encoded(kind)
     rng = random.Random(5)
@@ -121,9 +122,10 @@ def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
             assert TEXT.startswith(so_far)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("stop", [["aabb"], ["ende", "nd."], ["\n\n\n"], ["🎊"]], ids=repr)
-@pytest.mark.parametrize("ends", ["length", "stop"])
+@pytest.mark.parametrize(
+    "kind, stop, ends",
+    all_pairs(TOKENIZERS, [["aabb"], ["ende", "nd."], ["\n\n\n"], ["🎊"]], ["length", "stop"]),
+)
 def test_what_only_began_like_a_stop_string_is_given_out(kind, stop, ends):
     tokens = encoded(kind)
     rng = random.Random(3)

@@ -25,7 +25,7 @@ from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
 from ssmlx.loading import names as naming
-from ssmlx.loading.adapter import StreamAdapter, load_adapter, write_adapter_in_place
+from ssmlx.loading.adapter import StreamAdapter, load_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter, find_adapters_of_base
 from ssmlx.loading.names import bundled_adapters, resolve_adapter
 from ssmlx.model.backbone import Backbone
@@ -152,7 +152,6 @@ def test_no_weight_is_copied(kind, scope):
 BAD = {
     "another base": ("vocab_size", "13", "99"),
     "other weights": ("norm",),
-    "other layers": ("4", "32", "3"),
     "no such module": ("model.layers.2.mlp.no_proj.lora_a",),
     "misshapen": ("model.layers.2.self_attn.q_proj.lora_a",),
     "not finite": ("model.layers.2.self_attn.q_proj.lora_b",),
@@ -170,7 +169,6 @@ def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
     changes = {
         "another base": lambda: {"base": replace(base, vocab_size=99)},
         "other weights": lambda: {"base": replace(base, norm_probe=base.norm_probe[:1])},
-        "other layers": lambda: {"config": replace(adapter.config, num_layers=4)},
         "no such module": lambda: {"lora": {"model.layers.2.mlp.no_proj": LoraWeights(a, b, 1.0)}},
         "misshapen": lambda: {"lora": {path: LoraWeights(a[:5], b, 1.0)}},
         "not finite": lambda: {"lora": {path: LoraWeights(a, b / 0, 1.0)}},
@@ -178,6 +176,12 @@ def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
     if case in changes:
         return replace(adapter, **{"lora": {}, **changes[case]()})
     return {"unknown name": "nothing-like-it", "missing folder": "no/such/folder"}[case]
+
+
+def test_an_adapters_settings_are_those_of_its_base():
+    adapter = make(make_backbone(APART), "all", seed=12)
+    said = refusal(replace, adapter, config=replace(adapter.config, num_layers=4))
+    assert "settings say 4 layers of width 32; expected 3 of width 32" in said
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -224,7 +228,7 @@ def shelf(base):
     (shelf / "e2e").mkdir()
     adapter = make_adapter(base)
     lora = {path: replace(w, scale=-2.0 * w.scale) for path, w in adapter.lora.items()}
-    write_adapter_in_place(shelf / "e2e", replace(adapter, lora=lora))  # it says other things
+    write_adapter(shelf / "e2e", replace(adapter, lora=lora))  # it says other things
     other = write_base(base.parent / "other", seed=1, norm=1.5)
     write_tiny_adapter(shelf / "foreign", other)
     (shelf / "half-written").mkdir()
@@ -430,7 +434,7 @@ def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp
     narrow = make_adapter(base)
     config = replace(narrow.config, num_streams=1)
     streams = replace(narrow.streams, embeddings=narrow.streams.embeddings[:1])
-    write_adapter_in_place(tmp_path, replace(narrow, config=config, streams=streams))
+    write_adapter(tmp_path, replace(narrow, config=config, streams=streams))
     session = chat_session(base, "chat", num_streams=2)
     said(session, "w1 w2")
     held = session.context_tokens
@@ -572,7 +576,7 @@ def test_answers_are_those_of_the_tasks_lora_alone(kind):
 def test_a_folder_holds_both_and_mlx_lm_finds_the_tasks(tmp_path):
     backbone = make_backbone(MERGED)
     adapter = with_task(backbone)
-    write_adapter_in_place(tmp_path, adapter)
+    write_adapter(tmp_path, adapter)
     again = load_adapter(tmp_path)
     for mine, theirs in ((adapter.lora, again.lora), (adapter.stream_lora, again.stream_lora)):
         assert mine.keys() == theirs.keys()
@@ -587,7 +591,7 @@ def test_a_folder_holds_both_and_mlx_lm_finds_the_tasks(tmp_path):
 
 def test_a_task_beside_lora_on_every_row_is_refused(tmp_path):
     backbone = make_backbone(MERGED)
-    write_adapter_in_place(tmp_path, make(backbone, "all", seed=4))
+    write_adapter(tmp_path, make(backbone, "all", seed=4))
     file = tmp_path / "streams_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "task_lora_scale": 2.0}))
     assert mentions(found_in(refusal(load_adapter, tmp_path)), "task_lora_scale", "'all'")

@@ -116,11 +116,9 @@ def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     """Heads of which every number does something, on the tiny base."""
     settings = HeadSettings(kind=kind, num_heads=3, **shape)
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
-    frozen = heads_training.load_base_with_lora_merged(base, None)
+    frozen = heads_training.load_frozen_model(base, None)
     config = build_head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
-    model = heads_training.seed_torch_and_build_new_heads(
-        config, vocab, 0, frozen.base.lm_head.weight
-    )
+    model = heads_training.new_heads(config, vocab, 0, frozen.base.lm_head.weight)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -287,13 +285,11 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
         "--lora-rank",
         4,
     )
-    frozen = heads_training.load_base_with_lora_merged(base, lora)
+    frozen = heads_training.load_frozen_model(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
     config = build_head_config(settings, real.VOCAB, real.WIDTH, 0)
-    model = heads_training.seed_torch_and_build_new_heads(
-        config, None, 0, frozen.base.lm_head.weight
-    )
+    model = heads_training.new_heads(config, None, 0, frozen.base.lm_head.weight)
     objective = heads_training.HeadObjective(
         model, frozen, train, (), torch.device("cpu"), torch.float32
     )

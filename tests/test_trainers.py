@@ -27,12 +27,12 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.reference.checkpoint import (
-    let_part_alone_take_gradients,
-    load_checkpoint_of_scope_all,
+    build_frozen,
+    load_fine_tuned,
     load_reference,
     merge_lora,
-    merge_task_lora_and_build_frozen,
     replace_trained_weights,
+    set_trained_part,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -41,14 +41,14 @@ from convert.training.run import (
     TorchObjective,
     TorchTrainer,
     cast_frozen_parameters,
-    seed_torch_and_build_new_streams,
+    new_streams,
     stream_attention,
     use_stream_attention,
 )
 from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.attach import attach_adapter, read_every_row_lora
+from ssmlx.loading.attach import attach_adapter, read_task_lora
 from ssmlx.loading.load import load_base
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
@@ -59,7 +59,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
-from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
+from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_trainable_base
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_log_entries
 
@@ -111,9 +111,7 @@ def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **
     model = TrainedModel(backbone, adapter)
     rng = np.random.default_rng(3)
     drawn = {name: rng.normal(0, 0.2, array.shape) for name, array in model.weights.items()}
-    model.bind_and_reset_others_to_start(
-        {name: mx.array(array, mx.float32) for name, array in drawn.items()}
-    )
+    model.bind({name: mx.array(array, mx.float32) for name, array in drawn.items()})
     return MlxObjective(model, train, draft_vocab)
 
 
@@ -121,7 +119,7 @@ def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
     """An objective whose LoRA does something."""
     train, config = settings(real.LAYERS, real.WIDTH, draft_vocab, **changes)
     loaded = load_torch_base(base, attn_implementation="sdpa")
-    model = seed_torch_and_build_new_streams(loaded, config, train, draft_vocab)
+    model = new_streams(loaded, config, train, draft_vocab)
     with torch.no_grad():
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -143,7 +141,7 @@ def pair(folder, architecture, draft_vocab, changes):
     theirs_base.save_pretrained(folder / "base")
     sizes = theirs_base.config.num_hidden_layers, theirs_base.config.hidden_size
     train, config = settings(*sizes, draft_vocab, **changes)
-    model = seed_torch_and_build_new_streams(theirs_base, config, train, draft_vocab)
+    model = new_streams(theirs_base, config, train, draft_vocab)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -171,6 +169,7 @@ VARIANTS = [
     {"lora_modules": ("q_proj", "mlp.down_proj"), "prune_rank": 0},
     {"condition_rank": 4},
     {"root_init_rank": 3},
+    {"root_init_rank": 3, "root_dropout": 0.4},
     {"pack": 24, "condition_rank": 4, "root_init_rank": 3},
     {"weight_decay": 0.1, "clip_norm": 0.05, "stream_weights": (0.5, 0.2, 0.1)},
 ]
@@ -228,12 +227,13 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr("guessed.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
-    whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
+    alone = {"condition_rank": 5, "adapter_scope": "streams", "root_init_rank": 0}
+    whole, _ = pair(tmp_path, "Llama", vocab, alone)
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
-    model = merge_task_lora_and_build_frozen(make_torch_base("Llama", attention="sdpa"), adapter)
-    let_part_alone_take_gradients(model, "condition")
+    model = build_frozen(make_torch_base("Llama", attention="sdpa"), adapter)
+    set_trained_part(model, "condition")
     cpu = torch.device("cpu")
     backbone = load_base(tmp_path / "base", "float32")[0]
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
@@ -334,7 +334,12 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     vocab = np.arange(0, real.VOCAB, 2, dtype=np.int32) if reduced else None
     alphas = (0.5, 0.25, 0.125)
     objective = torch_objective(
-        base, vocab, adapter_scope=scope, stream_weights=alphas, prune_weight=0.0
+        base,
+        vocab,
+        adapter_scope=scope,
+        stream_weights=alphas,
+        prune_weight=0.0,
+        root_dropout=0.0,
     )
     examples = real.random_examples(5)
     batch = some_batch()
@@ -441,7 +446,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
     batch = some_batch()
     found = []
     for dtype in ("stored", "float32"):
-        backbone = load_base_in_trainable_dtype(packed_base, dtype)
+        backbone = load_trainable_base(packed_base, dtype)
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
@@ -455,7 +460,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
 @both
 def test_bfloat16_holds_what_is_trained_in_float32(base, command):
     if command is MLX:
-        backbone = load_base_in_trainable_dtype(base, "bfloat16")
+        backbone = load_trainable_base(base, "bfloat16")
         trainer = MlxTrainer(mlx_objective(backbone=backbone), 10)
         trained = {array.dtype for array in trainer.weights.values()}
         leaves = tree_flatten(backbone.model.parameters())
@@ -867,7 +872,7 @@ def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
         gradients, means = trainer.gradients(of, trainer.objective.lower(of))
         return mx.concatenate([*(array.flatten() for array in gradients.values()), mx.stack(means)])
 
-    found = sum(flat(batch.every_nth_text_of_rank(rank, ranks)) for rank in range(ranks))
+    found = sum(flat(batch.part_of_rank(rank, ranks)) for rank in range(ranks))
     assert gap(found, flat(batch)) < 5e-5
 
 
@@ -876,7 +881,7 @@ def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
     found = []
     for apart in (False, True):
         backbone = load_base(base, "float32")[0]
-        lora = read_every_row_lora(task, backbone)
+        lora = read_task_lora(task, backbone)
         if not apart:
             attach_lora(backbone.model, lora, RowScope(0), merge=True, dtype=mx.float32)
             lora = {}
@@ -944,13 +949,16 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
 
 @pytest.mark.parametrize("command", [MLX, TORCH])
 def test_an_adapter_gets_a_start_from_the_root(base, data, tmp_path, command, capsys):
-    first = MLX.train(base, data, tmp_path / "first", *OWN, "--max-steps", "2")
+    none = ("--root-init-rank", "0", "--max-steps", "2")
+    first = MLX.train(base, data, tmp_path / "first", *OWN, *none)
     root = ("--root-init-rank", "3", "--max-steps", "2")
+    assert load_adapter(first).config.root_init_rank == 0
     for part in ("streams", "condition"):
         more = ("--train-only", part, *root)
         if add_condition(command, base, data, first, tmp_path / part, *more) == 0:
             found = load_adapter(tmp_path / part / MLX.result)
             assert found.config.root_init_rank == 3 and found.streams.root_init.b.any()
+            assert found.config.starts_without_root
     assert part == "condition" and not (tmp_path / part).exists()
     assert mentions(capsys.readouterr().err, "--root-init-rank")
 
@@ -987,7 +995,7 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     model, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     assert model.is_fine_tuned
     ours = model.backbone.append(mx.array(tokens), model.make_cache()).logits[-1]
-    tuned = merge_lora(load_checkpoint_of_scope_all(load_torch_base(base), lora))
+    tuned = merge_lora(load_fine_tuned(load_torch_base(base), lora))
     exported = build_reference(base, load_adapter(adapter), model.num_streams)
     found = [
         one(torch.tensor([tokens])).main_logits[0, -1]

@@ -52,7 +52,7 @@ def test_a_text_starts_as_decoding_starts_it():
     own = encoder()
     starts = processors.TemplateProcessing("w7 $A", special_tokens=[("w7", 7)])
     own.tokenizer._tokenizer.backend_tokenizer.post_processor = starts
-    found = own.encode_unless_prompt_too_long({"text": "w5 w6"})
+    found = own.encode_row({"text": "w5 w6"})
     assert (found.tokens.tolist(), found.start) == ([7, 5, 6, END], 1)
 
 
@@ -70,7 +70,7 @@ def test_a_chat_is_learnt_under_the_models_template(tmp_path):
     assert found[0].tokens.tolist() == [9, 1, 9, 2, 9, 3, 8, 4, 5, END]
     assert found[0].start == 7
     assert found[1].tokens.tolist() == [9, 1, 8, 2, END]
-    refused = refusal(own.encode_unless_prompt_too_long, {"messages": messages[:3]})
+    refused = refusal(own.encode_row, {"messages": messages[:3]})
     assert mentions(found_in(refused), "messages")
 
 
@@ -176,7 +176,7 @@ def test_examples_become_turns_of_a_conversation():
     assert np.flatnonzero(seen[0, 3]).tolist() == [0, 1, 2, 3]
     assert np.flatnonzero(seen[0, 11]).tolist() == list(range(12))
     assert np.flatnonzero(seen[0, 17]).tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17]
-    assert batch.every_nth_text_of_rank(1, 2).targets(0).tolist() == [[6]]
+    assert batch.part_of_rank(1, 2).targets(0).tolist() == [[6]]
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():

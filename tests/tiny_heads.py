@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.heads import Heads, attach_heads, overwrite_head_files
+from ssmlx.drafters.heads import Heads, attach_heads, save_heads
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.loading.identity import BaseIdentity
@@ -32,7 +32,7 @@ def random_heads(kind: str, backbone, *, vocab=None, seed: int = 0, **changes) -
     config = head_config(kind, backbone, vocab, **changes)
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in config.shapes_of_all_tensors().items():
+    for name, shape in config.tensor_shapes().items():
         mean = 1.0 if name.startswith("ln") and name.endswith("weight") else 0.0
         tensors[name] = mx.array(rng.normal(mean, 0.4, shape), mx.float32)
     if vocab:
@@ -90,9 +90,7 @@ def converted(model, backbone, folder):
 
     save_published_heads(model, folder / "published")
     (folder / "mlx").mkdir(exist_ok=True)
-    overwrite_head_files(
-        folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored")
-    )
+    save_heads(folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored"))
     return folder / "mlx"
 
 

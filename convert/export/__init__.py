@@ -1,8 +1,8 @@
 """Export of the stream-fused model as an asset: `python -m ssmlx.export`.
 
-One PyTorch graph of fixed shapes, made of the reference's own layers and weights, in two
-functions: "prefill" puts a chunk of the prompt into the cache, "decode" verifies a tree and drafts
-for the next. Both Core ML and Core AI take it. Shapes, beside the legend of `ssmlx.model.shapes`:
+One PyTorch graph of fixed shapes, made of the reference's own layers and weights, in two functions:
+"prefill" puts a chunk of the prompt into the cache, "decode" verifies a tree and drafts for the
+next. Both Core ML and Core AI take it. Shapes, beside the legend of `ssmlx.model.shapes`:
 
     S   slots of the cache: a committed token's keys and values are in any one of them, the same
         in every layer. The host knows which (`ssmlx.exported.decode`); nothing is ever moved.

@@ -2,12 +2,15 @@
 
 import argparse
 import sys
-from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
 
 from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.running import make_main
+from ssmlx.commands.setting_options import (
+    add_setting_options,
+    given_settings,
+    option_fields,
+)
 from ssmlx.settings import DEFAULT_MODEL, TreeConfig
 
 from .. import check_installed
@@ -29,11 +32,6 @@ manifest.json, report.json and the tokenizer. convert/export/README.md explains 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.export`; --out is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(
         PROG, "Export a model that drafts for itself to Core ML or Core AI.", EPILOG
     )
@@ -54,54 +52,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             str,
         ),
     )
-    asset = parser.add_argument_group("asset")
+    options = option_fields(ExportConfig).values()
+    choices = [one.name for one in options if one.metadata["allowed"].choices]
+    sizes = [one.name for one in options if one.name not in choices]
+    add_setting_options(parser.add_argument_group("asset"), ExportConfig, choices)
     shapes = parser.add_argument_group("shapes, which are fixed in the asset")
-    for one in _options():
-        allowed = one.metadata["allowed"]
-        default = one.default
-        text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
-        flag = allowed.option or "--" + one.name.replace("_", "-")
-        named: dict[str, Any] = {"dest": one.name, "default": default, "help": text}
-        if allowed.choices:
-            asset.add_argument(flag, choices=allowed.choices, **named)
-        else:
-            shapes.add_argument(flag, type=int, metavar="N", **named)
-    add_options(
-        shapes,
-        (
-            "--tree",
-            None,
-            "full: every combination of K children a level; best: the N likeliest "
-            "nodes (default: %(default)s)",
-            "best",
-            ("full", "best"),
-        ),
-        ("--tree-width", "K", "children a level (default: 3 for full, no limit for best)", int),
-        (
-            "--tree-size",
-            "N",
-            "nodes of the best tree, the root included (default: %(default)s)",
-            TreeConfig().size,
-        ),
-    )
+    add_setting_options(shapes, ExportConfig, sizes)
+    add_setting_options(shapes, TreeConfig)
     return parser.parse_args(argv)
 
 
-def _options() -> list[Field[Any]]:
-    return [one for one in fields(ExportConfig) if one.metadata.get("help")]
-
-
 def export_model(args: argparse.Namespace) -> None:
-    """Export a model to --out as the options say, and print the report on standard error.
-
-    Raises:
-        InputError: a setting is refused, a package of the target is missing, or the model cannot be
-            exported.
-    """
-    config = ExportConfig(
-        tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
-        **{one.name: getattr(args, one.name) for one in _options()},
-    )
+    tree = TreeConfig(**given_settings(args, TreeConfig))
+    config = ExportConfig(tree=tree, **given_settings(args, ExportConfig))
     check_installed(_NEEDED[args.target], args.target, f'pip install "ssmlx[{args.target}]"')
     from .export import export
 

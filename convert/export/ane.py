@@ -1,7 +1,7 @@
 """The profile `ane`: channels before rows, 1 x 1 convolutions, one-hot cache writes.
 
-Hidden states are [1, D, 1, R], the Neural Engine's own layout. A layer's cache is two tensors
-[1, Hkv * Dh, 1, S]. The layers are written out here, on the modules and weights of transformers'
+Hidden states are [1, D, 1, R], the Neural Engine's own layout. A layer's cache is two tensors [1,
+Hkv * Dh, 1, S]. The layers are written out here, on the modules and weights of transformers'
 layers, because those have rows before channels.
 """
 
@@ -23,17 +23,13 @@ _PARTS = (
 )  # fmt: skip
 
 
-def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Apply a linear module as a 1 x 1 convolution, also one of low rank or with LoRA.
+def convolve(
+    module: Any,
+    x: torch.Tensor,  # [1, in, 1, R]
+) -> torch.Tensor:  # [1, out, 1, R]
+    """A linear module, also one of low rank or with LoRA, as a 1 x 1 convolution.
 
     LoRA of a `LoraLinear` is added only while its rows are streams, whatever its scope.
-
-    Args:
-        module: with `weight` [out, in] and `bias`, or a `LowRank` or `LoraLinear`.
-        x: [1, in, 1, R].
-
-    Returns:
-        [1, out, 1, R].
     """
     if isinstance(module, LowRank):
         return convolve(module.lora_B, convolve(module.lora_A, x))
@@ -44,16 +40,9 @@ def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Apply an RMSNorm module over axis `dim` of a tensor of four axes, whose shape stays.
-
-    What is squared is divided by the largest magnitude first: hidden states of these models reach
-    tens of thousands, and their squares exceed float16, which is all that the Neural Engine has.
-
-    Args:
-        norm: has `weight` and `variance_epsilon`.
-        x: of four axes.
-        dim: the axis of the features.
-    """
+    """Over axis `dim` of four."""
+    # Hidden states of these models reach tens of thousands, and their squares exceed float16, which
+    # is all that the Neural Engine has.
     peak = x.abs().amax(dim=dim, keepdim=True).clamp(min=1e-3)
     mean = (x / peak).square().mean(dim=dim, keepdim=True)
     floor = (norm.variance_epsilon**0.5 / peak).square()
@@ -62,30 +51,23 @@ def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
     return x * (torch.rsqrt(mean + floor) / peak) * norm.weight.view(shape)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embeddings, "rotate half", to queries or keys.
-
-    Args:
-        x: [1, heads, Dh, R].
-        cos: [1, 1, Dh, R].
-        sin: likewise.
-    """
+def rotate(
+    x: torch.Tensor,  # [1, heads, Dh, R]
+    cos: torch.Tensor,  # [1, 1, Dh, R]
+    sin: torch.Tensor,  # [1, 1, Dh, R]
+) -> torch.Tensor:
+    """Rotary embeddings, "rotate half"."""
     half = x.shape[2] // 2
     turned = torch.cat([-x[:, :, half:], x[:, :, :half]], dim=2)
     return x * cos + turned * sin
 
 
-def rotate_stream_values(values: torch.Tensor, heads: int, step: float) -> torch.Tensor:
-    """Rotate the values of a node's G streams: those of stream j by j * `step` radians (eq. 7).
-
-    Args:
-        values: [1, Hkv * Dh, 1, G].
-        heads: Hkv.
-        step: radians.
-
-    Returns:
-        The same shape and type.
-    """
+def rotate_stream_values(
+    values: torch.Tensor,  # [1, Hkv * Dh, 1, G]
+    heads: int,  # Hkv
+    step: float,  # radians
+) -> torch.Tensor:
+    """Those of stream j by j * `step` radians (eq. 7)."""
     num_streams = values.shape[3]
     angles = step * torch.arange(1, num_streams + 1, dtype=torch.float32)
     cos = angles.cos().to(values.dtype)
@@ -97,20 +79,13 @@ def rotate_stream_values(values: torch.Tensor, heads: int, step: float) -> torch
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Compute attention, each KV head broadcast over its query heads.
-
-    Args:
-        query: [1, H, Dh, R], not scaled yet.
-        keys: [1, Hkv * Dh, 1, keys].
-        values: likewise.
-        mask: [1, 1, R, keys], additive.
-        scale: of the scores.
-
-    Returns:
-        [1, H * Dh, 1, R].
-    """
+    query: torch.Tensor,  # [1, H, Dh, R], not scaled yet
+    keys: torch.Tensor,  # [1, Hkv * Dh, 1, keys]
+    values: torch.Tensor,  # [1, Hkv * Dh, 1, keys]
+    mask: torch.Tensor,  # [1, 1, R, keys], additive
+    scale: float,  # of the scores
+) -> torch.Tensor:  # [1, H * Dh, 1, R]
+    """Attention, each KV head broadcast over its query heads."""
     _, heads, width, rows = query.shape
     kv = keys.shape[1] // width
     parted = (query * scale).reshape(kv, heads // kv, width, rows).transpose(2, 3)
@@ -128,24 +103,13 @@ class _NodeSlots(NamedTuple):
 
 
 class AneProfile(Profile):
-    """A Llama, Mistral or Qwen decoder in channels-first layout, on the reference's modules and
-    weights.
+    """A Llama, Mistral or Qwen decoder, channels first, on the reference's modules and weights."""
 
-    Hidden states are [1, D, 1, R]; LM heads are multiplied in pieces of at most 16,384 rows.
-    """
-
-    # the Neural Engine takes no wider tensor
     axis = 3
-    piece = 16384
+    piece = 16384  # the Neural Engine takes no wider tensor
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Take the reference's parts, and check that the Neural Engine takes its layers and sizes.
-
-        Raises:
-            InputError: a layer is of another kind, or --context or the width of keys is no multiple
-                of 32.
-        """
         _check_layers(model)
         super().__init__(model, sizes)
         self._heads = model.base.config.num_attention_heads
@@ -162,15 +126,11 @@ class AneProfile(Profile):
         self._tables = tuple(table.t().contiguous() for table in self.rotary)
 
     def cache_shape(self) -> tuple[int, ...]:
-        """Return [1, Hkv * Dh, 1, S], the shape of one layer's keys, and of its values."""
+        """[1, Hkv * Dh, 1, S]."""
         return 1, self._kv_heads * self._width, 1, self.sizes.num_slots
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Run layers `first` to `last` - 1 on hidden states [1, D, 1, R]; return these, of the same
-        shape.
-
-        Nodes' keys and values are written into `rows.caches`.
-        """
+        """Hidden states are [1, D, 1, R]."""
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)
         node_slots = None
@@ -181,7 +141,7 @@ class AneProfile(Profile):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project_and_rotate(layer.self_attn, normed, cos, sin)
-            keys, values = self._write_nodes_and_view_keys(index, keys, values, rows, node_slots)
+            keys, values = self._visible_keys(index, keys, values, rows, node_slots)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
             normed = rms_norm(layer.post_attention_layernorm, hidden, 1)
@@ -191,18 +151,13 @@ class AneProfile(Profile):
         return hidden
 
     def _project_and_rotate(
-        self, attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        attention: Any,
+        x: torch.Tensor,  # [1, D, 1, R], normed
+        cos: torch.Tensor,  # [1, 1, Dh, R]
+        sin: torch.Tensor,  # [1, 1, Dh, R]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R].
-
-        Queries and keys are rotated, and normed first where the module has norms for them.
-
-        Args:
-            attention: a layer's attention module.
-            x: [1, D, 1, R], normed.
-            cos: [1, 1, Dh, R].
-            sin: likewise.
-        """
+        """Queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R]."""
         rows = x.shape[3]
         query = convolve(attention.q_proj, x).reshape(1, self._heads, self._width, rows)
         keys = convolve(attention.k_proj, x).reshape(1, self._kv_heads, self._width, rows)
@@ -212,31 +167,16 @@ class AneProfile(Profile):
         keys = rotate(keys, cos, sin).reshape(1, -1, 1, rows)
         return rotate(query, cos, sin), keys, convolve(attention.v_proj, x)
 
-    def _write_nodes_and_view_keys(
+    def _visible_keys(
         self,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: torch.Tensor,  # [1, Hkv * Dh, 1, R]
+        values: torch.Tensor,  # [1, Hkv * Dh, 1, R]
         rows: Rows,
+        # None for streams, which see the slots, then one another, and write nothing
         node_slots: _NodeSlots | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that the rows see.
-
-        Nodes write theirs into their slots of the cache, in place, and see the slots; streams see
-        the slots, then one another, and write nothing. Streams' values are rotated where the
-        settings say so.
-
-        Args:
-            layer: its number.
-            keys: [1, Hkv * Dh, 1, R] of the rows.
-            values: likewise.
-            rows: of the call.
-            node_slots: which slots nodes write; None for streams.
-
-        Returns:
-            Keys and values, [1, Hkv * Dh, 1, S] each for nodes, [1, Hkv * Dh, 1, S + R] for
-            streams.
-        """
+        """What the rows see: [1, Hkv * Dh, 1, S] for nodes, [1, Hkv * Dh, 1, S + R] for streams."""
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
         if node_slots is None:
             if self.config.rotation_step:
@@ -253,9 +193,6 @@ class AneProfile(Profile):
 
 
 def _check_layers(model: StreamFusedReference) -> None:
-    """Raise InputError for the first layer of another kind, or with other parts, than this profile
-    computes.
-    """
     for index, layer in enumerate(model.decoder.layers):
         found = dict(layer.named_modules())
         norms = (name for name in found if "norm" in name)

@@ -1,8 +1,8 @@
 """Smaller weights in a Core ML package, and how far they are from the model's own.
 
-What is compressed is every matrix that multiplies rows: layers and LM head, and with a tied head
-the embedding, which is the same tensor. Streams, their condition and LoRA are not: they are small,
-and drafting is what they are there for.
+Compressed is every matrix that multiplies rows: layers and LM head, and with a tied head the
+embedding, which is the same tensor. Streams, their condition and LoRA are not: they are small, and
+drafting is what they are there for.
 """
 
 import hashlib
@@ -34,32 +34,22 @@ class WeightError:
     matrices: int
     weights: int  # numbers in them
     relative_rms: float  # root mean square of the differences over that of the weights
-    worst_relative_rms: float  # the same, of the matrix where it is largest
+    worst_relative_rms: float  # the same, of the worst matrix
     largest: float  # the largest difference
 
     def __str__(self) -> str:
-        """Return the errors in one line."""
         return (
             f"relative RMS {self.relative_rms:.2e} (worst matrix {self.worst_relative_rms:.2e}), "
             f"largest difference {self.largest:.2e}, over {self.matrices} matrices"
         )
 
 
-def compress(model: Any, kind: Compression, graph: Graph) -> Any:
-    """Return a Core ML model with the matrices of the base model compressed; LoRA and streams stay.
-
-    "int8" is symmetric with a scale for every output row; "int4" symmetric with a scale for every
-    32 inputs of a row; "palettised" has 16 values for every 32 output rows, found by k-means.
-    Matrices of fewer than 2,048 weights stay.
-
-    Args:
-        model: converted from `graph`; one function, as a package of several is refused.
-        kind: how.
-        graph: tells which matrices are the base model's.
-
-    Raises:
-        InputError: coremltools is missing or does not work.
-    """
+def compress(
+    model: Any,  # converted from `graph`; one function, as a package of several is refused
+    kind: Compression,
+    graph: Graph,
+) -> Any:
+    """A scale per output row (int8) or per 32 inputs (int4); or 16 values per 32 output rows."""
     import_coremltools()
     with silence_output():
         import coremltools.optimize.coreml as optimize
@@ -88,16 +78,7 @@ def compress(model: Any, kind: Compression, graph: Graph) -> Any:
 
 
 def compressible_weight_names(model: Any, graph: Graph) -> list[str]:
-    """Return the names of a Core ML model's constants that are matrices of the base model, each
-    once.
-
-    They are found by content: the profile `ane` does not name kernels after parameters. Left out
-    are LoRA, the condition's matrices, and those of fewer than 2,048 weights.
-
-    Args:
-        model: converted from `graph`; its function "main" is looked at.
-        graph: whose parameters are looked for.
-    """
+    """Found by content, as the profile `ane` does not name kernels after parameters."""
     weights = [operation.weight for operation in _matrix_operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
     added = ("lora_A", "lora_B", "condition")
@@ -110,10 +91,7 @@ def compressible_weight_names(model: Any, graph: Graph) -> list[str]:
 
 
 def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a graph's matrices [out, in] in NumPy, each with its parameter's name.
-
-    The pieces of both LM heads come last, all under the name "head".
-    """
+    """[out, in] with each parameter's name; the pieces of both LM heads come last, as "head"."""
     for name, parameter in graph.named_parameters():
         if parameter.dim() == 2:
             yield name, parameter.numpy()
@@ -123,25 +101,19 @@ def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _matrix_operations(program: Any, function: str = "main") -> Iterable[Any]:
-    """Return the operations of a program's function that multiply by a weight.
-
-    Where several multiply by a weight of one name, the last of them only.
-    """
+    """Those that multiply by a weight; if several do by one name, the last."""
     every = program.functions[function].operations
     return {one.weight.name: one for one in every if one.op_type in MATRIX_OPS}.values()
 
 
-def expected_matrices_by_output(model: Any, graph: Graph) -> dict[str, np.ndarray]:
-    """Return what each matrix product of a converted model should multiply by, by the name of its
-    output.
+def expected_matrices_by_output(
+    model: Any,  # converted from `graph`, not compressed yet
+    graph: Graph,
+) -> dict[str, np.ndarray]:
+    """What each matrix product should multiply by, by the name of its output.
 
-    It is the float32 matrix where the graph has it; what the converter has made by itself, such as
-    LoRA times its scale, is as in the uncompressed model. Products whose weight is no constant are
-    left out.
-
-    Args:
-        model: converted from `graph`, not compressed yet; its function "main" is looked at.
-        graph: has the float32 matrices.
+    The float32 matrix if the graph has it; what the converter has made, such as LoRA times its
+    scale, as in the uncompressed model.
     """
     truth = {_content_digest(matrix): matrix for _, matrix in _named_matrices(graph)}
     found = {}
@@ -153,17 +125,12 @@ def expected_matrices_by_output(model: Any, graph: Graph) -> dict[str, np.ndarra
 
 
 def _content_digest(weights: np.ndarray) -> str:
-    """Return the SHA-256 of weights rounded to float16."""
+    """Of weights rounded to float16."""
     return hashlib.sha256(weights.astype(np.float16).tobytes()).hexdigest()
 
 
 def load_program(package: Path) -> Any:
-    """Read a saved Core ML package back as a program of MIL, coremltools' form of a model, its
-    weights included.
-
-    Raises:
-        InputError: coremltools is missing or does not work.
-    """
+    """As MIL, coremltools' form of a model, its weights included."""
     ct = import_coremltools()
     with silence_output():
         from coremltools.converters.mil.frontend.milproto.load import load
@@ -173,16 +140,12 @@ def load_program(package: Path) -> Any:
         return load(spec, spec.specificationVersion, str(weights))
 
 
-def measure_decode_weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
-    """Compare the matrices of a saved package's function "decode" with what they should be.
-
-    Compressed weights are unpacked for that, in memory. Products of two activations are passed
-    over.
-
-    Args:
-        package: the .mlpackage.
-        expected: as `expected_matrices_by_output` returns it for that function.
-    """
+def measure_decode_weight_error(
+    package: Path,
+    # as `expected_matrices_by_output` returns it for that function
+    expected: Mapping[str, np.ndarray],
+) -> WeightError:
+    """Products of two activations are left out."""
     squares = total = worst = largest = 0.0
     matrices = count = 0
     for operation in _matrix_operations(load_program(package), DECODE):

@@ -32,7 +32,7 @@ from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import resolve_adapter, resolve_model
 
 from ..base import copy_settings_and_tokenizer, load_base
-from ..reference.checkpoint import merge_task_lora_and_build_frozen
+from ..reference.checkpoint import build_frozen
 from ..reference.model import StreamFusedReference
 from . import compression, packages
 from .ane import AneProfile
@@ -45,11 +45,7 @@ _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "tr
 
 @dataclass(kw_only=True)
 class Report:
-    """How large an exported package is, how far its weights are from the model's, and what making
-    it took.
-
-    `str` gives it in a few lines.
-    """
+    """The size of an exported package, its weights' error, and what making it took."""
 
     package_bytes: int = 0  # size of the package
     weight_error: compression.WeightError | None = None  # None for Core AI's
@@ -58,11 +54,7 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the block, showing its name, and note the process's peak memory after it.
-
-        Seconds go into `seconds` under the name, rounded to tenths; nothing is noted where the
-        block fails.
-        """
+        """Times the block, showing its name; records the process's peak memory after it."""
         from huggingface_hub.utils import tqdm
 
         started = time.perf_counter()
@@ -73,7 +65,6 @@ class Report:
         self.peak_bytes = peak_bytes()
 
     def __str__(self) -> str:
-        """Return the report in a few lines."""
         stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.seconds.items())
         lines = [f"{self.package_bytes / 1e6:.1f} MB"]
         if self.weight_error is not None:
@@ -83,24 +74,12 @@ class Report:
         return "\n".join(lines)
 
 
-def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> Report:
-    """Export a model with its streams into a folder, which is written whole or not at all.
-
-    The folder holds the package, manifest.json, report.json, and the model's settings and
-    tokenizer.
-
-    Args:
-        model: a folder, a Hub name or an alias; it may be downloaded.
-        adapter: a name or folder; it may be downloaded. None for the streams of a fused model.
-        out: the folder; one that exists must be empty or an exported model, which is replaced.
-        config: how to export.
-
-    Returns:
-        The report, as it stands in report.json.
-
-    Raises:
-        InputError: a package is missing, something does not fit, or the folder cannot be written.
-    """
+def export(
+    model: str,  # a folder, a Hub name or an alias; may be downloaded
+    adapter: str | None,  # None for the streams of a fused model
+    out: Path,  # must be new, empty, or an exported model, which is replaced
+    config: ExportConfig,
+) -> Report:
     (packages.import_coreai if config.target == "coreai" else packages.import_coremltools)()
     do = "choose another --out"
     ours = all((out / name).is_file() for name in (MANIFEST, REPORT))
@@ -119,7 +98,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
             graphs = build_graphs(folder, own, config)
         with atomic_folder(out) as work:
             package = work / PACKAGES[config.target]
-            _convert_compress_and_write_package(graphs, config, package, report)
+            _write_package(graphs, config, package, report)
             copy_settings_and_tokenizer(folder, work)
             words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
             ends = {*words.eos_token_ids, *own.config.end_token_ids}
@@ -139,17 +118,10 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
     return report
 
 
-def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
-    """Load the adapter of a name or folder, which may be downloaded, or else the streams of a fused
-    model folder.
-
-    Args:
-        folder: of the model.
-        adapter: a name or folder; None for the streams in `folder`.
-
-    Raises:
-        InputError: there are no streams, or they cannot be loaded.
-    """
+def adapter_for_export(
+    folder: Path,
+    adapter: str | None,  # None for the streams in `folder`
+) -> StreamAdapter:
     found = None if adapter is None else resolve_adapter(adapter)
     require(
         found is not None or (adapter is None and (folder / CONFIG_FILE).exists()),
@@ -161,18 +133,7 @@ def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
 
 
 def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> tuple[Graph, Graph]:
-    """Build the functions "prefill" and "decode", in this order, of a base model and an adapter.
-
-    Both share one profile and so their weights, in float32.
-
-    Args:
-        folder: of the base model, in PyTorch's or mlx-lm's layout.
-        adapter: its streams and LoRA.
-        config: sizes and profile.
-
-    Raises:
-        InputError: sizes, context or layers do not allow it, or the adapter is another model's.
-    """
+    """The functions "prefill" and "decode", which share a profile and so their float32 weights."""
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
     _check_context(reference, sizes.num_slots)
@@ -185,12 +146,12 @@ def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> 
     )
 
 
-def make_partial_manifest(graph: Graph, adapter: StreamAdapter, config: ExportConfig) -> Manifest:
-    """Return the manifest of an export, from its graph "decode", but for names and versions.
-
-    Names of model and adapter, versions, digest and end tokens keep their defaults; the caller sets
-    them.
-    """
+def make_partial_manifest(
+    graph: Graph,  # "decode"
+    adapter: StreamAdapter,
+    config: ExportConfig,
+) -> Manifest:
+    """Without names, versions, digest and end tokens."""
     sizes = graph.profile.sizes
     carried = config.target == "coreml" and config.precision == "float32"
     return Manifest(
@@ -211,22 +172,12 @@ def make_partial_manifest(graph: Graph, adapter: StreamAdapter, config: ExportCo
     )
 
 
-def _convert_compress_and_write_package(
+def _write_package(
     graphs: Sequence[Graph], config: ExportConfig, package: Path, report: Report
 ) -> None:
-    """Convert the graphs, compress them as `config` says, and write them as one package.
-
-    Times of the stages are noted in `report`, and for Core ML the weight error.
-
-    Args:
-        graphs: "prefill" and "decode".
-        config: target, precision and compression.
-        package: the path to write.
-        report: is changed.
-    """
     if config.target == "coreai":
         with report.stage("convert"):
-            packages.cast_weights_and_write_coreai(graphs, config, package)
+            packages.write_coreai_package(graphs, config, package)
         return
     models = {}
     expected = {}
@@ -247,9 +198,6 @@ def _convert_compress_and_write_package(
 
 
 def _package_versions() -> dict[str, str]:
-    """Return the versions of ssmlx, Python and the packages that exports use, by name; what is not
-    installed is left out.
-    """
     found = {"ssmlx": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -258,18 +206,8 @@ def _package_versions() -> dict[str, str]:
 
 
 def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> StreamFusedReference:
-    """Load the PyTorch model of an adapter, in float32, with the first `num_streams` of its
-    streams; no parameter takes gradients. A task's LoRA is merged into the weights.
-
-    Args:
-        folder: of the base model.
-        adapter: streams and LoRA.
-        num_streams: at most as many as the adapter has.
-
-    Raises:
-        InputError: the base cannot be loaded, or is not the adapter's.
-    """
-    model = merge_task_lora_and_build_frozen(load_base(folder), adapter)
+    """With the first `num_streams` streams, without gradients. A task's LoRA is merged."""
+    model = build_frozen(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
         first = model.stream_embeddings[:num_streams].detach()
@@ -278,13 +216,6 @@ def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> S
 
 
 def _check_context(model: StreamFusedReference, num_slots: int) -> None:
-    """Raise InputError where the model has fewer positions than the cache has slots, or a sliding
-    window shorter than it.
-
-    Args:
-        model: its settings and windows are looked at.
-        num_slots: S.
-    """
     limit = getattr(model.base.config, "max_position_embeddings", None)
     what = f"--context {num_slots}"
     expected = f"at most {limit}, the model's own"

@@ -16,28 +16,16 @@ from .settings import GraphSizes
 
 def grouped_attention(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
+    query: torch.Tensor,  # [1, H, R, Dh]
+    key: torch.Tensor,  # [1, Hkv, keys, Dh]
+    value: torch.Tensor,  # [1, Hkv, keys, Dh]
+    attention_mask: torch.Tensor,  # [1, 1, H / Hkv * R, keys], additive, repeated for those heads
+    scaling: float | None = None,  # of the scores; None for 1 over the root of Dh
     **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention without copies of keys and values for every query head.
+) -> tuple[torch.Tensor, None]:  # [1, R, H, Dh]
+    """The query heads of a KV head become rows of one head, so that keys are not copied.
 
-    The query heads of a KV head become rows of one head. It is of the form that transformers'
-    `AttentionInterface` takes.
-
-    Args:
-        module: the attention module.
-        query: [1, H, R, Dh].
-        key: [1, Hkv, keys, Dh].
-        value: likewise.
-        attention_mask: [1, 1, H / Hkv * R, keys], additive, repeated for those heads.
-        scaling: of the scores; None for 1 over the root of Dh.
-
-    Returns:
-        [1, R, H, Dh], and None in the place of attention weights.
+    It has the form that transformers' `AttentionInterface` takes.
     """
     _, heads, rows, width = query.shape
     kv_heads = key.shape[1]
@@ -53,39 +41,30 @@ def grouped_attention(
 class _SlotKeys:
     """The part of transformers' `Cache` that attention calls, for one layer and one call.
 
-    Nodes' keys and values go to their slots of the layer's cache, in place; those of streams are
-    put behind the slots and are not kept.
+    Nodes' keys and values go to their slots of the layer's cache, in place; those of streams follow
+    the slots and are not kept.
     """
 
     def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, rotation_step: float
+        self,
+        keys: torch.Tensor,  # [1, Hkv, S, Dh] of the layer's cache
+        values: torch.Tensor,  # [1, Hkv, S, Dh]
+        rows: Rows,  # without slots they are streams
+        rotation_step: float,  # radians (eq. 7); 0 for none
     ) -> None:
-        """Take a layer's cache, which `update` changes, and the rows of the call.
-
-        Args:
-            keys: [1, Hkv, S, Dh] of the layer's cache.
-            values: likewise.
-            rows: of the call; without slots they are streams.
-            rotation_step: radians by which streams' values are rotated (eq. 7); 0 for none.
-        """
         self._keys = keys
         self._values = values
         self._rows = rows
         self._rotation_step = rotation_step
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+        self,
+        keys: torch.Tensor,  # [1, Hkv, R, Dh]
+        values: torch.Tensor,  # [1, Hkv, R, Dh]
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that the new rows may see.
-
-        Args:
-            keys: [1, Hkv, R, Dh] of the new rows.
-            values: likewise.
-
-        Returns:
-            Keys and values, [1, Hkv, S, Dh] each for nodes, which were written into them,
-            [1, Hkv, S + R, Dh] for streams.
-        """
+        """What the new rows see: [1, Hkv, S, Dh] for nodes, [1, Hkv, S + R, Dh] for streams."""
         if self._rows.slots is None:
             if self._rotation_step:
                 values = rotate_values(values, values.shape[2], self._rotation_step)
@@ -102,9 +81,7 @@ class GpuProfile(Profile):
     axis = 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Take the reference's parts, as `Profile` does, which merges LoRA of scope "all" into its
-        weights. The base's attention modules compute `grouped_attention` from then on.
-        """
+        """The base's attention modules compute `grouped_attention` from then on."""
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
@@ -114,17 +91,13 @@ class GpuProfile(Profile):
         model.base.set_attn_implementation("ssmlx_export")
 
     def cache_shape(self) -> tuple[int, ...]:
-        """Return [1, Hkv, S, Dh], the shape of one layer's keys, and of its values."""
+        """[1, Hkv, S, Dh]."""
         width = self.decoder.layers[0].self_attn.head_dim
         heads = self.base.config.num_attention_heads // self.groups
         return 1, heads, self.sizes.num_slots, width
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Run layers `first` to `last` - 1 on hidden states [1, R, D]; return these, of the same
-        shape.
-
-        Nodes' keys and values are written into `rows.caches`.
-        """
+        """Hidden states are [1, R, D]."""
         rotary = {}
         if self.rotary is not None:
             tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self.rotary)

@@ -5,16 +5,16 @@ What the host gives to "decode", all in slots of the cache and nodes of the tree
     tokens     [N] int32    token of each node; node 0, the root, is not in the cache yet
     positions  [N] int32    where it stands in the text
     slots      [N] int32    a free slot of the cache for it, all different
-    mask       [1, 1, N, S] 0 where the node sees the slot, else `MASKED`: every committed
+    mask       [1, 1, N, S] 0 if the node sees the slot, else `MASKED`: every committed
                             slot, its ancestors' slots and its own
     parents    [N] int32    its parent; the root's is the root
     depths     [N] int32    its depth; -1 for a node that only fills the tree up
-    ancestors  [N, N]       1 where the column's node is the row's or above it, else 0
+    ancestors  [N, N]       1 if the column's node is the row's or above it, else 0
 
 and what it gets, beside the cache:
 
     target_tokens       [M] int32     the model's greedy choice after each node that was kept
-    kept                [M] int32     those nodes, ascending; only where the tree is pruned
+    kept                [M] int32     those nodes, ascending; only if the tree is pruned
     last                [1] int32     the deepest accepted one, as an index into these M
     candidate_tokens    [G, K] int32  what its streams draft, best first
     candidate_logprobs  [G, K]        their log probabilities; or, of streams with a condition,
@@ -24,7 +24,7 @@ and what it gets, beside the cache:
 "prefill" takes tokens, positions, slots and mask of T prompt tokens, and gives the last slot.
 
 The stages are those of `ssmlx/decoding/loop.py`. Acceptance is part of the graph, so that the
-streams of one node alone are computed, behind the nodes, and may start from the newest token.
+streams of one node alone are computed, after the nodes, and may start from the newest token.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,6 @@ class Tensor:
     kind: Literal["int", "float"] = "int"
 
     def zeros(self) -> torch.Tensor:
-        """Return zeros of the tensor's shape, int32 or float32."""
         return torch.zeros(self.shape, dtype=torch.int32 if self.kind == "int" else torch.float32)
 
 
@@ -68,9 +67,6 @@ class Graph(Module):
     outputs: tuple[Tensor, ...]
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
-        """Take the profile, and name the caches of `num_layers` layers: of each its keys, then its
-        values.
-        """
         super().__init__()
         self.profile = profile
         self.num_layers = num_layers
@@ -85,7 +81,6 @@ class PrefillGraph(Graph):
     name = PREFILL
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
-        """Describe inputs and outputs of a chunk of T tokens."""
         super().__init__(profile, num_layers)
         count = profile.sizes.chunk
         slots = profile.sizes.num_slots
@@ -94,15 +89,12 @@ class PrefillGraph(Graph):
         self.inputs = (*(Tensor(name, (count,)) for name in names), mask)
         self.outputs = (Tensor("last_slot", (1,)),)
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Write the tokens' keys and values into the caches; nothing is predicted.
-
-        Args:
-            tensors: tokens, positions and slots [T], mask [1, 1, T, S], then the caches.
-
-        Returns:
-            The last token's slot [1], alone: a converter wants an output.
-        """
+    def forward(
+        self,
+        # tokens, positions and slots [T], mask [1, 1, T, S], then the caches
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """The last slot is returned because a converter wants an output."""
         tokens, positions, slots, mask = tensors[:4]
         hidden = self.profile.embed(tokens, positions)
         self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask, tensors[4:]))
@@ -111,24 +103,17 @@ class PrefillGraph(Graph):
 
 
 class DecodeGraph(Graph):
-    """Verifies a tree of N nodes, and drafts from the streams of the last accepted one.
-
-    The head of this file describes inputs and outputs.
-    """
+    """Verifies a tree of N nodes, and drafts from the streams of the last accepted one."""
 
     name = DECODE
 
     def __init__(
-        self, profile: Profile, num_layers: int, split: int, vocab: torch.Tensor | None
+        self,
+        profile: Profile,
+        num_layers: int,
+        split: int,  # the first layer with streams
+        vocab: torch.Tensor | None,  # [Vd] the tokens that streams draft from; None for all
     ) -> None:
-        """Describe inputs and outputs, and make the mask among streams and their distances.
-
-        Args:
-            profile: layers, heads and sizes.
-            num_layers: of the model, all of which run.
-            split: the first layer with streams.
-            vocab: [Vd] the tokens that streams draft from; None for all.
-        """
         super().__init__(profile, num_layers)
         self.split = split
         sizes = profile.sizes
@@ -161,11 +146,7 @@ class DecodeGraph(Graph):
         )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Verify the tree, prune it where asked for, and draft behind the last accepted node.
-
-        Inputs, then the caches, and outputs are as the head of this file says. Keys and values of
-        all nodes are written into the caches, in the upper layers those of the kept nodes alone.
-        """
+        """Inputs, then the caches, and outputs are those at the head of this file."""
         profile = self.profile
         sizes = self.profile.sizes
         tokens, positions, slots, mask, parents, depths, ancestors = tensors[:7]
@@ -182,6 +163,7 @@ class DecodeGraph(Graph):
             mask = mask[:, :, keep]
             ancestors = ancestors[keep][:, keep]
             parents = (parents[keep][:, None] == keep).int().argmax(dim=-1).int()
+        # In the upper layers, caches get the kept nodes alone.
         nodes = Rows(positions, slots, mask, caches)
         normed = profile.norm(profile.run(hidden, self.split, self.num_layers, nodes))
         targets = profile.head.likeliest(normed)
@@ -199,17 +181,13 @@ class DecodeGraph(Graph):
         )
 
     def _early_exit_edge_logprobs(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+        self,
+        # of all nodes before the first layer with streams, in the profile's layout
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,  # [N]
+        parents: torch.Tensor,  # [N]
     ) -> torch.Tensor:
-        """Return [N], the early-exit log probability of each node's token given its parent.
-
-        The root's own is without meaning.
-
-        Args:
-            hidden: of all nodes before the first layer with streams, in the profile's layout.
-            tokens: [N].
-            parents: [N].
-        """
+        """[N] log probability of each node's token given its parent; the root's is meaningless."""
         profile = self.profile
         inner = profile.take_rows(hidden, torch.arange(profile.sizes.num_parents))
         states = profile.early_exit_states(inner)
@@ -217,17 +195,13 @@ class DecodeGraph(Graph):
         total = profile.head.logsumexp(states)[above]
         return profile.head.token_logits(profile.as_rows(states)[above], tokens) - total
 
-    def _run_streams(self, started: torch.Tensor, nodes: Rows, last: torch.Tensor) -> torch.Tensor:
-        """Run the streams of node `last` through the top layers and the final norm (eqs. 1 and 2).
-
-        Args:
-            started: G stream rows, as `Profile.start_streams` gives them.
-            nodes: rows of the nodes that were kept.
-            last: [1] index of the node among these.
-
-        Returns:
-            The G streams' final-normed states, in the profile's layout.
-        """
+    def _run_streams(
+        self,
+        started: torch.Tensor,  # G stream rows of `Profile.start_streams`
+        nodes: Rows,  # that were kept
+        last: torch.Tensor,  # [1] index of the streams' node among these
+    ) -> torch.Tensor:
+        """Through the top layers and the final norm (eqs. 1 and 2), in the profile's layout."""
         profile = self.profile
         streams = self.profile.sizes.num_streams
         seen = nodes.mask[:, :, last].expand(-1, -1, streams, -1)
@@ -237,19 +211,11 @@ class DecodeGraph(Graph):
             return profile.norm(profile.run(started, self.split, self.num_layers, rows))
 
     def _rank_drafts(
-        self, streams: torch.Tensor, root: torch.Tensor
+        self,
+        streams: torch.Tensor,  # final-normed, in the profile's layout
+        root: torch.Tensor,  # [1] the token that the target chose after the node
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rank what a node's streams draft.
-
-        Args:
-            streams: final-normed states of its G streams, in the profile's layout.
-            root: [1] the token that the target chose behind the node.
-
-        Returns:
-            [G, K] tokens, best first; and their log probabilities [G, K], or with a condition
-            [G, K, K] given each candidate of the stream before, all the first stream's given
-            `root`.
-        """
+        """[G, K] tokens, best first; log probabilities as `candidate_logprobs`."""
         profile = self.profile
         sizes = self.profile.sizes
         columns, logprobs = profile.draft_head.rank(streams, sizes.tree.num_candidates)
@@ -263,12 +229,9 @@ class DecodeGraph(Graph):
 
 
 class ConvertibleGraph(Module):
-    """A graph in the form that a converter traces: its caches are buffers of its own, which are
-    state to a converter, or else inputs and outputs behind the others.
-    """
+    """As a converter traces it: caches are buffers, or inputs and outputs after the others."""
 
     def __init__(self, graph: Graph, *, stateful: bool) -> None:
-        """Wrap a graph; where `stateful`, its caches become buffers of zeros."""
         super().__init__()
         self.function = graph
         self.stateful = stateful
@@ -276,15 +239,6 @@ class ConvertibleGraph(Module):
             self.register_buffer(name, torch.zeros(graph.cache_shape))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the graph on its inputs.
-
-        Args:
-            tensors: the graph's inputs; then, unless the caches are buffers, the caches.
-
-        Returns:
-            The graph's outputs; then, unless the caches are buffers, the caches, which were written
-            in place.
-        """
         graph = self.function
         if self.stateful:
             caches = (getattr(self, name) for name in graph.caches)
@@ -297,20 +251,15 @@ class ConvertibleGraph(Module):
 
 
 def surviving_nodes(
-    edges: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, num_kept: int
+    edges: torch.Tensor,  # [N] early-exit log probability of each node given its parent
+    # [N]; 0 for the root, -1 for nodes that only fill up, which are kept last
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,  # [N, N], 1 if the column's node is the row's or above it
+    num_kept: int,  # M
 ) -> torch.Tensor:
-    """Return [M] int32, the `num_kept` nodes of the largest path probability, by ascending number.
-
-    The root's path is the likeliest, so it is kept. An edge's log probability is cut to the bounds
-    that all drafting has (`MIN_EDGE_LOGPROB` to `MAX_EDGE_LOGPROB`).
+    """[M] int32, ascending: the nodes of the largest path probability, the root among them.
 
     The rule of `ssmlx.decoding.prune.nodes_within_budget`, on fixed shapes.
-
-    Args:
-        edges: [N] early-exit log probability of each node given its parent.
-        depths: [N]; 0 for the root, -1 for nodes that only fill up, which are kept last.
-        ancestors: [N, N], 1 where the column's node is the row's or above it.
-        num_kept: M.
     """
     below_root = (depths > 0).to(edges.dtype)
     clipped = edges.clamp(MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB) * below_root
@@ -322,23 +271,13 @@ def surviving_nodes(
 
 
 def last_accepted(
-    tokens: torch.Tensor,
-    targets: torch.Tensor,
-    parents: torch.Tensor,
-    depths: torch.Tensor,
-    ancestors: torch.Tensor,
+    tokens: torch.Tensor,  # [M] of the kept nodes
+    targets: torch.Tensor,  # [M] the target's token after each
+    parents: torch.Tensor,  # [M] as indices into these M
+    depths: torch.Tensor,  # [M]; 0 for the root, -1 for nodes that only fill up
+    ancestors: torch.Tensor,  # [M, M], 1 if the column's node is the row's or above it
 ) -> torch.Tensor:
-    """Return [1] int32, the index of the deepest node whose whole path has the target's own tokens.
-
-    It is the root's where no draft is accepted.
-
-    Args:
-        tokens: [M] of the kept nodes.
-        targets: [M] the target's token after each.
-        parents: [M] each one's parent, as an index into these M.
-        depths: [M]; 0 for the root, -1 for nodes that only fill up.
-        ancestors: [M, M], 1 where the column's node is the row's or above it.
-    """
+    """[1] int32, the index of the deepest node whose whole path has the target's own tokens."""
     agrees = torch.logical_or(tokens == targets[parents], depths == 0)
     faults = (ancestors * torch.logical_not(agrees).to(ancestors.dtype)).sum(dim=-1)
     reached = (depths + 1).to(ancestors.dtype) * (faults < 0.5).to(ancestors.dtype)

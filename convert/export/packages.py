@@ -26,11 +26,7 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Show nothing inside the block, of any thread: no warnings, no logs below errors, and neither
-    output stream.
-
-    What is printed there is lost. Afterwards all is as it was before.
-    """
+    """Inside the block, of any thread; what is printed there is lost."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -46,11 +42,6 @@ def silence_output() -> Iterator[None]:
 
 
 def import_coremltools() -> Any:
-    """Import Core ML's converter, without what it prints, and return the module.
-
-    Raises:
-        InputError: it is not installed, or does not work with this NumPy.
-    """
     try:
         with silence_output():
             import coremltools
@@ -66,11 +57,7 @@ def import_coremltools() -> Any:
 
 
 def import_coreai() -> Any:
-    """Import Core AI's converter, and return the module `coreai_torch`.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """The module `coreai_torch`."""
     try:
         with silence_output():
             importlib.import_module("coreai")
@@ -82,11 +69,7 @@ def import_coreai() -> Any:
 
 @contextlib.contextmanager
 def explain_write_errors(target: Path) -> Iterator[None]:
-    """Turn every OSError and RuntimeError in the block into an InputError of one line: `target`
-    cannot be written.
-
-    They are how a full or read-only disk shows; the line gives the error's reason.
-    """
+    """OSError and RuntimeError are how a full or read-only disk shows."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -100,18 +83,10 @@ def explain_write_errors(target: Path) -> Iterator[None]:
 
 
 def convert_graph(graph: Graph, config: ExportConfig) -> Any:
-    """Convert one function to a Core ML model, its weights not compressed.
+    """Not compressed, and not loaded into Core ML.
 
     In float16 the cache is Core ML's state, which can only be float16; in float32 the caches are
-    inputs, and outputs of the same name with the suffix `NEW`. Nothing is shown, and the model is
-    not loaded into Core ML.
-
-    Args:
-        graph: "prefill" or "decode".
-        config: its precision and profile are used.
-
-    Raises:
-        InputError: coremltools is missing or does not work.
+    inputs, and outputs of the same name with the suffix `NEW`.
     """
     ct = import_coremltools()
     stateful = config.precision == "float16"
@@ -124,18 +99,13 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
             **_tensor_types(ct, graph, stateful),
             minimum_deployment_target=ct.target.iOS18,
             compute_precision=_compute_precision(ct, config),
-            pass_pipeline=_register_pass_and_make_pipeline(ct),
+            pass_pipeline=_make_pipeline(ct),
             skip_model_load=True,
         )
 
 
 def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
-    """Return a graph's "inputs" and "outputs", and where `stateful` its "states", as `ct.convert`
-    takes them.
-
-    Floats are float16 where `stateful`, else float32; then the caches are inputs, and outputs with
-    the suffix `NEW`.
-    """
+    """As `ct.convert` takes them; floats are float16 if `stateful`, else float32."""
     kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
     inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
     outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]
@@ -151,18 +121,13 @@ def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
 
 
 def _compute_precision(ct: Any, config: ExportConfig) -> Any:
-    """Return float32, float16, or for the profile `gpu` in float16 a choice by operation.
-
-    By that choice squares, sums of exponentials, logarithms and what is added to a mean stay in
-    float32.
-    """
+    """In the profile `gpu` squares, exponentials, logarithms and sums with means stay float32."""
     if config.precision == "float32":
         return ct.precision.FLOAT32
     if config.profile == "ane":
         return ct.precision.FLOAT16
 
     def runs_in_float16(op: Any) -> bool:
-        """Whether an operation of the profile `gpu` is to be done in float16."""
         if op.op_type == "add":
             given = [value.op for value in (op.x, op.y) if value.op is not None]
             return all(one.op_type != "reduce_mean" for one in given)
@@ -171,28 +136,16 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
     return ct.transform.FP16ComputePrecision(op_selector=runs_in_float16)
 
 
-def _register_pass_and_make_pipeline(ct: Any) -> Any:
-    """Return the converter's passes, with one of ours that spares a copy of the cache a layer.
-
-    An assignment to a whole tensor is replaced by the new tensor. The pass that holds whole numbers
-    in 16 bits, where tokens overflow, is left out. The pass is registered with coremltools, over an
-    earlier one of its name.
-    """
+def _make_pipeline(ct: Any) -> Any:
+    """The converter's passes, with one of ours that saves a copy of the cache per layer."""
     with silence_output():
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
     class DropWholeUpdates(AbstractGraphPass):  # type: ignore[misc]  # mypy skips coremltools
-        """A pass of the converter that replaces assignments to whole tensors by what is
-        assigned.
-        """
+        """Replaces an assignment to a whole tensor by the new tensor."""
 
         def apply(self, prog: Any) -> None:
-            """Drop the whole updates of every function of `prog`, in place.
-
-            An operation `slice_update` whose update has the shape of the whole tensor goes; the
-            update takes the place of its result.
-            """
             for block in prog.functions.values():
                 for op in list(block.operations):
                     if op.op_type == "slice_update" and op.x.shape == op.update.shape:
@@ -213,19 +166,11 @@ def _register_pass_and_make_pipeline(ct: Any) -> Any:
     return pipeline
 
 
-def merge_functions(models: Mapping[str, Any], package: Path) -> None:
-    """Write models as one package of several functions, which has equal weights once.
-
-    Each is first written into a temporary folder beside `package`, which is deleted. The last
-    function is the default.
-
-    Args:
-        models: Core ML models of one function each, by the function's name.
-        package: the path to write.
-
-    Raises:
-        InputError: the disk is full or read-only.
-    """
+def merge_functions(
+    models: Mapping[str, Any],  # of one function each, by the function's name
+    package: Path,
+) -> None:
+    """Equal weights are stored once. The last function is the default."""
     ct = import_coremltools()
     with (
         explain_write_errors(package),
@@ -241,17 +186,8 @@ def merge_functions(models: Mapping[str, Any], package: Path) -> None:
         ct.utils.save_multifunction(descriptor, str(package))
 
 
-def cast_weights_and_write_coreai(
-    graphs: Sequence[Graph], config: ExportConfig, package: Path
-) -> None:
-    """Convert `graphs` with Core AI and write them as one package.
-
-    The cache is state in either precision; nothing is compressed. The graphs' weights are cast to
-    `config.precision`, in place.
-
-    Raises:
-        InputError: Core AI's converter is missing, or the disk is full or read-only.
-    """
+def write_coreai_package(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
+    """The cache is state in either precision; the graphs' weights are cast in place."""
     coreai_torch = import_coreai()
     converter = coreai_torch.TorchConverter
     dtype = getattr(torch, config.precision)

@@ -28,7 +28,7 @@ class Rows:
 
     positions: torch.Tensor  # [R] int32
     # [R] int32, where nodes' keys and values go; None for streams, which are not kept: they see
-    # each other behind the slots
+    # each other after the slots
     slots: torch.Tensor | None
     mask: torch.Tensor  # [1, 1, R, S] additive, of streams [1, 1, R, S + R]
     caches: Sequence[torch.Tensor]  # keys and values of every layer, in turn
@@ -37,26 +37,18 @@ class Rows:
 class Head(Module):
     """Rows [V, D] of an LM head, multiplied in pieces of at most `piece` rows.
 
-    Hidden states are [1, R, D], or where `channels_first` [1, D, 1, R]. The rows may be those of a
+    Hidden states are [1, R, D], or if `channels_first` [1, D, 1, R]. The rows may be those of a
     draft vocabulary; a token is then its number in it.
     """
 
     def __init__(
         self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        weight: torch.Tensor,  # [V, D]
+        bias: torch.Tensor | None,  # [V]
         *,
         channels_first: bool,
-        piece: int | None = None,
+        piece: int | None = None,  # None multiplies all rows at once
     ) -> None:
-        """Take the rows of an LM head, which get no gradients.
-
-        Args:
-            weight: [V, D].
-            bias: [V], or None.
-            channels_first: whether hidden states are [1, D, 1, R].
-            piece: most rows of a multiplication; None multiplies all at once.
-        """
         super().__init__()
         self.channels_first = channels_first
         self.piece = piece or weight.shape[0]
@@ -64,11 +56,7 @@ class Head(Module):
         self.bias = None if bias is None else nn.Parameter(bias, False)
 
     def piece_logits(self, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Multiply hidden states by one piece of the head's rows after the other.
-
-        Yields:
-            The first token of each piece, and its logits [R, tokens of the piece].
-        """
+        """The first token of each piece, and its logits [R, tokens of the piece]."""
         for first in range(0, self.weight.shape[0], self.piece):
             weight = self.weight[first : first + self.piece]
             bias = None if self.bias is None else self.bias[first : first + self.piece]
@@ -79,7 +67,7 @@ class Head(Module):
                 yield first, functional.linear(hidden, weight, bias)[0]
 
     def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [R] int32, the likeliest token of each row; of equal ones the first."""
+        """[R] int32; of equal ones the first."""
         found = [
             (logits.amax(dim=-1), logits.argmax(dim=-1).int() + first)
             for first, logits in self.piece_logits(hidden)
@@ -90,30 +78,21 @@ class Head(Module):
         return tokens.gather(1, best.argmax(dim=-1, keepdim=True))[:, 0]
 
     def logsumexp(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [R], the logarithm of the sum of the exponentials of all logits of each row."""
+        """[R]."""
         totals = [logsumexp(logits) for _, logits in self.piece_logits(hidden)]
         return logsumexp(torch.cat(totals, dim=-1))[:, 0]
 
-    def token_logits(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [m], the logit of one token for each row.
-
-        Args:
-            rows: [m, D] final-normed states.
-            tokens: [m], a row's own.
-        """
+    def token_logits(
+        self,
+        rows: torch.Tensor,  # [m, D] final-normed
+        tokens: torch.Tensor,  # [m]
+    ) -> torch.Tensor:
+        """[m], the logit of one token per row."""
         logits = (rows * functional.embedding(tokens, self.weight)).sum(dim=-1)
         return logits if self.bias is None else logits + self.bias[tokens]
 
     def rank(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the `count` likeliest tokens of each row.
-
-        Args:
-            hidden: final-normed states, in the head's layout.
-            count: at most V.
-
-        Returns:
-            [R, count] int32 tokens, best first; and their log probabilities [R, count] over all V.
-        """
+        """[R, count] int32 tokens, best first; and their log probabilities over all V."""
         best = []
         columns = []
         for first, logits in self.piece_logits(hidden):
@@ -129,43 +108,28 @@ class Head(Module):
 
 
 def logsumexp(logits: torch.Tensor) -> torch.Tensor:
-    """Return [..., 1], the logarithm of the sum of exponentials over the last axis.
-
-    The sum is in float32, of exponentials of at most 1, so that float16 does not overflow.
-    """
+    """[..., 1]; in float32, of exponentials of at most 1, so that float16 does not overflow."""
     peak = logits.amax(dim=-1, keepdim=True)
     return ((logits - peak).float().exp().sum(dim=-1, keepdim=True).log() + peak).to(peak.dtype)
 
 
-def renormalise_topk(logprobs: torch.Tensor, added_logits: torch.Tensor) -> torch.Tensor:
-    """Return log probabilities [G, K, K] of a stream's candidates given each candidate before.
-
-    Given any of these, the probabilities of the K candidates add up to what they added up to
-    without a condition.
-
-    Args:
-        logprobs: [G, K] without a condition.
-        added_logits: [G, K, K] what each candidate before (second axis) adds to the logits (third).
-    """
+def renormalise_topk(
+    logprobs: torch.Tensor,  # [G, K] without a condition
+    added_logits: torch.Tensor,  # [G, K, K] by each candidate before (second axis)
+) -> torch.Tensor:
+    """[G, K, K] given each candidate before; the K candidates keep their total probability."""
     scores = logprobs[:, None] + added_logits
     return scores - logsumexp(scores) + logsumexp(logprobs)[:, None]
 
 
 class Profile(Module, ABC):
-    """The layers, heads and layout of an exported model; `gpu.py` and `ane.py` have one each.
-
-    The reference is used up: LoRA that acts on every row is merged into its weights.
-    """
+    """The layers, heads and layout of an exported model; `gpu.py` and `ane.py` have one each."""
 
     axis: int  # of the rows in hidden states
     piece: int | None = None  # most rows of a matrix of an LM head
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Take the reference's parts; LoRA of scope "all" is merged into its weights, in place.
-
-        The draft head has the LM head's rows of the draft vocabulary; without one it is the LM
-        head. Tables of rotary embeddings reach over all slots and streams.
-        """
+        """LoRA of scope "all" is merged into the reference's weights: it is used up."""
         super().__init__()
         self.base = model.base
         self.config = model.config
@@ -195,49 +159,42 @@ class Profile(Module, ABC):
 
     @staticmethod
     def linear_of(module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Apply a linear module, also with LoRA, to hidden states of this profile's layout; return
-        the same layout.
-        """
+        """On hidden states of this profile's layout; `module` may have LoRA."""
         return module(x)
 
     def take_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of `rows` [m] alone, in this profile's layout."""
         return hidden[:, rows] if self.axis == 1 else hidden[..., rows]
 
     def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states of this profile's layout as [R, D]."""
+        """[R, D]."""
         return hidden[0] if self.axis == 1 else hidden[0, :, 0].t()
 
     def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [R, D] in this profile's layout."""
+        """The inverse of `as_rows`."""
         return rows[None] if self.axis == 1 else rows.t()[None, :, None]
 
     @abstractmethod
     def cache_shape(self) -> tuple[int, ...]:
-        """Return the shape of one layer's keys, which is that of its values."""
+        """Of one layer's keys, and of its values."""
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states of tokens [R] at positions [R], in this profile's layout."""
+        """Tokens [R] at positions [R], in this profile's layout."""
         return self.from_rows(self.decoder.embed(tokens[None], positions[None])[0])
 
     def unit_rms_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [m, D], the embeddings of `tokens` [m], each scaled to an RMS of 1."""
+        """[m, D], each scaled to an RMS of 1."""
         return (
             functional.embedding(tokens, self.decoder.embedding_table)
             * self.inverse_rms[tokens, None]
         )
 
     def condition_logits(
-        self, streams: torch.Tensor, previous: torch.Tensor, tokens: torch.Tensor
+        self,
+        streams: torch.Tensor,  # final-normed, in this profile's layout
+        previous: torch.Tensor,  # [G, K] candidates of the stream before
+        tokens: torch.Tensor,  # [G, K] candidates of the stream
     ) -> torch.Tensor:
-        """Return [G, K, K], what each token of `previous` (second axis) adds to the logits of
-        `tokens` (third).
-
-        Args:
-            streams: final-normed states of G streams, in this profile's layout.
-            previous: [G, K] candidates of the stream before.
-            tokens: [G, K] candidates of the stream.
-        """
+        """[G, K, K]: what `previous` (second axis) adds to the logits of `tokens` (third)."""
         given: Any = self.reference.condition
         embedded = self.from_rows(self.unit_rms_embeddings(previous.flatten()))
         told = self.as_rows(self.linear_of(given.embed, embedded))
@@ -250,34 +207,23 @@ class Profile(Module, ABC):
 
     @abstractmethod
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Run layers `first` to `last` - 1 on hidden states in this profile's layout; return these.
+        """Layers `first` to `last` - 1. Keys and values of nodes, not of streams, are cached."""
 
-        Keys and values of nodes are written into `rows.caches`; those of streams are not.
-        """
-
-    def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return what streams start from beside their nodes: embeddings of tokens joined to
-        final-normed states.
-
-        Args:
-            roots: [m] the tokens that follow the nodes.
-            normed: the m nodes' final-normed states, in this profile's layout.
-
-        Returns:
-            2 D features of m rows, in this profile's layout.
-        """
+    def root_states(
+        self,
+        roots: torch.Tensor,  # [m] the tokens after the nodes
+        normed: torch.Tensor,  # the m nodes' final-normed states, in this profile's layout
+    ) -> torch.Tensor:
+        """2 D features of m rows, in this profile's layout."""
         embedded = self.unit_rms_embeddings(roots)
         return self.from_rows(torch.cat([embedded, self.as_rows(normed)], dim=-1))
 
-    def start_streams(self, node: torch.Tensor, root_inputs: torch.Tensor | None) -> torch.Tensor:
-        """Return the G stream rows of one node before the upper layers (eq. 3), in this profile's
-        layout.
-
-        Args:
-            node: its hidden state before the insertion layer, one row.
-            root_inputs: one row, as `root_states` gives it; None where streams do not start from
-                the root.
-        """
+    def start_streams(
+        self,
+        node: torch.Tensor,  # before the insertion layer, one row
+        root_inputs: torch.Tensor | None,  # one row of `root_states`
+    ) -> torch.Tensor:
+        """The G stream rows of one node before the upper layers (eq. 3)."""
         model = self.reference
         started = node
         if model.stream_init is not None:
@@ -290,15 +236,12 @@ class Profile(Module, ABC):
             return torch.cat([started] * self.sizes.num_streams, dim=self.axis)
         return started + self.from_rows(model.stream_embeddings)
 
-    def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Return final-normed states of nodes for the early exit's head (Speculative Streaming,
-        section 3.2.3).
-
-        Args:
-            nodes: hidden states before the insertion layer, in this profile's layout, which stays.
-        """
+    def early_exit_states(
+        self,
+        nodes: torch.Tensor,  # before the insertion layer, in this profile's layout
+    ) -> torch.Tensor:
+        """Final-normed, for the early exit's head (Speculative Streaming, section 3.2.3)."""
         return self.norm(nodes + self.linear_of(self.reference.prune_adapter, nodes))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm."""
         return self.decoder.norm(hidden)

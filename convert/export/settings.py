@@ -9,12 +9,10 @@ from ssmlx.settings import MAX_TREE_NODES, StreamConfig, TreeConfig, check_setti
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """The sizes from which, with the model, every shape of both functions follows; letters as in
-    `graph.py`.
-    """
+    """With the model, they decide every shape of both functions; letters as in `graph.py`."""
 
     num_nodes: int  # N, rows of a decode step; trees of fewer nodes are filled up
-    num_kept: int  # M, nodes that pruning keeps; N where nothing is pruned
+    num_kept: int  # M, nodes that pruning keeps; N if nothing is pruned
     num_parents: int  # I, leading nodes that may have children, for the early exit
     num_streams: int  # G, streams in use
     tree: Any  # `ssmlx.exported.manifest.TreeShape`
@@ -23,17 +21,12 @@ class GraphSizes:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether early exit drops nodes."""
         return self.num_kept < self.num_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """How to export; a field with a help text is an option of the command.
-
-    Settings that are out of bounds or do not go with one another raise InputError. `prune_to` None
-    prunes nothing, `num_streams` None takes all streams.
-    """
+    """How to export; a field with a help text is an option of the command."""
 
     target: Literal["coreml", "coreai"] = setting(
         "coreml",
@@ -71,9 +64,6 @@ class ExportConfig:
     chunk: int = setting(64, "T, prompt tokens a call of prefill", least=1, most=MAX_TREE_NODES)
 
     def __post_init__(self) -> None:
-        """Check every setting; raise InputError where one is out of bounds, or does not go with
-        another.
-        """
         check_settings(self)
         what = f"--context {self.context} with --chunk {self.chunk}"
         do = "choose a multiple"
@@ -86,16 +76,7 @@ class ExportConfig:
         )
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
-        """Return the sizes of the graphs for an adapter of these settings, on a model of
-        `vocab_size` tokens.
-
-        A tree that is larger than the full tree of its width has the full tree's nodes; `prune_to`
-        of as many as the tree's nodes or more prunes nothing.
-
-        Raises:
-            InputError: more streams are asked for than there are, pruning is asked for and the
-                adapter has none, or a tree does not fit the context.
-        """
+        """A tree has at most the nodes of the full tree of its width."""
         from ssmlx.exported.manifest import TreeShape
         from ssmlx.model.tree import count_candidates
 

@@ -24,31 +24,25 @@ from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
 from ssmlx.loading.tensors import check_tensors
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_out_and_in, linear_paths
+from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_paths, linear_sizes
 from ssmlx.settings import AdapterScope
 
 from ..reference import format as layout
 
 
-def read_peft_lora(folder: Path, num_layers: int, model: nn.Module) -> dict[str, LoraWeights]:
-    """Read a checkpoint's PEFT files as LoRA by module path of an MLX model; factors are
-    transposed.
-
-    Args:
-        folder: with adapter_config.json and the weights.
-        num_layers: of the model.
-        model: of MLX, whose linear modules the LoRA is for; it is not changed.
-
-    Raises:
-        InputError: a setting is not supported, or a tensor is missing, spare or of another shape.
-    """
+def read_peft_lora(
+    folder: Path,  # with adapter_config.json and the weights
+    num_layers: int,
+    model: nn.Module,
+) -> dict[str, LoraWeights]:
+    """By module path of the MLX model; factors are transposed."""
     settings = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, num_layers)
     path, tensors = layout.read_peft_tensors(folder)
     modules = dict(model.named_modules())
     paths = linear_paths(model, settings.layers, settings.modules, layout.CHECK_MODULES)
     expected: dict[str, tuple[int, ...]] = {}
     for module in paths:
-        out_size, in_size = linear_out_and_in(modules[module])
+        out_size, in_size = linear_sizes(modules[module])
         expected[f"{layout.PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
         expected[f"{layout.PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
     check_tensors(tensors, expected, path)
@@ -60,28 +54,14 @@ def read_peft_lora(folder: Path, num_layers: int, model: nn.Module) -> dict[str,
 
 
 def read_checkpoint(
-    lora_folder: Path,
-    streams_file: Path,
+    lora_folder: Path,  # with PEFT's files
+    streams_file: Path,  # stream weights, `streams_config.json` beside them
     backbone: Backbone,
     *,
-    scope: AdapterScope | None = None,
-    base_model: str = "",
-    task_folder: Path | None = None,
+    scope: AdapterScope | None = None,  # replaces the checkpoint's
+    base_model: str = "",  # name of the base, if the checkpoint has none
+    task_folder: Path | None = None,  # LoRA on every row, beside streams of scope "streams"
 ) -> StreamAdapter:
-    """Read a PyTorch checkpoint as an adapter for its base model.
-
-    Args:
-        lora_folder: with PEFT's files.
-        streams_file: stream weights, `streams_config.json` beside them.
-        backbone: the base model, which is not changed.
-        scope: takes the place of the checkpoint's; None keeps that.
-        base_model: name of the base, where the checkpoint has none.
-        task_folder: has the LoRA on every row beside streams of scope "streams"; None for none.
-
-    Raises:
-        InputError: a file is broken, or does not fit the base or another file; or a task's LoRA is
-            given for scope "all".
-    """
     config = layout.read_stream_config(streams_file.parent / layout.STREAMS_CONFIG)
     layout.require_same_layers_and_width(config, len(backbone.layers), backbone.hidden_size)
     config = replace(
@@ -113,13 +93,11 @@ def read_checkpoint(
 
 
 def cast_adapter(adapter: StreamAdapter, dtype: str) -> StreamAdapter:
-    """Return the adapter with streams and LoRA of `dtype`; "stored" and "auto" return it itself."""
     if dtype in ("stored", "auto"):
         return adapter
     kind = getattr(mx, dtype)
 
     def cast(lora: Loras) -> dict[str, LoraWeights]:
-        """Return LoRA with factors and, of DoRA, magnitudes of the type."""
         return {
             path: replace(
                 weights,
@@ -136,27 +114,14 @@ def cast_adapter(adapter: StreamAdapter, dtype: str) -> StreamAdapter:
     )
 
 
-def merge_lora_and_write_model(
+def write_fused_model(
     folder: Path,
     adapter: StreamAdapter,
     backbone: Backbone,
     tokenizer: TokenizerWrapper,
     model_config: Mapping[str, Any],
 ) -> None:
-    """Write a model folder with LoRA merged into its weights, and the streams beside it.
-
-    The backbone's layers are changed: the LoRA is merged into them.
-
-    Args:
-        folder: to write into; it exists.
-        adapter: of scope "all".
-        backbone: the base, not quantised.
-        tokenizer: is saved too, and the base's generation_config.json.
-        model_config: the base's config.json; entries on quantisation are left out.
-
-    Raises:
-        InputError: the scope is "streams", or the base is quantised.
-    """
+    """Merges the LoRA into the backbone's layers, in place; writes the streams beside them."""
     require(
         adapter.config.adapter_scope == "all",
         "--fuse with LoRA of scope 'streams'",

@@ -11,9 +11,9 @@ MLP speculators:
     model*.safetensors    speculator.{emb,proj,head}.{i}.weight, speculator.ln.{i}.{weight,bias};
                           of tied weights, the duplicates may be left out
 
-A folder of either kind may hold `draft_vocab.safetensors` beside its weights: `draft_vocab`,
-int32, strictly ascending, the tokens that the heads were trained to guess among. Other programs
-pass it over; here, heads are given only the rows of these tokens.
+A folder of either kind may hold `draft_vocab.safetensors` beside its weights: `draft_vocab`, int32,
+strictly ascending, the tokens that the heads were trained to guess among. Other programs ignore it;
+here, heads have only the rows of these tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.heads import Heads, require_head_tensors_fit
+from ssmlx.drafters.heads import Heads, check_head_tensors
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
-from ssmlx.json_files import build_settings_ignoring_unknown, read_json
-from ssmlx.loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
+from ssmlx.json_files import build_settings, read_json
+from ssmlx.loading.adapter import cast_stream_tensors, check_draft_vocab
 from ssmlx.loading.files import write_whole
-from ssmlx.loading.head_tensors import MEDUSA_PREFIX
 from ssmlx.loading.identity import BaseIdentity
+from ssmlx.loading.stored_tensors import MEDUSA_PREFIX
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.backbone import Backbone
 
@@ -60,26 +60,16 @@ _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 
 
 def read_published_heads(
-    folder: Path, vocab_size: int | None = None
+    folder: Path,  # of the heads, or of a Medusa-2 model
+    vocab_size: int | None = None,  # V, for Medusa heads; None for the most rows of a tensor
 ) -> tuple[HeadConfig, dict[str, mx.array]]:
-    """Read published heads of either kind; every tensor must be one that the kind has.
+    """Settings, and tensors by published name without "medusa_head." or "speculator.".
 
-    Args:
-        folder: of the heads, or of a Medusa-2 model.
-        vocab_size: V of the base model, for Medusa heads; None takes the most rows that a tensor
-            has. A speculator's own config.json has it.
-
-    Returns:
-        The settings; and the tensors by published name, without "medusa_head." or "speculator.".
-        Where the folder has a draft vocabulary, it is among them as "draft_vocab", and matrices
-        have its rows alone.
-
-    Raises:
-        InputError: the folder has no heads, or a file is broken.
+    A draft vocabulary is among the tensors as "draft_vocab"; matrices then have its rows alone.
     """
     path = folder / "config.json"
     config: HeadConfig
-    found, source = _read_medusa_tensors_if_any(folder)
+    found, source = _read_medusa(folder)
     if found:
         tensors = {n.removeprefix(MEDUSA_PREFIX): a.reshape(a.shape or 1) for n, a in found.items()}
         most_rows = max(array.shape[0] for array in tensors.values())
@@ -93,9 +83,9 @@ def read_published_heads(
             "config.json of the model_type mlp_speculator",
             do="check the path",
         )
-        config = build_settings_ignoring_unknown(MlpSpeculatorConfig, values, path)
-        tensors = _read_speculator_and_merge_ties(folder, config)
-    require_head_tensors_fit(config, tensors, source)
+        config = build_settings(MlpSpeculatorConfig, values, path)
+        tensors = _read_speculator(folder, config)
+    check_head_tensors(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
         return config, tensors
@@ -108,23 +98,17 @@ def read_published_heads(
         do="use the files that belong together",
     )
     config = replace(config, draft_vocab_size=vocab.size)
-    require_ascending_draft_vocab(vocab, vocab.size, config.vocab_size, path)
+    check_draft_vocab(vocab, vocab.size, config.vocab_size, path)
     taken = {name: tensors[name][vocab] for name in config.matrix_names}
     return config, {**tensors, **taken, "draft_vocab": vocab}
 
 
-def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str) -> Heads:
-    """Read published heads as MLX heads of a base model.
-
-    Args:
-        folder: of the heads.
-        backbone: the base model, which is not changed.
-        base_model: its name, which the heads keep.
-        dtype: of the weights; "stored" and "auto" leave them as they are.
-
-    Raises:
-        InputError: they are broken, or for a model of other sizes.
-    """
+def convert_heads(
+    folder: Path,
+    backbone: Backbone,
+    base_model: str,  # its name, which the heads keep
+    dtype: str,
+) -> Heads:
     config, tensors = read_published_heads(folder, backbone.vocab_size)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
@@ -133,16 +117,11 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
 
 
 def check_base_sizes(
-    config: HeadConfig, vocab_size: int, hidden_size: int, source: Path | None
+    config: HeadConfig,
+    vocab_size: int,
+    hidden_size: int,
+    source: Path | None,  # the heads' folder, for the message
 ) -> None:
-    """Raise InputError where heads are for a model of another hidden size or vocabulary.
-
-    Args:
-        config: of the heads.
-        vocab_size: V of the base model.
-        hidden_size: D of the base model.
-        source: the heads' folder, for the message.
-    """
     for what, found, expected in (
         ("hidden size", hidden_size, config.base_width),
         ("vocabulary", vocab_size, config.vocab_size),
@@ -155,18 +134,11 @@ def check_base_sizes(
         )
 
 
-def load_published_heads(folder: Path, vocab_size: int | None = None) -> HeadReference:
-    """Load published heads in PyTorch, in float32, in evaluation mode.
-
-    Args:
-        folder: of the heads, or of a Medusa-2 model. Where it has a draft vocabulary, the heads
-            guess among its tokens alone.
-        vocab_size: V of the base model, for Medusa heads; None takes the most rows that a tensor
-            has. A speculator's own config.json has it.
-
-    Raises:
-        InputError: the folder has no heads, or a file is broken.
-    """
+def load_published_heads(
+    folder: Path,
+    vocab_size: int | None = None,  # as in `read_published_heads`
+) -> HeadReference:
+    """In PyTorch, in float32, in evaluation mode."""
     import torch
 
     from ..reference.heads import new_reference
@@ -183,21 +155,13 @@ def load_published_heads(folder: Path, vocab_size: int | None = None) -> HeadRef
 
 
 def save_published_heads(
-    model: HeadReference, folder: Path, base_model: str = "", lm_head: torch.Tensor | None = None
+    model: HeadReference,
+    folder: Path,
+    base_model: str = "",
+    # [V, D], Medusa's rows of tokens outside the draft vocabulary; None for zeros
+    lm_head: torch.Tensor | None = None,
 ) -> None:
-    """Write heads as their kind is published, so that other programs read them.
-
-    Rows of a matrix that a draft vocabulary leaves out are those of `lm_head` for Medusa, and zeros
-    for a speculator. Where the heads have no draft vocabulary, the file of an earlier one is
-    deleted.
-
-    Args:
-        model: the heads.
-        folder: to write into; it is made where it is missing, and files of the same names are
-            replaced.
-        base_model: name of the base, for config.json.
-        lm_head: [V, D] of the base model; None for zeros.
-    """
+    """As their kind is published, so that other programs read them."""
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,17 +195,10 @@ def save_published_heads(
 
 
 def _tensors_over_whole_vocab(
-    model: HeadReference, other_rows: torch.Tensor | None
+    model: HeadReference,
+    other_rows: torch.Tensor | None,  # [V, D]; None for zeros
 ) -> dict[str, torch.Tensor]:
-    """Return the weights by published name, on the CPU, matrices with all V rows.
-
-    Where there is a draft vocabulary, matrices are float32, and rows of other tokens are those of
-    `other_rows`.
-
-    Args:
-        model: the heads.
-        other_rows: [V, D]; None for zeros.
-    """
+    """By published name, on the CPU; matrices have all V rows."""
     tensors = {
         name.removeprefix("heads."): weight.detach().cpu().contiguous()
         for name, weight in model.named_parameters()
@@ -261,17 +218,7 @@ def _tensors_over_whole_vocab(
 def _medusa_config_of_tensors(
     tensors: Mapping[str, mx.array], source: Path, vocab_size: int
 ) -> MedusaConfig:
-    """Return the settings that the tensors' names and shapes tell; a head without a matrix shares
-    the LM head.
-
-    Args:
-        tensors: by published name.
-        source: for the message.
-        vocab_size: V.
-
-    Raises:
-        InputError: no tensor is a Medusa head's.
-    """
+    """From the tensors' names and shapes; a head without a matrix shares the LM head."""
     found = [match.groups() for match in map(_MEDUSA_NAME.fullmatch, tensors) if match]
     require(
         bool(found),
@@ -292,22 +239,12 @@ def _medusa_config_of_tensors(
 
 
 class _SourceTensors(NamedTuple):
-    """Tensors, and where they were found."""
-
     tensors: dict[str, mx.array]  # by their names there
     source: Path
 
 
-def _read_medusa_tensors_if_any(folder: Path) -> _SourceTensors:
-    """Read Medusa heads from the first of their files that is there, else from a model's weights.
-
-    Returns:
-        The tensors, none where there are no heads, and the file, or the folder of the model's
-        weights.
-
-    Raises:
-        InputError: a file is broken.
-    """
+def _read_medusa(folder: Path) -> _SourceTensors:
+    """From the first of their files that exists, else from a model's weights."""
     source, pickled = (folder / name for name in MEDUSA_FILES)
     if source.is_file():
         return _SourceTensors(read_tensors(source, "Medusa heads"), source)
@@ -319,20 +256,8 @@ def _read_medusa_tensors_if_any(folder: Path) -> _SourceTensors:
     return _SourceTensors(tensors, folder)
 
 
-def _read_speculator_and_merge_ties(
-    folder: Path, config: MlpSpeculatorConfig
-) -> dict[str, mx.array]:
-    """Read a speculator's tensors by name without "speculator."; of tied ones, one for all stages.
-
-    Tensors that no speculator has keep their names.
-
-    Args:
-        folder: with model*.safetensors, or else pytorch_model.bin.
-        config: says how many stages there are, and whether they share weights.
-
-    Raises:
-        InputError: tied tensors differ, or a file is missing or broken.
-    """
+def _read_speculator(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
+    """Names are without "speculator."; of tied tensors there is one for all stages."""
     pickled = folder / "pytorch_model.bin"
     paths = sorted(folder.glob("model*.safetensors"))
     tensors: dict[str, mx.array] = {}

@@ -32,26 +32,18 @@ from ssmlx.training.mlx_model import replace_weights
 from ..typed_torch import without_gradients
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
-from .model import StreamFusedReference, check_base_can_carry_streams
+from .model import StreamFusedReference, check_base
 
 _DRAFT_VOCAB = "draft_vocab"
 _STREAMS = "stream weights"
 _LORA = "PEFT's LoRA weights"
 
 
-def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
-    """Load a PyTorch stream checkpoint on its base model.
-
-    Args:
-        base: of transformers; becomes part of the model, and is changed.
-        checkpoint_dir: with the two stream files, and PEFT's two where there is LoRA.
-
-    Returns:
-        The model, in evaluation mode. Streams and LoRA take gradients, the base does not.
-
-    Raises:
-        InputError: a file is missing or broken, or is for another base.
-    """
+def load_reference(
+    base: nn.Module,  # becomes part of the model, and is changed
+    checkpoint_dir: str | Path,  # with the two stream files, and PEFT's two if there is LoRA
+) -> StreamFusedReference:
+    """In evaluation mode; streams and LoRA take gradients, the base does not."""
     folder = Path(checkpoint_dir)
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
@@ -60,7 +52,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
         if has_lora
         else LoraSettings()
     )
-    check_base_can_carry_streams(base, config)
+    check_base(base, config)
     vocab_size: Any = base.config.vocab_size
     streams = read_stream_weights(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
@@ -73,23 +65,13 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     return loaded
 
 
-def merge_task_lora_and_build_frozen(
-    base: nn.Module, adapter: StreamAdapter
+def build_frozen(
+    base: nn.Module,  # becomes part of the model, and is changed
+    adapter: StreamAdapter,
 ) -> StreamFusedReference:
-    """Build the PyTorch model of a base and an MLX adapter, in evaluation mode; no parameter takes
-    gradients.
-
-    The adapter's task LoRA is added into the base's weights.
-
-    Args:
-        base: of transformers; becomes part of the model, and is changed.
-        adapter: its streams and LoRA are copied.
-
-    Raises:
-        InputError: the adapter is another model's, or its LoRA differs from layer to layer.
-    """
+    """The PyTorch model of a base and an MLX adapter; no parameter takes gradients."""
     adapter.base.require_same(
-        identity_by_sizes_and_norm(base),
+        base_identity(base),
         "the adapter belongs",
         expected=adapter.config.base_model or "the model it was converted for",
         do="choose that model with --model, or another --adapter",
@@ -109,17 +91,8 @@ def merge_task_lora_and_build_frozen(
     return frozen
 
 
-def let_part_alone_take_gradients(model: StreamFusedReference, part: Part | None) -> None:
-    """Set which parameters of a reference take gradients; nothing is trained here.
-
-    Those of streams, and LoRA of scope "streams", are set to take them; for the part "condition"
-    those of the condition, and the others of these are set not to. LoRA of scope "all" and the base
-    stay as they are.
-
-    Args:
-        model: is changed.
-        part: "streams", "condition", or None, which is as "streams".
-    """
+def set_trained_part(model: StreamFusedReference, part: Part | None) -> None:
+    """LoRA of scope "all" and the base stay as they are."""
     parameters = dict(_stream_parameters(model))
     parameters.pop(_DRAFT_VOCAB, None)
     if model.config.adapter_scope == "streams":
@@ -128,14 +101,12 @@ def let_part_alone_take_gradients(model: StreamFusedReference, part: Part | None
         parameter.requires_grad_(part != "condition" or name.startswith("condition."))
 
 
-def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
-    """Return a copy of the adapter with the model's parameters that take gradients in the place of
-    its own.
-
-    Args:
-        adapter: is not changed.
-        model: as `merge_task_lora_and_build_frozen` has built it from this adapter, trained since.
-    """
+def replace_trained_weights(
+    adapter: StreamAdapter,
+    # as `build_frozen` built it from this adapter, trained since
+    model: StreamFusedReference,
+) -> StreamAdapter:
+    """The adapter with the model's parameters that take gradients."""
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
         name: mx.array(parameter.detach().cpu().numpy())
@@ -150,20 +121,11 @@ def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference)
     return replace_weights(adapter, {**trained, **lora})
 
 
-def load_checkpoint_of_scope_all(base: nn.Module, lora: str | Path) -> StreamFusedReference:
-    """Load a checkpoint of `convert.train` whose LoRA acts on every row, and so changes the
-    answers.
-
-    Args:
-        base: of transformers; becomes part of the model, and is changed.
-        lora: the checkpoint's folder.
-
-    Returns:
-        The model, in evaluation mode; its LoRA is not merged.
-
-    Raises:
-        InputError: its LoRA acts on streams alone, or a file is broken.
-    """
+def load_fine_tuned(
+    base: nn.Module,  # becomes part of the model, and is changed
+    lora: str | Path,
+) -> StreamFusedReference:
+    """Its LoRA acts on every row, so it changes the answers; it is not merged."""
     model = load_reference(base, lora)
     if model.config.adapter_scope != "all":
         raise InputError(
@@ -175,9 +137,8 @@ def load_checkpoint_of_scope_all(base: nn.Module, lora: str | Path) -> StreamFus
 
 
 def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Write the checkpoint that `load_reference` reads; PEFT can load its two LoRA files.
+    """The checkpoint that `load_reference` reads; PEFT can load its two LoRA files.
 
-    The folder is made where it is missing, and files of the same names are replaced, each whole.
     Without LoRA no PEFT files are written; earlier ones stay, and would be read.
     """
     folder = Path(checkpoint_dir)
@@ -192,15 +153,7 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
 
 
 def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
-    """Copy a task's checkpoint into the folder `task_lora` of a checkpoint, where the converter
-    looks.
-
-    Of the source's files, PEFT's two and the two of streams are copied, as far as they are there.
-
-    Args:
-        source: folder of the task's checkpoint.
-        checkpoint_dir: the other checkpoint; folders are made where they are missing.
-    """
+    """Into the folder `task_lora` of a checkpoint, where the converter looks."""
     target = Path(checkpoint_dir) / layout.TASK_LORA
     target.mkdir(parents=True, exist_ok=True)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
@@ -209,23 +162,10 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @without_gradients
-def copy_weights_that_checkpoint_has(
+def copy_checkpoint_weights(
     model: StreamFusedReference, folder: Path, *, has_task_lora: bool
 ) -> None:
-    """Copy the weights of a checkpoint, LoRA and streams, into a model; what the checkpoint lacks
-    stays.
-
-    The draft vocabulary is not copied.
-
-    Args:
-        model: is changed.
-        folder: the checkpoint.
-        has_task_lora: whether the model has the LoRA of a task.
-
-    Raises:
-        InputError: the folder has no weights, they do not fit the model, or its streams draft
-            beside a task's LoRA that the model has not.
-    """
+    """What the checkpoint lacks stays, and so does the draft vocabulary."""
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     start_has_it = (folder / layout.TASK_LORA).is_dir()
     require_task_lora_kept(folder, start_has_it=start_has_it, run_has_it=has_task_lora)
@@ -245,34 +185,19 @@ def copy_weights_that_checkpoint_has(
         parameters[name].copy_(to_tensor(array))
 
 
-def merge_fine_tuning(base: Any, folder: Path) -> Any:
-    """Add LoRA into the weights of a PyTorch base model, whichever trainer wrote the LoRA.
-
-    Args:
-        base: is changed.
-        folder: a checkpoint of `convert.train` of scope "all", or an adapter or LoRA as
-            `ssmlx.load` takes it, whose LoRA on every row is added; of an adapter without such
-            LoRA, nothing is.
-
-    Returns:
-        The base model.
-
-    Raises:
-        InputError: the folder is broken, a checkpoint's LoRA acts on streams alone, or the base
-            lacks a module of the LoRA's, or has it in other sizes.
-    """
+def merge_fine_tuning(
+    base: Any,
+    folder: Path,  # a checkpoint of `convert.train` of scope "all", or what `ssmlx.load` takes
+) -> Any:
+    """Add LoRA on every row into the weights of a PyTorch base model, in place."""
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
-        return merge_lora(load_checkpoint_of_scope_all(base, folder))
+        return merge_lora(load_fine_tuned(base, folder))
     merge_mlx_lora(base, load_adapter(folder).lora, folder)
     return base
 
 
 def read_prompt_template(folder: Path) -> str | None:
-    """Return the prompt template in an adapter's settings, a text with `{prompt}`.
-
-    None, for the model's own chat template, where the folder has no settings file or names no
-    template.
-    """
+    """A text with `{prompt}`; None for the model's own chat template."""
     if not (folder / CONFIG_FILE).is_file():
         return None
     template: str | None = read_json(folder / CONFIG_FILE, "stream settings").get("prompt_template")
@@ -281,10 +206,7 @@ def read_prompt_template(folder: Path) -> str | None:
 
 @without_gradients
 def merge_lora(model: StreamFusedReference) -> nn.Module:
-    """Add the LoRA of a reference into its base model's weights, on every row, and return the base.
-
-    It is meant for scope "all". The reference cannot be used afterwards.
-    """
+    """Add the LoRA, of scope "all", into the base's weights. The reference is used up."""
     for path, wrapped in model.adapters.items():
         low = wrapped.adapter
         wrapped.linear.weight += wrapped.scale * (low.lora_B.weight @ low.lora_A.weight)
@@ -297,18 +219,14 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
 
 
 @without_gradients
-def merge_mlx_lora(base: Any, lora: Loras, source: Path) -> None:
+def merge_mlx_lora(
+    base: Any,
+    lora: Loras,  # by module path of the MLX model
+    source: Path,  # for messages
+) -> None:
     """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
 
-    Modules before a wrong one are changed already when it is refused.
-
-    Args:
-        base: is changed.
-        lora: by module path of the MLX model.
-        source: named in messages.
-
-    Raises:
-        InputError: a module is missing, or of other sizes.
+    If a module is refused, those before it are changed already.
     """
     decoder = getattr(base.model, "decoder", base.model)
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
@@ -328,18 +246,13 @@ def merge_mlx_lora(base: Any, lora: Loras, source: Path) -> None:
 
 
 def to_tensor(array: mx.array) -> torch.Tensor:
-    """Return an MLX array as a tensor on the CPU: int32 stays, other types become float32."""
+    """On the CPU; int32 stays, other types become float32."""
     whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
     return torch.from_numpy(np.array(whole))
 
 
-def identity_by_sizes_and_norm(base: Any) -> BaseIdentity:
-    """Return what tells a PyTorch base model from another: type, sizes and first values of its
-    final norm.
-
-    It equals the identity of the same weights in MLX. A model without a norm of a known name has no
-    values.
-    """
+def base_identity(base: Any) -> BaseIdentity:
+    """Equals the identity of the same weights in MLX."""
     inner = getattr(base, "model", None)
     inner = getattr(inner, "decoder", inner)
     names = ("norm", "final_layernorm", "final_layer_norm")
@@ -356,11 +269,7 @@ def identity_by_sizes_and_norm(base: Any) -> BaseIdentity:
 
 
 def _uniform_lora_settings(adapter: StreamAdapter) -> LoraSettings:
-    """Return the settings of an adapter's trained LoRA; rank 0 where it has none.
-
-    Raises:
-        InputError: rank, scale or modules differ from layer to layer.
-    """
+    """Rank 0 without LoRA."""
     lora = adapter.trained_lora
     if not lora:
         return LoraSettings()
@@ -379,13 +288,13 @@ def _uniform_lora_settings(adapter: StreamAdapter) -> LoraSettings:
 
 
 def _peft_name(name: str) -> str:
-    """Return PEFT's name of a tensor that `lora_tensors` names; PEFT's is transposed."""
+    """PEFT's name of a tensor that `lora_tensors` names; PEFT's is transposed."""
     path, _, part = name.rpartition(".lora_")
     return f"{layout.PEFT_PREFIX}{path}.lora_{part.upper()}.weight"
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """Return the model's LoRA parameters, not copies, by PEFT's names."""
+    """Not copies, by PEFT's names."""
     return {
         f"{layout.PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
         for path, module in model.adapters.items()
@@ -394,9 +303,7 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """Return the parameters of streams, and the draft vocabulary, not copies, by their names in a
-    streams file.
-    """
+    """Not copies, by their names in a streams file; with the draft vocabulary."""
     own = ("stream_embeddings", "stream_init.", "root_init.", "prune_adapter.", "condition.")
     found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
     return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}
@@ -406,23 +313,13 @@ def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 def _copy_tensors(
     parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
 ) -> None:
-    """Copy every array into the parameter of its name, in place.
-
-    Args:
-        parameters: of the model.
-        arrays: have the same names and shapes.
-        source: of the arrays, for messages.
-
-    Raises:
-        InputError: one is missing, spare or misshapen; nothing is copied then.
-    """
+    """All or, if one is missing, spare or misshapen, none."""
     check_tensors(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
         parameter.copy_(to_tensor(arrays[name]))
 
 
 def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors as a safetensors file, whole or not at all."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, save(kept, metadata={"format": "pt"}))
 

@@ -4,11 +4,9 @@
     streams_config.json, streams.safetensors                    settings and stream weights
 
 `streams.safetensors` holds `stream_embeddings` unless `stream_design` is "value_rotation", the
-low-rank pairs `stream_init.*` and `prune_adapter.*` where they have a rank, and, where
-`draft_vocab_size` is not 0, `draft_vocab`: int32, the ids of the tokens that streams draft from,
-strictly ascending.
-
-Nothing here needs PyTorch but the reading of a .bin file.
+low-rank pairs `stream_init.*` and `prune_adapter.*` if they have a rank, and, if `draft_vocab_size`
+is not 0, `draft_vocab`: int32, strictly ascending, the ids of the tokens that streams draft from.
+Only reading a .bin file needs PyTorch.
 """
 
 import math
@@ -20,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.errors import require
-from ssmlx.json_files import read_json
+from ssmlx.json_files import build_settings, read_json
 from ssmlx.loading.lora_files import SCALE
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.settings import StreamConfig
@@ -34,8 +32,7 @@ STREAMS_WEIGHTS = "streams.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _POSITION = "node + j"
-TASK_LORA = "task_lora"
-"""Folder of a checkpoint of scope "streams": the LoRA that every row of its model has."""
+TASK_LORA = "task_lora"  # folder of a checkpoint of scope "streams": LoRA on every row
 ADAPTER_PICKLE = "adapter_model.bin"
 PEFT_PREFIX = "base_model.model."
 CHECK_MODULES = "check lora_modules, or target_modules in adapter_config.json"
@@ -54,7 +51,6 @@ def _is_whole(value: Any) -> bool:
 
 
 def _are_modules(value: Any) -> bool:
-    """Whether a value is a list of one name or more, or the text "all-linear"."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
     return bool(value == "all-linear")
@@ -91,22 +87,12 @@ class LoraSettings:
 
 
 def read_stream_config(path: Path) -> StreamConfig:
-    """Read `streams_config.json`, in which the pruning adapter has an object of its own.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The settings; `prune_rank` is 0 where there is no pruning adapter.
-
-    Raises:
-        InputError: the file is missing or broken, its format is another, or a setting is refused.
-    """
+    """`streams_config.json`, in which the pruning adapter has an object of its own."""
     values = read_json(path, "a stream checkpoint's settings")
     prune = values.pop("prune_adapter", None) or {}
     own = "an object with a rank, or null"
     _require(isinstance(prune, dict), path, "prune_adapter", prune, own)
-    config = StreamConfig.from_dict({"prune_rank": prune.get("rank", 0), **values})
+    config = build_settings(StreamConfig, {"prune_rank": prune.get("rank", 0), **values}, path)
     layer = config.insertion_layer
     for name, found, expected in (
         ("format", values.get("format", FORMAT), FORMAT),
@@ -118,9 +104,6 @@ def read_stream_config(path: Path) -> StreamConfig:
 
 
 def require_same_layers_and_width(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
-    """Raise InputError unless a base model has the layers and the width that the streams were made
-    for.
-    """
     require(
         (num_layers, hidden_size) == (config.num_layers, config.hidden_size),
         f"the base model has {num_layers} layers of width {hidden_size}",
@@ -131,9 +114,7 @@ def require_same_layers_and_width(config: StreamConfig, num_layers: int, hidden_
 
 
 def stream_settings_json(config: StreamConfig) -> dict[str, Any]:
-    """Return the content of `streams_config.json` for settings, which `read_stream_config` reads
-    back.
-    """
+    """The content of `streams_config.json`."""
     values = config.to_dict()
     rank = values.pop("prune_rank")
     prune = {
@@ -150,16 +131,7 @@ def stream_settings_json(config: StreamConfig) -> dict[str, Any]:
 
 
 def read_lora_settings(path: Path, num_layers: int) -> LoraSettings:
-    """Read PEFT's adapter_config.json. Without `layers_to_transform`, LoRA is on all layers.
-
-    Args:
-        path: of the file.
-        num_layers: of the base model.
-
-    Raises:
-        InputError: the file is missing or broken, or a setting is not supported: DoRA, trained
-            biases, or ranks of single modules, for example.
-    """
+    """PEFT's adapter_config.json. Without `layers_to_transform`, LoRA is on all layers."""
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:
         _require(not values.get(name), path, name, values.get(name), "unset")
@@ -185,15 +157,11 @@ def read_lora_settings(path: Path, num_layers: int) -> LoraSettings:
 
 
 def peft_settings_json(
-    lora: LoraSettings, modules: Iterable[str], base_model: str
+    lora: LoraSettings,  # its modules are not used
+    modules: Iterable[str],
+    base_model: str,
 ) -> dict[str, Any]:
-    """Return the content of PEFT's adapter_config.json.
-
-    Args:
-        lora: rank, scale and layers; its modules are not read.
-        modules: names of the linear modules.
-        base_model: name of the base; an empty one becomes null.
-    """
+    """The content of PEFT's adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -212,20 +180,12 @@ def peft_settings_json(
 
 
 def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None:
-    """Raise InputError, naming a setting, what was found and what was expected, unless `ok`."""
     do = "train or convert the checkpoint in a form that is supported"
     require(ok, f"{name} is {found!r} in {path}", expected=expected, do=do)
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    """Read PEFT's weights from adapter_model.safetensors, or else from adapter_model.bin.
-
-    Returns:
-        The file's path; and the tensors by name, without PEFT's ".default" before ".weight".
-
-    Raises:
-        InputError: neither file is there, or it is broken.
-    """
+    """The file's path, and the tensors by name without PEFT's ".default" before ".weight"."""
     safe = folder / ADAPTER_WEIGHTS
     pickled = folder / ADAPTER_PICKLE
     if safe.exists() or not pickled.exists():
@@ -238,10 +198,6 @@ def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
 
 
 def read_pickle(path: Path) -> dict[str, mx.array]:
-    """Read the tensors of a .bin file as float32 MLX arrays, by name; no pickled code is run.
-
-    Raises:
-        InputError: PyTorch is not installed, or the file cannot be read.
-    """
+    """Float32, by name; no pickled code is run."""
     check_torch()
     return {name: mx.array(t.float().numpy()) for name, t in load_pickled_tensors(path).items()}

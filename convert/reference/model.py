@@ -2,13 +2,13 @@
 
 It drives the decoder layers of transformers' own models. Every layer with multi-stream attention
 runs twice: on the node rows, then on the stream rows, which see the keys and values that the node
-rows left in `_NodeKeys`. So node rows are computed exactly as the base model computes them,
-whether streams are there or not. Nothing here keeps a cache between calls.
+rows left in `_NodeKeys`. So node rows are computed exactly as the base model computes them. Nothing
+here keeps a cache between calls.
 
 Shapes, beside the legend of `ssmlx.model.shapes`:
 
     B   batch              T   node rows: prompt tokens, and the nodes of a draft tree
-    Vd  tokens that streams draft from: the draft vocabulary, or V where there is none
+    Vd  tokens that streams draft from: the draft vocabulary, or V without one
     K   node rows that carry streams; the stream rows stand node by node, so that stream j
         (1 to G) of the m-th such node is row T + m * G + j - 1 of what the upper layers see
     N   layers of the model           Ns  the top ones, with multi-stream attention
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ssmlx.errors import require
-from ssmlx.loading.adapter import require_ascending_draft_vocab
+from ssmlx.loading.adapter import check_draft_vocab
 from ssmlx.model.condition import EPSILON
 from ssmlx.model.lora import select_paths_by_name
 from ssmlx.settings import StreamConfig
@@ -38,11 +38,7 @@ _PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """Logits of the main stream, of the speculative streams, and of the early exit.
-
-    `early_exit_logits` is None without a pruning adapter. K counts the node rows that carry
-    streams.
-    """
+    """Logits of the main stream, of the speculative streams, and of the early exit."""
 
     main_logits: torch.Tensor  # [B, T, V] next token of every node row
     stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
@@ -52,9 +48,7 @@ class ReferenceOutput:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The final norm's output, ready for the LM head. `early_exit` is None without a pruning
-    adapter.
-    """
+    """The final norm's output, ready for the LM head."""
 
     main: torch.Tensor  # [B, T, D]
     streams: torch.Tensor  # [B, K, G, D]
@@ -62,12 +56,15 @@ class HiddenStates:
 
 
 class LowRank(Module):
-    """x [..., in] to B A x [..., out]: zero when new, as A is random and B is zero. The names are
-    LoRA's.
-    """
+    """x [..., in] to B A x [..., out]: zero when new, as B is zero. The names are LoRA's."""
 
-    def __init__(self, in_features: int, out_features: int, rank: int, like: torch.Tensor) -> None:
-        """Draw A, and set B to zero; type and device are those of `like`."""
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        like: torch.Tensor,  # for type and device
+    ) -> None:
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.lora_A = nn.Linear(in_features, rank, **place)
@@ -79,23 +76,19 @@ class LowRank(Module):
 
 
 def scale_to_unit_rms(embedded: torch.Tensor) -> torch.Tensor:
-    """Scale embeddings [..., D] to a root mean square of 1."""
+    """Embeddings [..., D] with a root mean square of 1."""
     return nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
 
 
 class Condition(Module):
-    """Corrects a stream by the token before its own, see `ssmlx.model.condition.Condition`; zero
-    when new.
-    """
+    """Corrects a stream by the token before its own, as `ssmlx.model.condition`; zero when new."""
 
-    def __init__(self, hidden_size: int, rank: int, like: torch.Tensor) -> None:
-        """Draw `embed` and `gate`, and set `out` to zero.
-
-        Args:
-            hidden_size: D.
-            rank: of all three.
-            like: gives type and device.
-        """
+    def __init__(
+        self,
+        hidden_size: int,
+        rank: int,
+        like: torch.Tensor,  # for type and device
+    ) -> None:
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.embed, self.gate = (nn.Linear(hidden_size, rank, **place) for _ in range(2))
@@ -103,31 +96,18 @@ class Condition(Module):
         nn.init.zeros_(self.out.weight)
 
     def forward(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return the correction [..., D] of final-normed streams [..., D] by embeddings [..., D] of
-        the tokens before.
-        """
+        """The correction [..., D] of final-normed streams by embeddings of the tokens before."""
         return self.out(self.mix(normed, embedded))
 
     def mix(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return [..., rank], embeddings of the tokens before, gated by the streams."""
+        """[..., rank]: embeddings of the tokens before, gated by the streams."""
         return torch.sigmoid(self.gate(normed)) * self.embed(scale_to_unit_rms(embedded))
 
 
 class LoraLinear(Module):
-    """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`.
-
-    Rows are stream rows while `rows_are_streams` is set.
-    """
+    """LoRA on stream rows, and on node rows too if `on_nodes`; adds nothing when new."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
-        """Wrap a linear module, with new LoRA that adds nothing yet.
-
-        Args:
-            linear: is applied as it is.
-            rank: of the LoRA.
-            scale: of what the LoRA adds.
-            on_nodes: whether it acts on node rows too.
-        """
         super().__init__()
         self.linear = linear
         self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
@@ -136,7 +116,6 @@ class LoraLinear(Module):
         self.rows_are_streams = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the linear module, with LoRA where the rows are streams or `on_nodes`."""
         if self.on_nodes or self.rows_are_streams:
             return self.linear(x) + self.scale * self.adapter(x)
         return self.linear(x)
@@ -152,18 +131,16 @@ class _Rows:
 
 
 class _CallRows(NamedTuple):
-    """The rows of one call."""
-
     nodes: _Rows
-    streams: _Rows | None  # None where no node carries streams
+    streams: _Rows | None  # None if no node carries streams
     anchors: torch.Tensor  # [K] or [B, K], the node rows that carry streams
 
 
 class _NodeKeys:
     """The part of transformers' `Cache` that attention calls: one layer's node keys and values.
 
-    The first update, by node rows, is kept; each later one, by stream rows, is put behind it and
-    not kept, its values rotated as in eq. 7 where the settings say so.
+    The first update, by node rows, is kept. Later ones, by stream rows, are appended for one call,
+    their values rotated if the settings say so (eq. 7).
     """
 
     def __init__(self, config: StreamConfig) -> None:
@@ -171,18 +148,12 @@ class _NodeKeys:
         self._config = config
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+        self,
+        keys: torch.Tensor,  # [B, Hkv, R, Dh] of the new rows
+        values: torch.Tensor,  # [B, Hkv, R, Dh]
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that the new rows may see, and keep those of the first call.
-
-        Args:
-            keys: [B, Hkv, R, Dh] of the new rows.
-            values: likewise.
-
-        Returns:
-            Keys and values: at the first call those given; then the first's with those given behind
-            them.
-        """
         if self.nodes is None:
             self.nodes = keys, values
             return self.nodes
@@ -204,9 +175,6 @@ class _Decoder:
 
     @classmethod
     def first_missing_part(cls, base: nn.Module) -> str | None:
-        """Return the path of the first part that `base` lacks; None where it has all, the LM head
-        included.
-        """
         module: Any = base
         for name in cls.path.split("."):
             module = getattr(module, name, None)
@@ -217,27 +185,25 @@ class _Decoder:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The N decoder layers."""
         return self.module.layers
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """The embedding table [V, D]; new parameters take its type and device."""
+        """[V, D]; new parameters take its type and device."""
         return self.module.embed_tokens.weight
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return [B, R, D] embeddings of tokens [B, R]; `positions` are not read here."""
+        """[B, R, D] of [B, R]; positions are not used here."""
         return self.module.embed_tokens(tokens)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return cos and sin, [B, R, Dh] each, that rotate queries and keys at positions [B, R]."""
+        """cos and sin [B, R, Dh] at positions [B, R]."""
         tables: tuple[torch.Tensor, torch.Tensor] = self.module.rotary_emb(
             self.embedding_table, positions
         )
         return tables
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to [..., D], the module `norm` or else `final_layernorm`."""
         found = getattr(self.module, "norm", None)
         return (self.module.final_layernorm if found is None else found)(hidden)
 
@@ -245,7 +211,7 @@ class _Decoder:
 class _LearnedPositions(_Decoder):
     """OPT's parts: a table of positions is added to the embeddings, and nothing is rotated.
 
-    A stream starts from its node's hidden state, which has the node's position in it; nothing is
+    A stream starts from its node's hidden state, which includes the node's position; nothing is
     added for the stream.
     """
 
@@ -253,7 +219,6 @@ class _LearnedPositions(_Decoder):
     parts = (("embed_tokens",), ("layers",), ("final_layer_norm",), ("embed_positions",))
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return [B, R, D] embeddings of tokens [B, R], with those of positions [B, R] added."""
         embedded = self.module.embed_tokens(tokens)
         table = self.module.embed_positions
         return embedded + nn.functional.embedding(positions + table.offset, table.weight)
@@ -266,46 +231,29 @@ class _LearnedPositions(_Decoder):
 
 
 def _decoder_kind(base: nn.Module) -> type[_Decoder]:
-    """Return the class for a model's parts: `_LearnedPositions` where its `model` has a `decoder`,
-    as OPT's.
-    """
     inner = getattr(base, "model", None)
     return _LearnedPositions if hasattr(inner, "decoder") else _Decoder
 
 
 class StreamFusedReference(Module):
-    """A decoder model with speculative streams (Speculative Streaming, arXiv 2402.11131, section
-    3.2.1), LoRA and a pruning adapter.
+    """A decoder with speculative streams (Speculative Streaming, arXiv 2402.11131, section 3.2.1),
+    LoRA and a pruning adapter.
 
     Called on its own, `base` is the main stream.
-
-    Args:
-        base: a causal language model of transformers. It becomes part of the model: its weights are
-            frozen, and linear modules are wrapped in place.
-        config: the streams' settings.
-        lora: rank, scale, modules and layers; without layers, those with multi-stream attention.
-        draft_vocab: [Vd] int32, strictly ascending, the tokens that streams draft from; given
-            exactly where `config.draft_vocab_size` is not 0.
-
-    Raises:
-        InputError: the base cannot be driven layer by layer, or does not fit the settings.
     """
 
     def __init__(
         self,
+        # becomes part of the model: it is frozen, and linear modules are wrapped in place
         base: nn.Module,
         config: StreamConfig,
         *,
-        lora: LoraSettings = _NO_LORA,
-        draft_vocab: torch.Tensor | None = None,
+        lora: LoraSettings = _NO_LORA,  # without layers: on those with multi-stream attention
+        draft_vocab: torch.Tensor | None = None,  # [Vd] int32, strictly ascending
     ) -> None:
-        """Check and freeze the base, draw new streams, and wrap the base's linear modules in place.
-
-        New weights are drawn from PyTorch's global generator. Where the scope is "all", LoRA acts
-        on node rows too. Arguments and errors are those of the class.
-        """
+        """New weights are drawn from PyTorch's global generator."""
         super().__init__()
-        check_base_can_carry_streams(base, config)
+        check_base(base, config)
         require(
             (draft_vocab is not None) == (config.draft_vocab_size > 0),
             f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
@@ -315,7 +263,7 @@ class StreamFusedReference(Module):
         )
         if draft_vocab is not None:
             size = config.draft_vocab_size
-            require_ascending_draft_vocab(draft_vocab, size, base.config.vocab_size, "the model")
+            check_draft_vocab(draft_vocab, size, base.config.vocab_size, "the model")
         self.base = base.requires_grad_(False)
         self.config = config
         self.decoder = _decoder_kind(base)(base)
@@ -352,21 +300,7 @@ class StreamFusedReference(Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> ReferenceOutput:
-        """Predict with the main stream and the speculative streams, on a whole text at once.
-
-        Args:
-            input_ids: [B, T] tokens of the node rows.
-            stream_rows: [K] or [B, K] the node rows that carry streams; all unless given, but not
-                the last where streams start from the token after their node.
-            where: `positions` [B, T], where each row stands; 0 to T - 1 unless given. `visible`
-                [B, T, T] bool, which node row (second axis) sees which (third); causal unless
-                given. A row must see itself. `stream_visible` [B, T, T], which its streams see;
-                `visible` unless given.
-
-        Raises:
-            InputError: a layer of the base does not use the cache that it is handed.
-            ValueError: `positions` or `visible` has another shape.
-        """
+        """On a whole text at once. Arguments are those of `hidden_states`."""
         hidden = self.hidden_states(input_ids, stream_rows=stream_rows, **where)
         head = self.base.lm_head
         early = hidden.early_exit
@@ -377,14 +311,11 @@ class StreamFusedReference(Module):
             self.draft_vocab,
         )
 
-    def draft_logits(self, hidden_streams: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., Vd] of the tokens that streams draft from.
-
-        The head's rows are gathered by every call: give it many states at a time.
-
-        Args:
-            hidden_streams: [..., D] final-normed.
-        """
+    def draft_logits(
+        self,
+        hidden_streams: torch.Tensor,  # [..., D] final-normed
+    ) -> torch.Tensor:
+        """[..., Vd]. The head's rows are gathered by every call: give it many states at a time."""
         head = self.base.lm_head
         vocab = self.draft_vocab
         if vocab is None:
@@ -392,28 +323,22 @@ class StreamFusedReference(Module):
         bias = None if head.bias is None else head.bias[vocab]
         return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
 
-    def apply_condition(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return final-normed streams [..., D], each corrected by the token before the one that it
-        guesses.
-
-        Args:
-            hidden_streams: [..., D] final-normed.
-            tokens: [...] these tokens.
-        """
+    def apply_condition(
+        self,
+        hidden_streams: torch.Tensor,  # [..., D] final-normed
+        tokens: torch.Tensor,  # [...] before the one that each stream guesses
+    ) -> torch.Tensor:  # [..., D]
         assert self.condition is not None
         correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
         return (hidden_streams + correction).to(hidden_streams.dtype)
 
     def condition_logits(
-        self, streams: torch.Tensor, previous: torch.Tensor, rows: torch.Tensor
+        self,
+        streams: torch.Tensor,  # [..., D] final-normed
+        previous: torch.Tensor,  # [..., C'] tokens before the one that the stream guesses
+        rows: torch.Tensor,  # [..., C, D] the LM head's rows of the candidates
     ) -> torch.Tensor:
-        """Return [..., C', C], what each token before adds to the logits of a stream's candidates.
-
-        Args:
-            streams: [..., D] final-normed.
-            previous: [..., C'] tokens before the one that the stream guesses.
-            rows: [..., C, D] the LM head's rows of the candidates.
-        """
+        """[..., C', C]: what each token before adds to the logits of a stream's candidates."""
         assert self.condition is not None
         embedded = self.decoder.module.embed_tokens(previous)
         mixed = self.condition.mix(streams[..., None, :], embedded)
@@ -421,25 +346,27 @@ class StreamFusedReference(Module):
 
     def hidden_states(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor,  # [B, T]
         *,
+        # [K] or [B, K] anchors; None for all, except the last if streams start from the next token
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """Return what the LM head is applied to, for losses that apply it to a few rows at a time.
+        """What the LM head is applied to, for losses that apply it to a few rows at a time.
 
-        Arguments and errors are those of `forward`.
+        `positions` [B, T] are 0 to T - 1 unless given. `visible` [B, T, T] bool, which node row
+        (second axis) sees which (third), is causal unless given; a row must see itself.
+        `stream_visible` [B, T, T], what its streams see, is `visible` unless given.
         """
         nodes = self.lower_states(input_ids, **where)
         return self.upper_states(nodes, input_ids, stream_rows=stream_rows, **where)
 
-    def lower_states(self, input_ids: torch.Tensor, **where: torch.Tensor | None) -> torch.Tensor:
-        """Return node states [B, T, D] before layer N - Ns.
-
-        Args:
-            input_ids: [B, T].
-            where: `positions` and `visible` as in `forward`.
-        """
+    def lower_states(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        **where: torch.Tensor | None,  # `positions` and `visible` as in `hidden_states`
+    ) -> torch.Tensor:
+        """Node states [B, T, D] before layer N - Ns."""
         node_rows, _, anchors = self._make_call_rows(input_ids.shape, torch.arange(0), **where)
         nodes = self.decoder.embed(input_ids.to(anchors.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
@@ -448,26 +375,14 @@ class StreamFusedReference(Module):
 
     def upper_states(
         self,
-        nodes: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
+        nodes: torch.Tensor,  # [B, T, D] of `lower_states`
+        input_ids: torch.Tensor | None = None,  # [B, T], for streams that start from the next token
         *,
         stream_rows: torch.Tensor | None = None,
+        rootless: torch.Tensor | None = None,  # [B, K] bool: streams without the root's term
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """Run node states from layer N - Ns to the final norm, with streams on the anchors.
-
-        Args:
-            nodes: [B, T, D] as `lower_states` gives them.
-            input_ids: [B, T], needed only where streams start from the token after their node too.
-            stream_rows: as in `forward`.
-            where: as in `forward`.
-
-        Returns:
-            Final-normed states; early exit's where there is a pruning adapter.
-
-        Raises:
-            InputError: a layer of the base does not use the cache that it is handed.
-        """
+        """From layer N - Ns to the final norm, with streams on the anchors."""
         norm = self.decoder.norm
         node_rows, speculative_rows, anchors = self._make_call_rows(
             nodes.shape[:2], stream_rows, **where
@@ -493,6 +408,8 @@ class StreamFusedReference(Module):
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
                 root_inputs = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
+                if rootless is not None:
+                    root_inputs = root_inputs.masked_fill(rootless[..., None], 0)
             streams = self.insert_streams(start, root_inputs)
             with self.treating_rows_as_streams():
                 for index, keys in kept:
@@ -500,41 +417,29 @@ class StreamFusedReference(Module):
         grouped = streams.unflatten(1, (anchors.shape[-1], self.config.num_streams))
         return HiddenStates(main, norm(grouped), early)
 
-    def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Return final-normed states [..., D] for the early exit's head (Speculative Streaming,
-        section 3.2.3).
-
-        Args:
-            nodes: [..., D] as `lower_states` gives them.
-        """
+    def early_exit_states(
+        self,
+        nodes: torch.Tensor,  # [..., D] of `lower_states`
+    ) -> torch.Tensor:
+        """[..., D] final-normed (Speculative Streaming, section 3.2.3)."""
         assert self.prune_adapter is not None
         return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
-    def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return [B, K, 2 D], the input of `root_init`: embeddings of unit RMS, then normed states.
-
-        Args:
-            roots: [B, K] the token after each anchor.
-            normed: [B, K, D] the anchors' final-normed states, which predicted these tokens.
-        """
+    def root_states(
+        self,
+        roots: torch.Tensor,  # [B, K] the token after each anchor
+        normed: torch.Tensor,  # [B, K, D] the anchors' final-normed states
+    ) -> torch.Tensor:
+        """[B, K, 2 D], the input of `root_init`: embeddings of unit RMS, then normed states."""
         embedded = self.decoder.module.embed_tokens(roots.to(normed.device))
         return torch.cat([scale_to_unit_rms(embedded).to(normed.dtype), normed], dim=-1)
 
     def insert_streams(
-        self, nodes: torch.Tensor, root_inputs: torch.Tensor | None = None
+        self,
+        nodes: torch.Tensor,  # [B, K, D] before layer N - Ns
+        root_inputs: torch.Tensor | None = None,  # [B, K, 2 D] of `root_states`
     ) -> torch.Tensor:
-        """Start the streams of anchors (eq. 3).
-
-        Where values are rotated, streams have no embeddings: those of an anchor start alike.
-
-        Args:
-            nodes: [B, K, D] the anchors' states before layer N - Ns.
-            root_inputs: [B, K, 2 D] as `root_states` gives them; None where streams do not start
-                from roots.
-
-        Returns:
-            [B, K * G, D], anchor by anchor.
-        """
+        """Start the streams of anchors (eq. 3): [B, K * G, D], anchor by anchor."""
         started = nodes
         if self.stream_init is not None:
             started = self.stream_init(nodes)
@@ -543,6 +448,7 @@ class StreamFusedReference(Module):
         if self.root_init is not None:
             assert root_inputs is not None, "these streams start from the root too"
             started = started + self.root_init(root_inputs)
+        # If values are rotated, streams have no embeddings: those of an anchor start alike.
         if self.stream_embeddings is None:
             started = started.repeat_interleave(self.config.num_streams, dim=1)
         else:
@@ -552,24 +458,13 @@ class StreamFusedReference(Module):
 
     def _make_call_rows(
         self,
-        shape: tuple[int, int],
-        stream_rows: torch.Tensor | None,
+        shape: tuple[int, int],  # (B, T)
+        stream_rows: torch.Tensor | None,  # this and the rest as in `hidden_states`
         positions: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
         stream_visible: torch.Tensor | None = None,
     ) -> _CallRows:
-        """Work out where a call's rows stand, which streams there are, and what every row sees.
-
-        Args:
-            shape: (B, T).
-            stream_rows: as in `forward`.
-            positions: as in `forward`.
-            visible: as in `forward`.
-            stream_visible: as in `forward`.
-
-        Raises:
-            ValueError: `positions` or `visible` has another shape.
-        """
+        """ValueError if `positions` or `visible` has another shape."""
         batch, length = shape
         device = self.decoder.embedding_table.device
         num_streams = self.config.num_streams
@@ -581,14 +476,14 @@ class StreamFusedReference(Module):
         for (what, expected), given in zip(shapes.items(), (positions, visible), strict=True):
             if given.shape != expected:
                 raise ValueError(f"{what} has shape {tuple(given.shape)}, expected {expected}")
-        # What the root is behind the last row, nobody says.
+        # The token after the last row is not known.
         known = length - (self.root_init is not None)
         anchors = torch.arange(known) if stream_rows is None else stream_rows
         anchors = anchors if num_streams else anchors[..., :0]
         positions = positions.to(device)
         visible = visible.to(device)
         anchors = anchors.to(device)
-        nodes = self._make_masks_and_rotary(positions, visible, positions)
+        nodes = self._make_rows(positions, visible, positions)
         if not anchors.shape[-1]:
             return _CallRows(nodes, None, anchors)
         ahead = torch.arange(1, num_streams + 1, device=device)
@@ -596,19 +491,15 @@ class StreamFusedReference(Module):
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
         seen = stream_visibility(of_streams, anchors, num_streams)
-        streams = self._make_masks_and_rotary(stream_positions, seen, key_positions)
+        streams = self._make_rows(stream_positions, seen, key_positions)
         return _CallRows(nodes, streams, anchors)
 
-    def _make_masks_and_rotary(
-        self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
+    def _make_rows(
+        self,
+        positions: torch.Tensor,  # [B, R]
+        visible: torch.Tensor,  # [B, R, keys] bool; a layer's sliding window narrows it
+        key_positions: torch.Tensor,  # [B, keys]
     ) -> _Rows:
-        """Return the rotary tables and masks of rows.
-
-        Args:
-            positions: [B, R] of the rows.
-            visible: [B, R, keys] bool; a layer's sliding window narrows it.
-            key_positions: [B, keys].
-        """
         masks = {}
         dtype = self.decoder.embedding_table.dtype
         for window in set(self.windows):
@@ -620,17 +511,14 @@ class StreamFusedReference(Module):
         return _Rows(positions, self.decoder.rotary(positions), masks)
 
     def _run_layer(
-        self, index: int, hidden: torch.Tensor, rows: _Rows, keys: _NodeKeys | None
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        rows: _Rows,
+        # gets the rows' keys and values, and decides what they see; None: they see one another
+        keys: _NodeKeys | None,
     ) -> torch.Tensor:
-        """Run rows [B, R, D] through one of transformers' own layers, and return them.
-
-        Args:
-            index: of the layer.
-            hidden: [B, R, D].
-            rows: where they stand and what they see.
-            keys: is given the rows' keys and values, and decides what they see; None lets rows see
-                one another alone.
-        """
+        """Rows [B, R, D] through one of transformers' own layers."""
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
         out: torch.Tensor = self.decoder.layers[index](
             hidden,
@@ -644,9 +532,7 @@ class StreamFusedReference(Module):
 
     @contextmanager
     def treating_rows_as_streams(self) -> Iterator[None]:
-        """Take all rows that pass inside the block for stream rows, on which LoRA of scope
-        "streams" acts; afterwards none are.
-        """
+        """LoRA of scope "streams" acts on rows that pass inside the block."""
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:
@@ -656,15 +542,7 @@ class StreamFusedReference(Module):
                 adapter.rows_are_streams = False
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
-        """Put LoRA on the chosen linear modules of the base, in place.
-
-        Returns:
-            The new modules by their paths below the decoder, such as "layers.3.self_attn.q_proj".
-
-        Raises:
-            InputError: LoRA is for a layer that is not there, or below the streams where it acts on
-                them alone; or a module is unknown.
-        """
+        """By paths below the decoder, such as "layers.3.self_attn.q_proj"."""
         lora = self.lora
         scope = self.config.adapter_scope
         adapters = {}
@@ -690,11 +568,7 @@ class StreamFusedReference(Module):
 
     @without_gradients
     def _check_against_base_logits(self) -> None:
-        """Raise InputError where the base computes more than its layers, norm and LM head.
-
-        Logits of four tokens are compared with the base's own, so scaled embeddings or capped
-        logits are found. Whether the base is in training mode stays as it was.
-        """
+        """Finds scaled embeddings and capped logits, by the logits of four tokens."""
         training = self.base.training
         device = self.decoder.embedding_table.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
@@ -714,19 +588,15 @@ class StreamFusedReference(Module):
         )
 
 
-def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.Tensor:
-    """Rotate the values of stream rows: those of stream n by n * `step` radians (eq. 7).
+def rotate_values(
+    values: torch.Tensor,  # [B, Hkv, K * G, Dh], node by node
+    num_streams: int,  # G
+    step: float,  # radians
+) -> torch.Tensor:
+    """Rotate the values of stream n by n * `step` radians (eq. 7), in float32 at least.
 
-    A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
-    pairs of rotary embeddings' "rotate half".
-
-    Args:
-        values: [B, Hkv, K * G, Dh], node by node.
-        num_streams: G.
-        step: radians.
-
-    Returns:
-        The same shape and type; computed in float32 at least.
+    A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number, as in
+    rotary embeddings' "rotate half".
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     angles = step * torch.arange(1, num_streams + 1, dtype=dtype, device=values.device)[:, None]
@@ -738,9 +608,11 @@ def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.
 
 
 def stream_visibility(
-    visible: torch.Tensor, stream_rows: torch.Tensor, num_streams: int
+    visible: torch.Tensor,  # [B, T, T], which node row (second axis) sees which
+    stream_rows: torch.Tensor,  # [K] or [B, K], the anchors
+    num_streams: int,  # G
 ) -> torch.Tensor:
-    """Return [B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
+    """[B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
 
     Stream j of a node sees what the node sees, and the node's streams 1 to j. With a root, its
     child and G = 2:
@@ -750,11 +622,6 @@ def stream_visibility(
             s02  x       x   x
             s11  x   x           x
             s12  x   x           x   x
-
-    Args:
-        visible: [B, T, T], which node row (second axis) sees which.
-        stream_rows: [K] or [B, K], the anchors.
-        num_streams: G.
     """
     sees_nodes = visible[anchor_indices(stream_rows)].repeat_interleave(num_streams, dim=1)
     count = stream_rows.shape[-1] * num_streams
@@ -764,30 +631,17 @@ def stream_visibility(
     return torch.cat([sees_nodes, sees_streams.expand(len(visible), count, count)], dim=2)
 
 
-def anchor_indices(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return what picks rows out of a tensor [B, T, ...], as its index.
-
-    Args:
-        rows: [K], the same of every text, or [B, K], of each its own.
-
-    Returns:
-        Two indices, for the first two axes; what they pick is [B, K, ...].
-    """
+def anchor_indices(
+    rows: torch.Tensor,  # [K], the same in every text, or [B, K]
+) -> tuple[Any, torch.Tensor]:
+    """Indices for the first two axes of [B, T, ...]; they pick [B, K, ...]."""
     if rows.dim() == 1:
         return slice(None), rows
     return torch.arange(len(rows), device=rows.device)[:, None], rows
 
 
 def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
-    """Return each layer's sliding window in tokens; None where a layer sees everything.
-
-    Args:
-        config: of transformers. Without `layer_types` all layers have its `sliding_window`.
-        num_layers: N.
-
-    Raises:
-        InputError: a layer has attention of another type.
-    """
+    """Each layer's window in tokens; None if it sees everything."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -802,13 +656,8 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def check_base_can_carry_streams(base: nn.Module, config: StreamConfig) -> None:
-    """Raise InputError where a model of transformers cannot carry streams.
-
-    That is where it cannot be driven layer by layer, has a reference's LoRA already, has attention
-    that takes no additive mask, or has another number of layers or hidden size than `config`. The
-    vocabulary is not compared.
-    """
+def check_base(base: nn.Module, config: StreamConfig) -> None:
+    """The vocabulary is not compared."""
     lacking = _decoder_kind(base).first_missing_part(base)
     require(
         lacking is None,

@@ -1,7 +1,7 @@
 """The losses of drafting heads on a frozen model, and held-out text replayed with them.
 
 Head h guesses the token h + 2 places after a row of final-normed hidden states, as stream h + 1
-does: so the batches, the schedule and the saved state are those of the stream trainer.
+does: so batches, schedule and saved state are the stream trainer's.
 """
 
 from collections.abc import Sequence
@@ -33,18 +33,13 @@ from ..typed_torch import without_gradients
 from .run import TermRows, TorchObjective, autocast_for, cast_frozen_parameters
 
 
-def seed_torch_and_build_new_heads(
-    config: HeadConfig, draft_vocab: np.ndarray | None, seed: int, lm_head: torch.Tensor
+def new_heads(
+    config: HeadConfig,
+    draft_vocab: np.ndarray | None,  # [Vd] int32 tokens that heads guess among; None for all
+    seed: int,
+    lm_head: torch.Tensor,  # [V, D] of the base model, which Medusa's matrices start from
 ) -> HeadReference:
-    """Build new drafting heads.
-
-    Args:
-        config: kind and sizes.
-        draft_vocab: [Vd] int32 tokens that they guess among; None for all.
-        seed: PyTorch's global generator is seeded with it, and a speculator's weights are drawn.
-        lm_head: [V, D] of the base model, which Medusa's matrices start from; a speculator ignores
-            it.
-    """
+    """Seeds PyTorch's global generator with `seed`."""
     torch.manual_seed(seed)
     model = new_reference(config, None if draft_vocab is None else torch.from_numpy(draft_vocab))
     if isinstance(model, MedusaReference):
@@ -52,19 +47,11 @@ def seed_torch_and_build_new_heads(
     return model
 
 
-def load_base_with_lora_merged(path: Path, lora: Path | None) -> StreamFusedReference:
-    """Load the model that heads are trained for, in float32, with the weights of a LoRA added.
-
-    Args:
-        path: the base model's folder.
-        lora: a folder with LoRA, see `merge_fine_tuning`; None for the base model itself.
-
-    Returns:
-        The model without streams; its base is frozen.
-
-    Raises:
-        InputError: the base or the LoRA cannot be loaded, or does not fit.
-    """
+def load_frozen_model(
+    path: Path,
+    lora: Path | None,  # see `merge_fine_tuning`
+) -> StreamFusedReference:
+    """The frozen model that heads are trained for, in float32, without streams."""
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:
         base = merge_fine_tuning(base, lora)
@@ -78,11 +65,7 @@ def load_base_with_lora_merged(path: Path, lora: Path | None) -> StreamFusedRefe
 
 
 class HeadObjective(TorchObjective):
-    """Weighted cross-entropies of every head, over the hidden states of a model that stays frozen.
-
-    In `train`, `stream_weights` stand for the heads'. `widths`, children of a node by level, are of
-    the tree that a replay drafts with an MLP speculator.
-    """
+    """Weighted cross-entropies of every head, over the hidden states of a frozen model."""
 
     FROZEN_PART = "frozen model"
     STORE_FILE = "hidden.states"
@@ -90,24 +73,15 @@ class HeadObjective(TorchObjective):
 
     def __init__(
         self,
-        model: HeadReference,
-        frozen: StreamFusedReference,
-        train: TrainConfig,
+        model: HeadReference,  # stays in float32
+        frozen: StreamFusedReference,  # the model that heads draft for
+        train: TrainConfig,  # its `stream_weights` are the heads'
+        # children of a node by level, of the tree that a replay drafts with an MLP speculator
         widths: Sequence[int],
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of the frozen weights and the arithmetic
     ) -> None:
-        """Freeze the model that is drafted for, cast it to `dtype`, and move both to the device, in
-        place.
-
-        Args:
-            model: the heads, which stay in float32.
-            frozen: the model that they draft for.
-            train: settings of the training.
-            widths: of the class.
-            device: to compute on.
-            dtype: of the frozen weights and the arithmetic.
-        """
+        """Casts `frozen` to `dtype` and moves both models to the device, in place."""
         frozen.to(device).requires_grad_(False)
         cast_frozen_parameters(frozen, dtype)
         vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
@@ -118,7 +92,7 @@ class HeadObjective(TorchObjective):
 
     @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        """Return [B, T, D] final-normed hidden states of the frozen model, in `dtype`."""
+        """[B, T, D] final-normed hidden states of the frozen model, in `dtype`."""
         tokens = self.index_tensor(batch.tokens)
         nothing = torch.arange(0, device=self.device)
         with autocast_for(self.device, self.dtype):
@@ -128,16 +102,12 @@ class HeadObjective(TorchObjective):
         return hidden.main.to(self.dtype)
 
     def loss_and_term_means(
-        self, batch: Batch, lower: torch.Tensor, step: int = 0
+        self,
+        batch: Batch,
+        lower: torch.Tensor,  # [B, T, D]
+        step: int = 0,  # not used
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the weighted sum of the heads' losses, and each head's mean as "head_N_loss", in
-        nats a token.
-
-        Args:
-            batch: B texts; heads guess behind their anchors.
-            lower: [B, T, D] as `lower` gives it.
-            step: is not read.
-        """
+        """The weighted sum, and each head's mean as "head_N_loss", in nats per token."""
         heads = zip(self._head_inputs_of_anchors(batch, lower), self.train.alphas, strict=True)
         found = []
         for number, (one, alpha) in enumerate(heads, 1):
@@ -149,13 +119,7 @@ class HeadObjective(TorchObjective):
         return self.weighted_loss(found)
 
     def _head_inputs_of_anchors(self, batch: Batch, lower: torch.Tensor) -> list[HeadInput]:
-        """Return, for each head, its states [B, K, W], and the matrix and bias that give logits of
-        them.
-
-        Args:
-            batch: B texts of K anchors.
-            lower: [B, T, D] as `lower` gives it.
-        """
+        """By head: its states [B, K, W], and the matrix and bias that give their logits."""
         levels = range(self.model.config.num_levels)
         # Where the text has ended there is no target either.
         text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)
@@ -169,24 +133,14 @@ class HeadObjective(TorchObjective):
             ]
 
     def _anchor_states(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
-        """Return the states [B, K, D] of the anchors, from which heads guess, in float32."""
+        """The states [B, K, D] from which heads guess, in float32."""
         return lower[anchor_indices(torch.from_numpy(batch.anchors))].to(self.device).float()
 
     @without_gradients
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `count` likeliest tokens of every head; a speculator's stages are given the
-        text's own tokens before theirs.
-
-        Args:
-            batch: B texts of K anchors.
-            lower: [B, T, D] as `lower` gives it.
-            count: tokens of each head.
-
-        Returns:
-            [B, K, G, count] tokens, best first, and their log probabilities.
-        """
+        """A speculator's stages are given the text's own tokens before theirs."""
         found: list[Any] = []
         for row in self._head_inputs_of_anchors(batch, lower):
             logits = nn.functional.linear(*row)
@@ -197,20 +151,13 @@ class HeadObjective(TorchObjective):
         return tokens, logprobs.cpu().numpy()
 
     @without_gradients
-    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
-        """Count the target calls of decoding the batch's answers with trees of `size` nodes.
-
-        An MLP speculator drafts behind its own guesses here, not behind the text. Medusa heads are
-        replayed as `Objective.replay` does it.
-
-        Args:
-            batch: B texts.
-            lower: [B, T, D] as `lower` gives it.
-            size: nodes of a tree, the root included.
-
-        Returns:
-            Tokens and calls of all answers; the call of each prompt is counted.
-        """
+    def replay(
+        self,
+        batch: Batch,
+        lower: torch.Tensor,
+        size: int,  # nodes of a tree, the root included
+    ) -> Replay:
+        """Here an MLP speculator drafts after its own guesses, not after the text."""
         if not isinstance(self.model, MlpSpeculatorReference):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
@@ -236,27 +183,14 @@ class HeadObjective(TorchObjective):
 
 
 def accepted_depth(
+    # by level, [widths[0] * ... * widths[i]] guesses, siblings together
     tokens: Sequence[np.ndarray],
-    edge_logprobs: Sequence[np.ndarray],
-    widths: Sequence[int],
-    num_nodes: int,
-    following: Sequence[int],
+    edge_logprobs: Sequence[np.ndarray],  # of the same shapes, given the node above
+    widths: Sequence[int],  # children of a node, by level
+    num_nodes: int,  # the root included; nodes that tie with the last one stay
+    following: Sequence[int],  # the text's next tokens
 ) -> int:
-    """Return how many of the next tokens stand on one path from a tree's root: how many would be
-    accepted.
-
-    The tree is the full one, cut to the likeliest nodes; where the last of these ties, all that tie
-    stay.
-
-    Args:
-        tokens: by level, [widths[0] * ... * widths[i]] guesses, the children of a node side by
-            side.
-        edge_logprobs: of the same shapes, given the node above; they are cut to the bounds that all
-            drafting has.
-        widths: children of a node, by level.
-        num_nodes: of the tree, the root included.
-        following: the text's next tokens.
-    """
+    """How far the text follows one path in the tree of the `num_nodes` likeliest nodes."""
     sums = []
     above = np.zeros(1)
     for own, width in zip(edge_logprobs, widths, strict=True):

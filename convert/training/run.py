@@ -1,7 +1,7 @@
 """A training run in PyTorch: the model, its losses (eq. 5), its steps, and what is saved.
 
-Every step is a function of the settings, the data and the state before it. A run that was
-killed goes on from its last saved state to the same result.
+Every step is a function of the settings, the data and the state before it. A run that was killed
+goes on from its last saved state to the same result.
 """
 
 import contextlib
@@ -26,21 +26,16 @@ from ..reference.model import HiddenStates, StreamFusedReference, anchor_indices
 from ..typed_torch import Function, without_gradients
 
 STREAM_ATTENTION = "ssmlx_streams"
-IGNORED = -1
-"""The target of a row that has none."""
+IGNORED = -1  # the target of a row that has none
 
 
-def seed_torch_and_build_new_streams(
-    base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
+def new_streams(
+    base: nn.Module,  # of transformers; becomes part of the model, and is changed
+    config: StreamConfig,
+    train: TrainConfig,
+    draft_vocab: np.ndarray | None,  # [Vd] int32; None for all
 ) -> StreamFusedReference:
-    """Build a model with new streams and LoRA on a base.
-
-    Args:
-        base: of transformers; becomes part of the model, and is changed.
-        config: the streams' settings.
-        train: has LoRA's settings, and the seed, with which PyTorch's global generator is seeded.
-        draft_vocab: [Vd] int32; None for all tokens.
-    """
+    """Seeds PyTorch's global generator with `train.seed`."""
     torch.manual_seed(train.seed)
     return StreamFusedReference(
         base,
@@ -51,10 +46,6 @@ def seed_torch_and_build_new_streams(
 
 
 def cast_frozen_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters that take no gradients to `dtype`, in place; the others stay as they are.
-
-    Which ones take gradients is not changed; buffers are not cast.
-    """
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -63,9 +54,6 @@ def cast_frozen_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def autocast_for(
     device: torch.device, dtype: torch.dtype
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which PyTorch computes in `dtype` on the device's kind; for float32 one
-    that does nothing.
-    """
     if dtype == torch.float32:
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = torch.autocast(device.type, dtype)
@@ -73,12 +61,6 @@ def autocast_for(
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name: "cuda", "mps", "cpu", or "auto" for the first of these that is
-    there.
-
-    Raises:
-        InputError: PyTorch does not find the device.
-    """
     there = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -103,7 +85,7 @@ class TermRows(NamedTuple):
     states: torch.Tensor  # [R, D]
     head: torch.Tensor  # [V, D]
     bias: torch.Tensor | None  # [V]
-    targets: torch.Tensor  # [R], `IGNORED` where there is none
+    targets: torch.Tensor  # [R], `IGNORED` if there is none
 
 
 class TorchObjective(Objective):
@@ -113,19 +95,10 @@ class TorchObjective(Objective):
         self,
         model: StreamFusedReference,
         train: TrainConfig,
-        draft_vocab: np.ndarray | None,
+        draft_vocab: np.ndarray | None,  # [Vd] tokens; None for all
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of the frozen weights and the arithmetic
     ) -> None:
-        """Gather the LM head's rows of the draft vocabulary once, as they are now.
-
-        Args:
-            model: streams, LoRA and the base; it is not moved.
-            train: settings of the training.
-            draft_vocab: [Vd] tokens; None for all.
-            device: to compute on.
-            dtype: of the frozen weights and the arithmetic.
-        """
         self.model = model
         self.train = train
         self.device = device
@@ -135,6 +108,7 @@ class TorchObjective(Objective):
         weight = head.weight.detach()
         bias = getattr(head, "bias", None)
         rows = slice(None) if draft_vocab is None else torch.from_numpy(draft_vocab).long()
+        # The draft vocabulary's rows of the LM head are gathered once.
         own = weight[rows].contiguous(), None if bias is None else bias[rows]
         self._lm_heads = {MAIN: (weight, bias), STREAM: own, GIVEN: own, PRUNE: (weight, bias)}
         self.vocab_size, self.hidden_size = weight.shape
@@ -142,11 +116,7 @@ class TorchObjective(Objective):
 
     @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        """Return what the frozen layers give for a batch, [B, T, state_size].
-
-        That is the hidden states before the insertion layer; or, where `train.keeps_streams`, the
-        streams' final-normed states in the rows of their anchors, on the CPU, and zeros elsewhere.
-        """
+        """See `Objective.lower`; streams are final-normed, and on the CPU."""
         with autocast_for(self.device, self.dtype):
             states = self.model.lower_states(
                 self.index_tensor(batch.tokens), **self.row_arguments(batch)
@@ -159,45 +129,36 @@ class TorchObjective(Objective):
         rows[anchor_indices(torch.from_numpy(batch.anchors))] = streams.flatten(2).cpu()
         return rows
 
-    def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
-        """Run from the hidden states before the insertion layer to the final norm, with streams on
-        every anchor.
-
-        Args:
-            batch: B texts.
-            lower: [B, T, D] on the device.
-        """
+    def upper(
+        self,
+        batch: Batch,
+        lower: torch.Tensor,  # [B, T, D] on the device
+        rootless: np.ndarray | None = None,  # [B, K] bool: streams without the root's term
+    ) -> HiddenStates:
+        """From the insertion layer to the final norm, with streams on every anchor."""
         anchors = self.index_tensor(batch.anchors)
+        without = None if rootless is None else torch.from_numpy(rootless).to(self.device)
         with autocast_for(self.device, self.dtype):
             tokens = self.index_tensor(batch.tokens)
             return self.model.upper_states(
-                lower, tokens, stream_rows=anchors, **self.row_arguments(batch)
+                lower, tokens, stream_rows=anchors, rootless=without, **self.row_arguments(batch)
             )
 
-    def logits(self, hidden: torch.Tensor, kind: TermKind) -> torch.Tensor:
-        """Return logits [..., V], or of streams [..., Vd].
-
-        Args:
-            hidden: [..., D] final-normed states.
-            kind: of a term, such as `MAIN`; it decides which rows of the LM head are taken.
-        """
+    def logits(
+        self,
+        hidden: torch.Tensor,  # [..., D] final-normed
+        kind: TermKind,  # whose rows of the LM head are used
+    ) -> torch.Tensor:  # [..., V], of streams [..., Vd]
         return F.linear(hidden.to(self.dtype), *self._lm_heads[kind])
 
     def loss_and_term_means(
-        self, batch: Batch, lower: torch.Tensor, step: int
+        self,
+        batch: Batch,
+        lower: torch.Tensor,  # [B, T, state_size]
+        step: int,  # see `Objective.loss_terms`
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return eq. 5's weighted sum, with gradients, and each of its means.
-
-        Args:
-            batch: B texts.
-            lower: [B, T, state_size] as the method `lower` gives it.
-            step: decides which anchors teach the pruning adapter, and the streams themselves where
-                there is a condition.
-
-        Returns:
-            The sum; and the means by "NAME_loss", in nats a token.
-        """
-        states = self._hidden_states_by_kind(batch, lower)
+        """Eq. 5's weighted sum, with gradients; the means by "NAME_loss" in nats per token."""
+        states = self._hidden_states_by_kind(batch, lower, self.rootless_anchors(batch, step))
         found = []
         for term in self.loss_terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
@@ -217,29 +178,18 @@ class TorchObjective(Objective):
         return self.weighted_loss(found)
 
     def _hidden_states_by_kind(
-        self, batch: Batch, lower: torch.Tensor
+        self, batch: Batch, lower: torch.Tensor, rootless: np.ndarray | None = None
     ) -> dict[TermKind, torch.Tensor]:
-        """Return hidden states [..., D] by the kinds of rows that terms name.
-
-        Main and streams are final-normed, pruning's as `lower` has them. Where
-        `train.keeps_streams`, `lower` has the streams, and there are no others.
-        """
+        """[..., D]: main and streams final-normed, pruning's as `lower` has them."""
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
             streams = nodes[anchor_indices(self.index_tensor(batch.anchors))]
             return {STREAM: streams, GIVEN: streams}
-        hidden = self.upper(batch, nodes)
+        hidden = self.upper(batch, nodes, rootless)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
     def weighted_loss(self, terms: Iterable[TermRows]) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the weighted sum of mean cross-entropies, and each mean by "NAME_loss", in nats a
-        token.
-
-        A term without any target counts 0.
-
-        Args:
-            terms: may be empty; then the sum is 0.
-        """
+        """As `loss_and_term_means`; a term without targets counts 0."""
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
         for name, alpha, rows, weight, bias, targets in terms:
@@ -256,18 +206,6 @@ class TorchObjective(Objective):
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `count` likeliest tokens of every stream, and their log probabilities.
-
-        Args:
-            batch: B texts of K anchors.
-            lower: as `lower` gives it.
-            count: C, tokens of each stream.
-
-        Returns:
-            [B, K, G, C] tokens of the model's vocabulary, best first; and log probabilities
-            [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate (fourth axis) of
-            the stream before, all the first stream's given the text's own token.
-        """
         streams = self._hidden_states_by_kind(batch, lower)[STREAM].unflatten(
             -1, (-1, self.hidden_size)
         )
@@ -287,77 +225,57 @@ class TorchObjective(Objective):
 
     def _condition_candidates(
         self,
-        streams: torch.Tensor,
+        streams: torch.Tensor,  # [K, G, D] final-normed
+        # [K] the token after each anchor, before the first stream's; -1 for none
         roots: torch.Tensor,
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
+        tokens: torch.Tensor,  # [K, G, C] candidates
+        logprobs: torch.Tensor,  # [K, G, C] without a condition
     ) -> torch.Tensor:
-        """Return [K, G, C, C] log probabilities of one answer's candidates (last axis) given each
-        of the stream before.
-
-        They add up to what the C candidates' probabilities added up to without a condition.
-
-        Args:
-            streams: [K, G, D] final-normed.
-            roots: [K] the token after each anchor, which stands before the first stream's; -1 for
-                none.
-            tokens: [K, G, C] candidates.
-            logprobs: [K, G, C] their log probabilities without a condition.
-        """
+        """[K, G, C, C] log probabilities, given each candidate of the stream before."""
         first = roots.clamp(min=0)[:, None, None].expand(-1, 1, tokens.shape[-1])
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
         with autocast_for(self.device, self.dtype):
             rows = self._lm_heads[MAIN][0][tokens]
             more = self.model.condition_logits(streams.to(self.dtype), previous, rows).float()
         scores = logprobs[:, :, None] + more
+        # The C candidates have the same total probability as without a condition.
         mass = logprobs.logsumexp(-1)[:, :, None, None]
         return scores.log_softmax(-1) + mass
 
     @without_gradients
     def mean_losses(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Return the mean of each term of the loss at step 0, by "NAME_loss", in nats a token;
-        nothing is learned.
-        """
         return self.loss_and_term_means(batch, lower, 0)[1]
 
     def to_bits(self, states: torch.Tensor) -> np.ndarray:
-        """Return states as a NumPy array of int16 or int32, bit for bit: NumPy has no bfloat16."""
         kind = torch.int16 if self.state_bytes == 2 else torch.int32
         bits: np.ndarray = states.cpu().view(kind).numpy()
         return bits
 
     def from_bits(self, bits: np.ndarray) -> torch.Tensor:
-        """Return the states of which `to_bits` made these integers, on the CPU."""
         return torch.from_numpy(bits).view(self.dtype)
 
     def index_tensor(self, array: np.ndarray) -> torch.Tensor:
-        """Return an array of whole numbers as an int64 tensor on the device."""
+        """An int64 tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
 
     def row_arguments(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return positions [B, T] and what rows see [B, T, T], by the reference's argument
-        names.
-        """
+        """Positions [B, T] and what rows see [B, T, T], by the reference's argument names."""
         masks = {"visible": batch.causal_visible, "stream_visible": batch.stream_visible}
         seen = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
         return {"positions": self.index_tensor(batch.positions), **seen}
 
 
 class TorchTrainer(Trainer):
-    """Takes training steps in PyTorch, with AdamW; `stream_embeddings` learn at a multiple of the
-    rate, `embedding_rate`.
-    """
+    """Takes training steps in PyTorch; stream embeddings learn at a multiple of the rate."""
 
     STATE_FILE = "state.pt"
     objective: TorchObjective
 
-    def __init__(self, objective: TorchObjective, num_steps: int) -> None:
-        """Begin at step 0, with AdamW on the parameters that take gradients.
-
-        Args:
-            objective: its model is trained in place.
-            num_steps: of the whole run, which decide the learning rate.
-        """
+    def __init__(
+        self,
+        objective: TorchObjective,
+        num_steps: int,  # of the whole run, for the learning rate
+    ) -> None:
         self.objective = objective
         self.num_steps = num_steps
         self.step = 0
@@ -373,19 +291,6 @@ class TorchTrainer(Trainer):
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Take one optimiser step on a batch, its gradients clipped to the norm `clip_norm`.
-
-        Args:
-            batch: this process's.
-            lower: as `TorchObjective.lower` gives it for the batch.
-
-        Returns:
-            The steps taken so far as "step", the learning rate as "rate", and each term's loss
-            before the step by "NAME_loss".
-
-        Raises:
-            InputError: the gradient is not finite; no step is taken.
-        """
         train = self.objective.train
         rate = train.learning_rate_at(self.step, self.num_steps)
         for group in self.optimizer.param_groups:
@@ -400,24 +305,16 @@ class TorchTrainer(Trainer):
         return {"step": self.step, "rate": rate, **parts}
 
     def write(self, path: Path, identity: str) -> None:
-        """Write weights, the optimiser's state and the step into a file, with the run's
-        identity.
-        """
         weights = {name: p.detach().cpu() for name, p in self.named.items()}
         state = {"identity": identity, "step": self.step, "weights": weights}
         torch.save({**state, "optimizer": self.optimizer.state_dict()}, path)
 
     def read(self, path: Path) -> tuple[str, Any]:
-        """Return the identity in a file of `write`, and its state on the CPU; nothing is set.
-
-        A broken file raises whatever PyTorch raises.
-        """
         state: dict[str, Any] = torch.load(path, "cpu", weights_only=True)
         return state["identity"], state
 
     @without_gradients
     def restore(self, state: dict[str, Any]) -> None:
-        """Set weights, optimiser and step to those of a state that `read` returned."""
         for name, parameter in self.named.items():
             parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -427,32 +324,21 @@ class TorchTrainer(Trainer):
 class LinearCrossEntropy(Function):
     """The scaled sum of cross-entropies under a linear head, and each row's own [R] in nats.
 
-    No gradient passes through the rows' losses. The logits are by far the largest arrays of a step:
-    loss and gradient are computed a few rows at a time, in one go, and no logits are kept. The
-    gradient reaches `hidden` [R, D], and `weight` [V, D] where it takes gradients; not `bias` [V].
+    The logits are by far the largest arrays of a step: loss and gradient are computed a few rows at
+    a time, in one go, and no logits are kept. Gradients reach `hidden`, and `weight` if it takes
+    gradients; not `bias`, and nothing passes through the rows' losses.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        scale: float,
+        hidden: torch.Tensor,  # [R, D]
+        weight: torch.Tensor,  # [V, D]
+        bias: torch.Tensor | None,  # [V]
+        targets: torch.Tensor,  # [R] ids
+        scale: float,  # of every row in the sum
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of cross-entropies times `scale`, and each row's own [R].
-
-        The gradients are computed here, and kept for `backward`.
-
-        Args:
-            ctx: PyTorch's context.
-            hidden: [R, D].
-            weight: [V, D].
-            bias: [V], or None.
-            targets: [R] ids.
-            scale: of every row in the sum.
-        """
+        """Computes the gradients too, for `backward`."""
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]
@@ -475,9 +361,6 @@ class LinearCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the kept gradients of `hidden` and `weight`, times the sum's; None for a weight
-        that takes none, and for the rest.
-        """
         found = (
             one if one is None else one * upstream[0].to(one.dtype) for one in ctx.saved_tensors
         )
@@ -487,15 +370,11 @@ class LinearCrossEntropy(Function):
 def use_stream_attention(base: nn.Module, num_streams: int) -> None:
     """Make the attention modules of `base` score stream rows sparsely, by `stream_attention`.
 
-    It is registered with transformers for the whole process: the `num_streams` of the last call
-    holds for the bases of earlier ones too.
-
     With K anchors of G streams, a stream row sees the node rows and at most G of the K * G stream
     rows; PyTorch's kernels would score it against all of them. Node rows still go to these kernels.
 
-    Args:
-        base: a model of transformers; its attention implementation is changed.
-        num_streams: G.
+    It is registered with transformers for the whole process, so the `num_streams` of the last call
+    applies to all bases.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -510,12 +389,8 @@ def use_stream_attention(base: nn.Module, num_streams: int) -> None:
         scaling: float | None = None,
         **settings: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention as transformers' modules call it.
-
-        Where there are as many queries as keys, or no mask, the rows are nodes and PyTorch's kernel
-        computes; else they are stream rows. Shapes are those of `stream_attention`; the result is
-        [B, rows, H, Dh], and None in the place of weights.
-        """
+        """Returns [B, rows, H, Dh], and None for weights, as transformers' modules expect."""
+        # As many queries as keys, or no mask: these rows are nodes.
         if attention_mask is None or query.shape[2] == key.shape[2]:
             of_nodes: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **settings
@@ -531,27 +406,16 @@ def use_stream_attention(base: nn.Module, num_streams: int) -> None:
 
 
 def stream_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: torch.Tensor,  # [B, H, K * G, Dh], not scaled yet
+    key: torch.Tensor,  # [B, Hkv, T + K * G, Dh], nodes first
+    value: torch.Tensor,  # [B, Hkv, T + K * G, Dh]
+    # [B, 1, K * G, T + K * G] additive; only its columns of nodes are read: a stream sees its
+    # anchor's streams up to itself
     mask: torch.Tensor,
-    num_streams: int,
+    num_streams: int,  # G
     scale: float,
-) -> torch.Tensor:
-    """Compute attention (eq. 2) for the K * G stream rows, anchor by anchor.
-
-    Args:
-        query: [B, H, K * G, Dh], not scaled yet.
-        key: [B, Hkv, T + K * G, Dh] of the node rows, then of the stream rows.
-        value: likewise.
-        mask: [B, 1, K * G, T + K * G] additive; its part of the stream rows is not read: a stream
-            sees the streams of its anchor up to itself.
-        num_streams: G.
-        scale: of the scores.
-
-    Returns:
-        [B, H, K * G, Dh].
-    """
+) -> torch.Tensor:  # [B, H, K * G, Dh]
+    """Attention (eq. 2) of the K * G stream rows, anchor by anchor."""
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     num_nodes = key.shape[2] - rows
@@ -564,7 +428,7 @@ def stream_attention(
     node_scores = node_scores.view(batch, heads, rows, num_nodes) + mask[..., :num_nodes]
 
     def only_stream_rows(x: torch.Tensor) -> torch.Tensor:
-        """Return the stream rows of keys or values as [B * Hkv * K, G, Dh]."""
+        """[B * Hkv * K, G, Dh] of keys or values."""
         return x[:, :, num_nodes:].reshape(-1, num_streams, width)
 
     def by_node(x: torch.Tensor) -> torch.Tensor:
@@ -572,7 +436,7 @@ def stream_attention(
         return x.transpose(2, 3).reshape(-1, groups * num_streams, x.shape[-1])
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
-        """Turn what `by_node` has made back into [B, H, K * G, n]."""
+        """The inverse of `by_node`, as [B, H, K * G, n]."""
         shape = batch, kv_heads, num_anchors, groups, num_streams, x.shape[-1]
         return x.view(shape).transpose(2, 3).reshape(batch, heads, rows, -1)
 

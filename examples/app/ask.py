@@ -17,24 +17,15 @@ QUESTIONS = ("Write a short poem about the sea.", "Why is the sky blue?")
 
 
 class Screen:
-    """Shows the end of each answer on a line of its own while it grows, on a terminal; then whole
-    answers.
-    """
+    """On a terminal, shows the end of each growing answer on a line; then whole answers."""
 
     def __init__(self, questions: list[str]) -> None:
-        """Start with an empty text for each question; nothing is drawn yet."""
         self.questions = questions
         self.texts = [""] * len(questions)
         self._live = sys.stderr.isatty()
         self._drawn = 0
 
-    def append_and_redraw(self, number: int, text: str) -> None:
-        """Add text to an answer, and draw all lines again if standard error is a terminal.
-
-        Args:
-            number: of the question, from 0 on.
-            text: the next piece.
-        """
+    def append(self, number: int, text: str) -> None:
         self.texts[number] += text
         if self._live:
             width = shutil.get_terminal_size().columns - 5
@@ -45,7 +36,6 @@ class Screen:
             self._drawn = len(lines)
 
     def print_whole_answers(self) -> None:
-        """Print each question with the text of its answer so far, on standard output."""
         for question, text in zip(self.questions, self.texts, strict=True):
             print(f"\n{question}\n{text}", flush=True)
 
@@ -53,28 +43,15 @@ class Screen:
 async def stream_answer_to_screen(
     engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: int
 ) -> None:
-    """Stream one answer onto the screen; where the task is cancelled, so is the answer.
-
-    Args:
-        engine: the model.
-        number: of the question on the screen, from 0 on.
-        screen: is changed.
-        max_tokens: of the answer.
-    """
+    """If the task is cancelled, so is the answer."""
     question = screen.questions[number]
     async with engine.stream(question, max_tokens=max_tokens) as segments:
         async for segment in segments:
-            screen.append_and_redraw(number, segment.text)
+            screen.append(number, segment.text)
 
 
 async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:
-    """Stream all answers at once, and wait for their ends; where one fails or Ctrl-C comes, all are
-    cancelled.
-
-    Raises:
-        InputError: a question or a setting cannot be followed.
-        ExceptionGroup: other errors of answers that failed.
-    """
+    """If one answer fails or Ctrl-C comes, all are cancelled."""
     try:
         async with asyncio.TaskGroup() as tasks:
             for number in range(len(screen.questions)):
@@ -87,18 +64,7 @@ async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: i
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Ask the questions of the command line, and print the answers, whole or not.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-
-    Returns:
-        The exit code: 0, 2 for a model that cannot be loaded or a setting that cannot be followed,
-        130 for Ctrl-C.
-
-    Raises:
-        ExceptionGroup: what else made answers fail.
-    """
+    """The exit code is 2 for a model or a setting that cannot be used, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description="Ask several questions at once.")
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS))
     parser.add_argument("--model", default="smollm2-135m")

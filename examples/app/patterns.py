@@ -27,14 +27,7 @@ class AnswerSoFar(NamedTuple):
 async def answer_within(
     engine: ssmlx.Engine, question: str, seconds: float, max_tokens: int = 256
 ) -> AnswerSoFar:
-    """Answer a question for some seconds at most; then the answer is cancelled.
-
-    Args:
-        engine: the model.
-        question: what the user asks.
-        seconds: how long to wait for the whole answer.
-        max_tokens: longest answer.
-    """
+    """Answer a question for at most some seconds; then the answer is cancelled."""
     pieces: list[str] = []
     try:
         async with asyncio.timeout(seconds):
@@ -50,33 +43,21 @@ async def answer_within(
 async def answer_until_enough(
     engine: ssmlx.Engine, question: str, is_enough: Callable[[str], bool]
 ) -> str:
-    """Answer a question until `is_enough` says so of the text so far, as a Stop button does it.
-
-    Returns:
-        The text until then, or the whole answer, of 2,000 tokens at most.
-    """
+    """Answer until `is_enough` says so of the text so far, as a Stop button does it."""
     text = ""
     async with engine.stream(question, max_tokens=2000) as answer:
         async for segment in answer:
             text += segment.text
             if is_enough(text):
-                answer.cancel()  # does not wait; the loop ends behind the call that runs now
+                answer.cancel()  # does not wait; the loop ends after the call that runs now
     return text
 
 
 async def close_engine_during_answers(engine: ssmlx.Engine, questions: Sequence[str]) -> list[str]:
-    """Ask several questions, and close the engine once each answer has begun.
-
-    Returns:
-        The text that there was of each answer, in order. `close` cancels those that run; reading
-        them ends without an error.
-    """
+    """Close the engine once each answer has begun: they are cancelled, without errors."""
     begun = [asyncio.Event() for _ in questions]
 
     async def read_to_end(number: int) -> str:
-        """Read an answer until it ends or the engine is closed; set its event at each segment, and
-        return its text.
-        """
         text = ""
         async for segment in engine.stream(questions[number], max_tokens=2000):
             text += segment.text
@@ -91,25 +72,18 @@ async def close_engine_during_answers(engine: ssmlx.Engine, questions: Sequence[
 
 
 def answer_in_this_process(model: str, question: str, max_tokens: int) -> str:
-    """Answer one question with an engine of this process's own."""
     with ssmlx.Engine(model) as engine:
         return "".join(one.text for one in engine.stream(question, max_tokens=max_tokens))
 
 
 def answer_in_another_process(model: str, question: str, max_tokens: int) -> str:
-    """Answer one question in a process that was spawned: a forked one cannot use MLX.
-
-    The model is loaded there; nothing is loaded in this process.
-    """
+    """In a process that was spawned: a forked one cannot use MLX."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(answer_in_this_process, model, question, max_tokens).result()
 
 
 async def print_each_pattern(model: str) -> None:
-    """Load a model, and print what comes of a time-out, of a cancelled answer and of an engine that
-    is closed.
-    """
     engine = await asyncio.to_thread(ssmlx.Engine, model)
     answer = await answer_within(engine, QUESTIONS[0], seconds=1)
     print(f"within a second ({'whole' if answer.is_whole else 'cut'}): {answer.text}")
@@ -120,14 +94,7 @@ async def print_each_pattern(model: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show each pattern with the model of the command line, the last in another process.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-
-    Returns:
-        The exit code: 0, or 2 for a model that cannot be loaded.
-    """
+    """The exit code is 2 for a model that cannot be loaded."""
     parser = argparse.ArgumentParser(description="Time-outs, cancelling, closing, processes.")
     parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args(argv)

@@ -12,24 +12,18 @@ import ssmlx
 class Assistant:
     """Answers questions with one model, and counts what its drafts saved."""
 
-    def __init__(self, model: str | Path, *, memory_gb: float | None = None) -> None:
-        """Load the model.
-
-        Args:
-            model: a folder, a Hub name or an alias.
-            memory_gb: what texts may take beside the weights, in GB; None for ssmlx's default.
-        """
+    def __init__(
+        self,
+        model: str | Path,  # a folder, a Hub name or an alias
+        *,
+        # what texts may take beside the weights; None for ssmlx's default
+        memory_gb: float | None = None,
+    ) -> None:
         self.engine = ssmlx.Engine(model, memory_gb=memory_gb)
         self.saved_calls = 0
 
-    def ask_and_count_saved_calls(self, question: str, adapter: str | None = None) -> str:
-        """Answer a question, and count the calls that drafts saved; an empty text where there is no
-        memory for it.
-
-        Args:
-            question: is asked alone.
-            adapter: a name or folder; None for the engine's default.
-        """
+    def ask(self, question: str, adapter: str | None = None) -> str:
+        """An empty text if there is no memory for it."""
         config = ssmlx.GenerateConfig(max_tokens=40, temp=0.0, stop=("\n\n",))
         text = ""
         last: ssmlx.GenerationResponse | None = None
@@ -45,34 +39,24 @@ class Assistant:
         return text
 
     async def ask_async(self, question: str) -> str:
-        """Answer a question on an event loop; saved calls are not counted."""
         async with self.engine.stream(question, max_tokens=40) as answer:
             pieces: list[str] = [segment.text async for segment in answer]
         return "".join(pieces)
 
     def chat(self) -> ssmlx.ChatSession:
-        """Begin a conversation; its turns are answered by the session."""
         return self.engine.chat(ssmlx.GenerateConfig(tree=ssmlx.TreeConfig(size=8)))
 
     def close(self) -> None:
-        """Free the model's memory."""
         self.engine.close()
 
 
 class MeasuredAnswer(NamedTuple):
-    """An answer's text, and how many tokens a target call brought on average."""
-
     text: str
     tokens_per_call: float
 
 
-def load_and_answer_once(model: str, question: str) -> MeasuredAnswer:
-    """Load a model with the adapter that ssmlx chooses, and answer one question, without an engine.
-
-    Args:
-        model: a folder, a Hub name or an alias.
-        question: is asked alone; the answer has 40 tokens at most.
-    """
+def answer_once(model: str, question: str) -> MeasuredAnswer:
+    """With the adapter that ssmlx chooses, and without an engine."""
     loaded, tokenizer = ssmlx.load(model, adapter="auto")
     prompt: list[int] = ssmlx.prompt_tokens(question, loaded, tokenizer)
     responses = list(ssmlx.stream_generate(loaded, tokenizer, prompt, max_tokens=40))

@@ -56,23 +56,14 @@ COUNTS = {"train": Counts(2350, 600), "valid": Counts(80, 20), "test": Counts(80
 
 
 def make_two_turn_chats(
-    model: Any, tokenizer: Any, firsts: Sequence[str], follow_ups: Sequence[str], batch_size: int
+    model: Any,  # of transformers
+    tokenizer: Any,
+    firsts: Sequence[str],
+    follow_ups: Sequence[str],  # one for each prompt
+    batch_size: int,
 ) -> list[dict[str, Any]]:
-    """Make chats of a prompt, the model's greedy answer, and a follow-up question.
-
-    The answer is cut at `FIRST_ANSWER_TOKENS` tokens, then after its last whole sentence.
-
-    Args:
-        model: of transformers.
-        tokenizer: its tokenizer.
-        firsts: prompts.
-        follow_ups: one for each prompt.
-        batch_size: answers at once.
-
-    Returns:
-        A row with "messages" for each prompt, in their order.
-    """
-    encoded = continuations.encode_prompts_refusing_long(
+    """A prompt, the model's greedy answer cut to whole sentences, and a follow-up question."""
+    encoded = continuations.encode_prompts(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
     sampling = Sampling(max_tokens=FIRST_ANSWER_TOKENS)
@@ -90,30 +81,16 @@ def make_two_turn_chats(
 
 
 def cut_to_whole_sentences(text: str) -> str:
-    """Cut a text after its last sentence or line, and strip it; all of it stays if no sentence
-    ends.
-    """
+    """After its last sentence or line; all of it stays if no sentence ends."""
     ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)|(?=\n)", text)]
     return (text[: ends[-1]] if ends and text[: ends[-1]].strip() else text).strip()
 
 
 def split_without_near_copies(
-    sampled: Sequence[str], hand_written: Mapping[Split, list[str]]
+    sampled: Sequence[str],  # the model's own prompts
+    hand_written: Mapping[Split, list[str]],
 ) -> dict[str, list[str]]:
-    """Divide the model's own prompts among the splits "test", "valid" and "train", in this order.
-
-    Prompts that begin like a hand-written one, or like an earlier one, are left out.
-
-    Args:
-        sampled: the model's prompts.
-        hand_written: the hand-written prompts of every split.
-
-    Returns:
-        The model's prompts of each split, as many as `COUNTS` says.
-
-    Raises:
-        InputError: too few are left.
-    """
+    """Prompts that begin like a hand-written or an earlier one are left out."""
     seen = {opening_words(text) for texts in hand_written.values() for text in texts}
     fresh = []
     for text in sampled:
@@ -137,18 +114,7 @@ def split_without_near_copies(
 def sample_user_turns(
     model: Any, tokenizer: Any, count: int, *, batch_size: int, seed: int
 ) -> list[str]:
-    """Sample `count` different prompts from the model, in the order in which they came.
-
-    What did not end by itself, is no good prompt or came before is passed over, and batches are
-    drawn until there are enough, however many that takes.
-
-    Args:
-        model: of transformers.
-        tokenizer: its tokenizer.
-        count: how many.
-        batch_size: prompts that are sampled at once.
-        seed: the same one gives the same prompts.
-    """
+    """As many batches as it takes, in the order in which they came."""
     from huggingface_hub.utils import tqdm
 
     sampling = Sampling(seed=seed, **SAMPLING)
@@ -171,11 +137,6 @@ def sample_user_turns(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `examples.recipes.chat_prompts`; --out is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     continuations.add_model_and_batch_options(parser)
@@ -183,16 +144,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _make_and_write_prompts(args: argparse.Namespace) -> None:
-    """Write the prompts of all splits into --out, and say on standard error how many.
-
-    The model's own prompts are kept in --out too, and read from there by another run. In the file
-    for training, prompts come before two-turn chats; the others are shuffled.
-
-    Raises:
-        InputError: PyTorch is missing, the model cannot be loaded, or too few different prompts
-            were sampled.
-    """
+def _write_prompts(args: argparse.Namespace) -> None:
     from ssmlx.loading.names import resolve_model
 
     check_torch()
@@ -202,9 +154,7 @@ def _make_and_write_prompts(args: argparse.Namespace) -> None:
     model, tokenizer = continuations.load_answering_model(
         resolve_model(args.model), args.dtype, args.device
     )
-    sampled = split_without_near_copies(
-        _read_earlier_or_sample_prompts(args, model, tokenizer), written
-    )
+    sampled = split_without_near_copies(_sampled_prompts(args, model, tokenizer), written)
     for split, lists in split_question_lists().items():
         rng = random.Random(f"{args.seed} {split} chats")
         texts = [*written[split], *sampled[split]]
@@ -218,12 +168,8 @@ def _make_and_write_prompts(args: argparse.Namespace) -> None:
         print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
 
 
-def _read_earlier_or_sample_prompts(
-    args: argparse.Namespace, model: Any, tokenizer: Any
-) -> list[str]:
-    """Return sampled prompts: those that an earlier run with the same settings wrote, else new
-    ones, which are written into --out.
-    """
+def _sampled_prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
+    """Those of an earlier run with the same settings, which are kept in --out."""
     of = hashlib.sha256(args.model.encode()).hexdigest()[:8]
     kept = args.out / f"sampled_{of}_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
     if kept.is_file():
@@ -233,7 +179,7 @@ def _read_earlier_or_sample_prompts(
     return found
 
 
-main = make_main(PROG, parse_args, _make_and_write_prompts)
+main = make_main(PROG, parse_args, _write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from perf.run.results import ROOT, explain_broken_result
-from ssmlx.commands.machine import describe_machine
+from perf.run.environment import ROOT, describe_machine
+from perf.run.results import explain_broken_result
 from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.errors import require
@@ -38,26 +38,18 @@ class Step:
     finished: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Return the command's options by name, parsed by its own parser; its module is
-        imported.
-        """
+        """By name, parsed by the command's own parser."""
         module, *words = shlex.split(self.command)
         options: dict[str, Any] = vars(import_module(module).parse_args(words))
         return options
 
     def input_files(self) -> list[str]:
-        """Return the files that the command learns from or answers, by the names of the recipe."""
+        """That the command learns from or answers, by the names of the recipe."""
         folder, prompts = map(self.options().get, ("data", "prompts"))
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
 
-    def command_with_folders_and_max_steps(self, args: argparse.Namespace) -> list[str]:
-        """Return the command's words with real folders; with --max-steps N, with --max-steps N and
-        --count 16 N where the command has such options.
-
-        Args:
-            args: the recipe's options.
-        """
+    def command_words(self, args: argparse.Namespace) -> list[str]:
         words = [path_with_real_folder(word, args) for word in shlex.split(self.command)]
         for name, most in (("max_steps", args.max_steps), ("count", 16 * args.max_steps)):
             if most and name in self.options():
@@ -66,27 +58,14 @@ class Step:
 
 
 def path_with_real_folder(name: str, args: argparse.Namespace) -> str:
-    """Replace a leading DATA or OUT of a path by the folder of --data-dir or --out; other paths
-    stay.
-
-    Args:
-        name: such as "DATA/sql/train.jsonl".
-        args: the recipe's options.
-    """
+    """For a leading DATA or OUT."""
     first, _, rest = name.partition("/")
     folders = {"DATA": args.data_dir.resolve(), "OUT": args.out.resolve()}
     return str(folders[first] / rest) if first in folders else name
 
 
 def check_equal_training(steps: Sequence[Step]) -> None:
-    """Refuse steps whose drafters of one task would not learn equally much; nothing is run.
-
-    Steps that train are compared with the first of their task in the settings of `EQUAL`; steps
-    without streams, which train a task's LoRA, are not.
-
-    Raises:
-        InputError: a setting differs; the line names both steps.
-    """
+    """Drafters of one task must learn equally much."""
     rivals: dict[str, tuple[str, str]] = {}
     for step in steps:
         options = step.options()
@@ -97,20 +76,12 @@ def check_equal_training(steps: Sequence[Step]) -> None:
             require(has == expected, found, expected=f"{expected}, as {name}", do="make them equal")
 
 
-def check_or_fill_digest_of_file(
-    name: str, digests: dict[str, str | None], args: argparse.Namespace
+def check_digest(
+    name: str,
+    digests: dict[str, str | None],  # SHA-256 by file name
+    args: argparse.Namespace,
 ) -> None:
-    """Compare the SHA-256 of a file with its digest in `digests`; a digest of None is filled in
-    there.
-
-    Args:
-        name: of the file in the recipe.
-        digests: SHA-256 by file name; is changed.
-        args: the recipe's options.
-
-    Raises:
-        InputError: the file is missing, or another one.
-    """
+    """A digest of None is filled in."""
     path = ROOT / path_with_real_folder(name, args)
     expected = digests[name]
     do = "take the steps before it, or give --data-dir"
@@ -122,11 +93,6 @@ def check_or_fill_digest_of_file(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `examples.recipes.comparison`; --out is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, "Make the drafters that perf.compare compares.", EPILOG)
     add_options(
         parser,
@@ -139,24 +105,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_module(words: Sequence[str]) -> int:
-    """Run `python -m` with these words in the checkout, and return its exit code."""
     return subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode
 
 
 def _run_unfinished_steps(args: argparse.Namespace) -> int:
-    """Run the chosen steps that are not finished, one after the other, and record each in
-    OUT/comparison.json.
-
-    A finished step is run anew where the record lacks the digest of a file that it reads.
-
-    Returns:
-        The exit code of the first step that fails, after which none is run; 0 where all are
-        finished.
-
-    Raises:
-        InputError: a file is missing or another one, --only names no step, OUT holds a run with
-            another --max-steps, or steps of one task would not be trained equally much.
-    """
+    """Finished steps are recorded in OUT/comparison.json; the first that fails ends it."""
     record = args.out / MANIFEST.name
     source = record if record.is_file() else MANIFEST
     manifest = read_json(source, "a manifest of steps")
@@ -175,16 +128,15 @@ def _run_unfinished_steps(args: argparse.Namespace) -> int:
     require(bool(chosen), f"--only {args.only}", expected="a task or a step", do="correct it")
 
     def write_record() -> None:
-        """Write the record with the steps and digests as they are now."""
         told = {**manifest, "steps": [asdict(step) for step in steps]}
         write_whole(record, json.dumps(told, indent=1).encode() + b"\n")
 
     for number, step in enumerate(chosen, 1):
         for name in files:
             if name in step.input_files() or not name.startswith(("OUT/", "DATA/")):
-                check_or_fill_digest_of_file(name, files, args)
+                check_digest(name, files, args)
         if not step.finished:
-            words = step.command_with_folders_and_max_steps(args)
+            words = step.command_words(args)
             step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)

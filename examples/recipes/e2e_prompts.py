@@ -34,16 +34,11 @@ MORE_SHARE = 0.5  # of `VALUES`
 _UNSEEN = ("name", "near")  # what the held-out files have to themselves
 _ATTRIBUTE = re.compile(r"([^,\[\]]+)\[([^\[\]]*)\](?:, |$)")
 
-Attributes = tuple[tuple[str, str], ...]
-"""Names and values in their order: (("name", "Aromi"), ("area", "riverside"))."""
+Attributes = tuple[tuple[str, str], ...]  # such as (("name", "Aromi"), ("area", "riverside"))
 
 
 def parse_attributes(text: str) -> Attributes:
-    """Parse `name[Aromi], area[riverside]` into pairs, in their order.
-
-    Raises:
-        InputError: the text has another form.
-    """
+    """`name[Aromi], area[riverside]` into pairs, in order."""
     found = tuple(_ATTRIBUTE.findall(text))
     require(
         bool(found) and format_attributes(found) == text,
@@ -55,16 +50,12 @@ def parse_attributes(text: str) -> Attributes:
 
 
 def format_attributes(attributes: Attributes) -> str:
-    """Format pairs as `name[Aromi], area[riverside]`."""
+    """The inverse of `parse_attributes`."""
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 
 def read_values_not_held_out(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
-    """Read `VALUES`, values by attribute, without the names and places that held-out prompts have.
-
-    Args:
-        held_out: these prompts' attributes.
-    """
+    """Values by attribute, without the names and places that held-out prompts have."""
     kept_back = {pair for one in held_out for pair in one if pair[0] in _UNSEEN}
     return {
         name: [value for value in values if (name, value) not in kept_back]
@@ -74,23 +65,13 @@ def read_values_not_held_out(held_out: Collection[Attributes]) -> Mapping[str, S
 
 def recombine_attributes(
     known: Sequence[Attributes],
-    most: int,
-    taken: Collection[str],
+    most: int,  # fewer if `DRY_ROUNDS` draws in a row give nothing new
+    taken: Collection[str],  # prompts that must not be made
     seed: int,
+    # further values by attribute, from which half of the draws come
     more_values: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """Make new prompts: the attributes of a known prompt, with values of others.
-
-    Args:
-        known: prompts as pairs.
-        most: how many to make; fewer if `DRY_ROUNDS` draws in a row give nothing new.
-        taken: prompts that must not be made.
-        seed: of the draws.
-        more_values: further values by attribute, from which half of the draws come.
-
-    Returns:
-        The prompts as texts, all different.
-    """
+    """The attributes of a known prompt, with values of others; all different."""
     draw = random.Random(seed)
     seen = set(taken)
     values: dict[str, list[str]] = {}
@@ -99,7 +80,6 @@ def recombine_attributes(
             values.setdefault(name, []).append(value)
 
     def draw_value(name: str) -> str:
-        """Draw a value of an attribute."""
         new = more_values.get(name)
         return draw.choice(new if new and draw.random() < MORE_SHARE else values[name])
 
@@ -116,11 +96,6 @@ def recombine_attributes(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `examples.recipes.e2e_prompts`; --data and --out are required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the task")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
@@ -130,16 +105,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _write_training_prompts_and_recombined_ones(args: argparse.Namespace) -> None:
-    """Write the training prompts that are not held out, then --count new ones, into the file --out.
-
-    Reads train, valid and test.jsonl of the folder --data; prompts of the last two are held out.
-    Repeated prompts are written once. New ones are drawn by --seed; there are fewer where no others
-    are left. How many were written is said on standard error.
-
-    Raises:
-        InputError: --count is below 1, or a file is missing or has prompts of another form.
-    """
+def _write_prompts(args: argparse.Namespace) -> None:
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     own, *others = (
         [prompt.get("prompt", "") for prompt in read_prompts(args.data / f"{name}.jsonl", "--data")]
@@ -155,7 +121,7 @@ def _write_training_prompts_and_recombined_ones(args: argparse.Namespace) -> Non
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-main = make_main(PROG, parse_args, _write_training_prompts_and_recombined_ones)
+main = make_main(PROG, parse_args, _write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -21,9 +21,7 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.commands.drafting_lines import cost_table_rows
-from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.parser import add_options, make_parser
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.commands.running import make_main
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.files import make_folder
@@ -32,21 +30,22 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.settings import DTYPES, GenerateConfig
 
+from ..run.environment import describe_machine, machine_load_text
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import (
     DEFAULT,
     add_model_option,
     add_out_option,
-    exit_if_count_below_one,
+    check_counts,
     read_adapter_with_streams,
 )
-from ..run.results import Kept, machine_load_text
+from ..run.results import Kept, print_and_save
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, find_data_file, read_examples
 from ..run.timing import TimedAnswer
 from .machine import (
-    attention_kernel_trials_so_far,
-    time_forwards_launches_and_steps,
+    kernel_trials,
+    measure_machine,
     weight_bits,
 )
 from .report import format_text_report
@@ -61,22 +60,20 @@ Writes bench.json and .txt into --out. What there is no time for is left out, an
 says so."""
 Now = Callable[[], float]
 CONTEXTS = (2000,)
-CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
+CONTEXT_TOKENS = 24  # about what the answers have: after its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
 BAR = "{l_bar}{bar}"
 
 
 class Part(NamedTuple):
-    """An adapter to measure: a bundled name or a folder, its task, its longest answer, its share of
-    the time, and its data (None for what ships).
-    """
+    """An adapter to measure."""
 
-    adapter: str
+    adapter: str  # a bundled name or a folder
     task: str
-    max_tokens: int
+    max_tokens: int  # of the longest answer
     weight: float  # of its share of the time
-    data: Path | None = None
+    data: Path | None = None  # None for what ships
 
 
 ROWS_WEIGHT = 0.06
@@ -84,62 +81,38 @@ ROWS_WEIGHT = 0.06
 PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql", "sql", 64, 0.25))
 
 
-def part_deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """Divide `seconds` from `now` among parts, in order and by weight.
-
-    Args:
-        now: in seconds, on some clock.
-        seconds: for all parts.
-        weights: of each part, by its name.
-
-    Returns:
-        When each part should end, on the clock of `now`. A part that ends early leaves its time to
-        the later ones.
-    """
+def part_deadlines(
+    now: float,  # in seconds, on any clock
+    seconds: float,
+    weights: Mapping[str, float],
+) -> dict[str, float]:
+    """When each part should end, in order and by weight; what one leaves, later ones have."""
     ends = accumulate(weights.values())
     whole = sum(weights.values())
     return {name: now + seconds * end / whole for name, end in zip(weights, ends, strict=True)}
 
 
 class Rounds(NamedTuple):
-    """Answers of rounds, in each of which every system answers one prompt.
+    """Answers of rounds, in each of which every system answers one prompt."""
 
-    Attributes:
-        answers: for each round, the answers by the system's name.
-        is_cold: whether there was time for the first round alone, which warms up.
-        longest_seconds: time of the longest round.
-    """
-
-    answers: Sequence[Mapping[str, TimedAnswer]]
-    is_cold: bool
-    longest_seconds: float
+    answers: Sequence[Mapping[str, TimedAnswer]]  # by round and by the system's name
+    is_cold: bool  # there was time only for the first round, which warms up
+    longest_seconds: float  # of a round
 
 
-def warm_up_then_answer_a_prompt_a_round(
+def answer_rounds(
     target: Target,
     systems: Sequence[System],
     prompts: Sequence[list[int]],
-    deadline: float,
+    deadline: float,  # in seconds, on the clock of `now`
     *,
     label: str,
     now: Now = time.perf_counter,
 ) -> Rounds:
-    """Let every system answer the first prompt once to warm up, then as many prompts as time
-    allows.
+    """The order of systems rotates. The warm-up counts only if there was time for no other round.
 
-    The order of the systems rotates from round to round. The warm-up is always done; a round begins
-    only if the longest one so far, the warm-up's included, would let it end by the deadline.
-
-    Args:
-        target: the loaded model.
-        systems: that answer.
-        prompts: token ids of each.
-        deadline: in seconds, on the clock of `now`.
-        label: of the progress bar.
-        now: the clock.
-
-    Returns:
-        The rounds, a prompt each; the warm-up counts only where there was time for no other.
+    A round begins only if the longest one so far, the warm-up included, would let it end by the
+    deadline.
     """
     longest = 0.0
     answers = list[dict[str, TimedAnswer]]()
@@ -162,24 +135,11 @@ def warm_up_then_answer_a_prompt_a_round(
     return Rounds(answers, is_cold, longest)
 
 
-def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
-    """Measure the machine, answers with each adapter, and answers after long contexts, in about
-    `args.minutes`.
-
-    The machine and the first adapter are measured in any case. Of the rest, what is not expected to
-    end in time is left out, and named in "left_out". A download does not count.
-
-    Args:
-        args: of the command: the model, the type of its weights, minutes, and lengths of contexts.
-        parts: the adapters, in the order in which they are measured; the last one also answers
-            after long contexts.
-
-    Returns:
-        The report as JSON values.
-
-    Raises:
-        InputError: the model, an adapter or its data cannot be loaded.
-    """
+def measure_what_time_allows(
+    args: argparse.Namespace,
+    parts: Sequence[Part],  # in order; the last one also answers after long contexts
+) -> dict[str, Any]:
+    """The machine and the first adapter in any case; the rest if it should end in time."""
     base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
     weights = {"rows": ROWS_WEIGHT, **{part.adapter: part.weight for part in parts}}
@@ -209,18 +169,16 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
         if not result["answers"]:
             result["weights"] = precision_text(target)
             given = streams, prompts[0], ends["rows"]
-            result |= run_on_mlx_thread(partial(time_forwards_launches_and_steps, *given))
+            result |= run_on_mlx_thread(partial(measure_machine, *given))
         end = ends[part.adapter]
         label = experiment.name
-        rounds = warm_up_then_answer_a_prompt_a_round(
-            target, experiment.systems, prompts, end, label=label
-        )
+        rounds = answer_rounds(target, experiment.systems, prompts, end, label=label)
         needed = max(needed, loaded + rounds.longest_seconds)
         result["answers"].append(figures_of_rounds(experiment, target, prompts, rounds))
         result["learned"] = cost_table_rows(learned_of(streams)[0].costs)
         for length in args.contexts if part is parts[-1] else ():
             end = ends[str(length)]
-            contexts[length] = measure_behind_long_context(
+            contexts[length] = measure_after_context(
                 experiment, target, prompts, rounds, end, length
             )
         del target, streams
@@ -230,37 +188,26 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
     return {
         **result,
         "contexts": [one for one in contexts.values() if one],
-        "trials": attention_kernel_trials_so_far(),
+        "trials": kernel_trials(),
         "left_out": left_out,
         "seconds": time.perf_counter() - started,
     }
 
 
-def mlx_lm_plain_and_default(max_tokens: int) -> list[System]:
-    """Return mlx-lm, plain decoding, and drafting by default, all greedy."""
+def bench_systems(max_tokens: int) -> list[System]:
+    """All greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens, temp=0)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens, temp=0))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 
 def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
-    """Return the experiment of a part: its task, adapter and systems, on a base model's folder.
-
-    Its examples and its adapter are read; the base is not.
-
-    Args:
-        part: what to measure.
-        base: folder of the base model.
-        dtype: type of all weights, as `load_weights_as` takes it.
-
-    Raises:
-        InputError: the adapter or the data cannot be read, or the adapter has no streams.
-    """
+    """Its examples and adapter are read; the base is not."""
     task, (folder, adapter) = TASKS[part.task], read_adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),
-        systems=mlx_lm_plain_and_default(part.max_tokens),
+        systems=bench_systems(part.max_tokens),
         examples=read_examples(find_data_file(task, part.data), task),
         task=task,
     )
@@ -269,22 +216,11 @@ def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
 def figures_of_rounds(
     experiment: Experiment,
     target: Target,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[list[int]],  # token ids of each round's prompt
     rounds: Rounds,
-    **more: Any,
+    **more: Any,  # replaces figures of the same names
 ) -> dict[str, Any]:
-    """Return the figures of all answers of some rounds, as JSON values.
-
-    They are those of `task_result`: settings, the machine's load now, the best tree, and a row for
-    each system, without scores. mlx-lm and plain decoding have to be among the systems.
-
-    Args:
-        experiment: has the systems.
-        target: the loaded model.
-        prompts: token ids of each round's prompt.
-        rounds: the answers.
-        more: further entries, which take the place of figures of the same names.
-    """
+    """Figures as of `task_result`, without scores."""
     answers = {
         system.name: [[Kept(one[system.name], "")] for one in rounds.answers]
         for system in experiment.systems
@@ -296,32 +232,20 @@ def figures_of_rounds(
 
 
 def precision_text(target: Target) -> str:
-    """Return the precision of the target's weights, such as `float32`, or `4-bit weights,
-    float16`.
-    """
+    """Such as `float32`, or `4-bit weights, float16`."""
     dtype = str(target.plain.backbone.dtype).removeprefix("mlx.core.")
     if not is_quantised(target.mlx_model):
         return dtype
     return f"{weight_bits(target.plain)}-bit weights, {dtype}"
 
 
-def make_context_ending_in_prompt(
-    length: int, last_prompt: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+def make_context(
+    length: int,
+    last_prompt: int,  # counted from 0; prompts repeat if there are too few
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
 ) -> list[int]:
-    """Make a context of exactly `length` tokens that ends with prompt number `last_prompt`.
-
-    Earlier prompts with their answers come before it; the oldest is cut off at the front. Prompts
-    repeat where they are too few.
-
-    Args:
-        length: in tokens.
-        last_prompt: its number, from 0 on; above the last one it begins anew.
-        prompts: token ids of each.
-        answers: token ids, one list for each prompt.
-
-    Returns:
-        Token ids.
-    """
+    """Exactly `length` tokens: earlier prompts with answers, cut at the front, then the prompt."""
     text = list(prompts[last_prompt % len(prompts)])
     number = last_prompt
     while len(text) < length:
@@ -331,10 +255,8 @@ def make_context_ending_in_prompt(
     return text[-length:]
 
 
-def encode_first_reference_with_end(example: Example, target: Target) -> list[int]:
-    """Return token ids of the first reference answer with its end token; empty where none is
-    known.
-    """
+def encode_reference(example: Example, target: Target) -> list[int]:
+    """Empty if no reference is known."""
     if not example.references:
         return []
     tokenizer = target.tokenizer
@@ -342,28 +264,17 @@ def encode_first_reference_with_end(example: Example, target: Target) -> list[in
     return [*text, tokenizer.eos_token_id]
 
 
-def measure_behind_long_context(
+def measure_after_context(
     experiment: Experiment,
     target: Target,
     prompts: Sequence[list[int]],
-    rounds_without: Rounds,
-    deadline: float,
+    rounds_without: Rounds,  # from which the time of a round is estimated
+    deadline: float,  # in seconds, on `time.perf_counter`'s clock
     context_tokens: int,
 ) -> dict[str, Any] | None:
-    """Let the systems answer after a context of `context_tokens` tokens until the deadline.
+    """Figures; None if the model's context is too short, or one round would take too long.
 
     Each answer has `CONTEXT_TOKENS` tokens, as no token ends it.
-
-    Args:
-        experiment: its examples make the context.
-        target: the loaded model.
-        prompts: token ids of its prompts.
-        rounds_without: answers without the context, from which the time of a round is estimated.
-        deadline: in seconds, on `time.perf_counter`'s clock.
-        context_tokens: length of the context.
-
-    Returns:
-        Figures; None if the model's context is too short, or one round would take too long.
     """
     needed = context_tokens + CONTEXT_TOKENS
     limit = target.plain.backbone.context_length or needed
@@ -373,29 +284,20 @@ def measure_behind_long_context(
     expected = SAFETY * seconds / len(rounds_without.answers)
     if needed > limit or time.perf_counter() + expected > deadline:
         return None
-    answers = [encode_first_reference_with_end(one, target) for one in experiment.examples]
-    own = [
-        make_context_ending_in_prompt(context_tokens, number, prompts, answers)
-        for number in range(MOST_ROUNDS)
-    ]
-    experiment = replace(experiment, systems=mlx_lm_plain_and_default(CONTEXT_TOKENS))
+    answers = [encode_reference(one, target) for one in experiment.examples]
+    own = [make_context(context_tokens, number, prompts, answers) for number in range(MOST_ROUNDS)]
+    experiment = replace(experiment, systems=bench_systems(CONTEXT_TOKENS))
     with target.without_end_tokens():
         label = f"{context_tokens} tokens of context"
-        rounds = warm_up_then_answer_a_prompt_a_round(
-            target, experiment.systems, own, deadline, label=label
-        )
+        rounds = answer_rounds(target, experiment.systems, own, deadline, label=label)
     return figures_of_rounds(experiment, target, own, rounds, tokens=context_tokens)
 
 
-def _measure_print_and_save(args: argparse.Namespace) -> int:
-    """Measure, print and save the report.
-
-    Returns:
-        The exit code: 1 if answers with float32 weights differ from plain decoding's, else 0.
-    """
+def _measure(args: argparse.Namespace) -> int:
+    """Exit code 1 if answers with float32 weights differ from plain decoding's."""
     make_folder(args.out)
     result = measure_what_time_allows(args, PARTS)
-    print_and_save_json_and_txt(result, args.out / "bench", format_text_report(result))
+    print_and_save(result, args.out / "bench", format_text_report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]
@@ -408,15 +310,8 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.bench`; `contexts` comes sorted, each length once.
-
-    A length below 1, or no minutes, end the command with exit code 2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
+    """`contexts` is sorted and without repetitions."""
+    parser = make_parser(PROG, f"{__doc__}\n{EPILOG}")
     add_model_option(parser)
     add_options(
         parser,
@@ -427,13 +322,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_out_option(parser)
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))
-    exit_if_count_below_one(parser, args, "contexts")
+    check_counts(parser, args, "contexts")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
     return args
 
 
-main = make_main(PROG, parse_args, _measure_print_and_save)
+main = make_main(PROG, parse_args, _measure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What this machine takes, whatever is asked: rows, launches, reads, and where caches go."""
+"""What calls take on this machine: rows, launches, reads, and whether caches are copied."""
 
 import statistics
 import time
@@ -26,39 +26,28 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXT = 128  # tokens in front of the rows
 TURNS = (3, 40)  # of all numbers of rows: at least and at most
 WARM_TURNS = 1  # that do not count
-# tiny kernels that wait for each other
-CHAINS = (200, 3200)
+CHAINS = (200, 3200)  # tiny kernels that wait for each other
 CHAIN_TURNS = 5
-# steps, tokens of a cache, seconds
 LAUNCH_STEPS = 16
-LAUNCH_ROOM = 4096
-PAUSE = 0.02
+LAUNCH_ROOM = 4096  # tokens of a cache
+PAUSE = 0.02  # seconds
 
 Clock = Callable[[], float]
 
 
-def time_forwards_launches_and_steps(
-    model: StreamFusedModel, prompt: list[int], deadline: float
+def measure_machine(
+    model: StreamFusedModel,
+    prompt: list[int],  # token ids of any text, repeated to `CONTEXT` tokens
+    deadline: float,  # on `time.perf_counter`'s clock, in seconds, when the forwards should end
 ) -> dict[str, Any]:
-    """Time whole forwards of trees of `ROWS` nodes, launches of kernels, and decoding steps.
-
-    Args:
-        model: with streams, on the weights that are measured.
-        prompt: token ids of any text, repeated to `CONTEXT` tokens.
-        deadline: on `time.perf_counter`'s clock, in seconds, when the forwards should end; `TURNS`
-            bounds their turns whatever it is. Launches and steps are timed behind it.
-
-    Returns:
-        "rows": seconds of a forward of each of `ROWS` rows, their ratios to one row, noise, and
-        seconds of a launch; "launches": what `time_steps_with_and_without_pauses` returns.
-    """
+    """Whole forwards of trees of `ROWS` nodes, launches of kernels, and decoding steps."""
     cache = make_filled_cache(model, prompt, CONTEXT, scratch_rows=max(ROWS))
 
     def forward(tree: Tree) -> mx.array:
         hidden = model.insert(model.lower(tree, cache), 0)
         return mx.argmax(model.backbone.logits(model.upper(hidden, tree, cache, 0)), axis=-1)
 
-    calls = {row: partial(forward, make_tree_of_halving_guesses(model, row)) for row in ROWS}
+    calls = {row: partial(forward, make_typical_tree(model, row)) for row in ROWS}
     once = sum(time_calls_in_turns(calls, 1).seconds.values())
     turns = min(max(int((deadline - time.perf_counter()) / once), TURNS[0]), TURNS[1])
     times = time_calls_in_turns(calls, turns)
@@ -73,27 +62,23 @@ def time_forwards_launches_and_steps(
         "ratios": [one / seconds[0] for one in seconds],
         "launch": seconds_per_chained_kernel(),
     }
-    return {"rows": rows, "launches": time_steps_with_and_without_pauses(model, prompt)}
+    return {"rows": rows, "launches": time_steps(model, prompt)}
 
 
 def weight_bits(model: StreamFusedModel) -> int:
-    """Return the bits of a weight of the last layer; the fewest, if its matrices differ."""
+    """Of a weight of the last layer; the fewest, if its matrices differ."""
     backbone = model.backbone
     packed = [one.bits for one in backbone.layers[-1].modules() if hasattr(one, "bits")]
     return min(packed, default=8 * backbone.dtype.size)
 
 
 def make_filled_cache(
-    model: StreamFusedModel, tokens: Sequence[int], num_tokens: int, *, scratch_rows: int
+    model: StreamFusedModel,
+    tokens: Sequence[int],  # one or more ids, repeated until there are enough
+    num_tokens: int,
+    *,
+    scratch_rows: int,  # room beside the tokens
 ) -> TreeCache:
-    """Make a cache that holds `num_tokens` tokens, computed by the model.
-
-    Args:
-        model: whose cache it is.
-        tokens: one or more ids, repeated until there are enough.
-        num_tokens: how many tokens are in it.
-        scratch_rows: rows for which it has room beside them.
-    """
     cache = TreeCache(model.num_layers, scratch=scratch_rows)
     text = [tokens[index % len(tokens)] for index in range(num_tokens)]
     # Room beforehand: a buffer that grows is copied, which would be timed.
@@ -102,11 +87,8 @@ def make_filled_cache(
     return cache
 
 
-def make_tree_of_halving_guesses(model: StreamFusedModel, num_nodes: int) -> Tree:
-    """Make the best tree of `num_nodes` nodes where each guess is half as likely as the one before.
-
-    Its shape is about that of trees that streams draft. Its arrays are computed.
-    """
+def make_typical_tree(model: StreamFusedModel, num_nodes: int) -> Tree:
+    """Each guess is half as likely as the one before, about as in trees that streams draft."""
     streams = model.num_streams
     config = TreeConfig(kind="best", size=num_nodes)
     count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
@@ -119,31 +101,18 @@ def make_tree_of_halving_guesses(model: StreamFusedModel, num_nodes: int) -> Tre
 
 
 class CallTimes(NamedTuple):
-    """What calls took.
+    """What calls took."""
 
-    Attributes:
-        seconds: the median of each call, by its number of rows.
-        noise: the median over calls of `relative_quartile_spread`.
-    """
-
-    seconds: dict[int, float]
-    noise: float
+    seconds: dict[int, float]  # the median of each call, by its number of rows
+    noise: float  # the median over calls of `relative_quartile_spread`
 
 
 def time_calls_in_turns(
     calls_by_rows: Mapping[int, Callable[[], mx.array]],
-    turns: int,
-    clock: Clock = time.perf_counter,
+    turns: int,  # that count, after `WARM_TURNS`
+    clock: Clock = time.perf_counter,  # in seconds
 ) -> CallTimes:
-    """Time calls in turns, so that what else the machine does falls on all of them alike.
-
-    In the turns that do not count, trials of the fused attention kernel that are pending are run.
-
-    Args:
-        calls_by_rows: what to evaluate, by its number of rows.
-        turns: of all calls that count, after `WARM_TURNS`.
-        clock: in seconds.
-    """
+    """In turns, so that what else the machine does affects all calls alike."""
     times: dict[int, list[float]] = {rows: [] for rows in calls_by_rows}
     order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls_by_rows]
     for turn, rows in bar(order, "forwards"):
@@ -159,10 +128,7 @@ def time_calls_in_turns(
 
 
 def relative_quartile_spread(times: Sequence[float]) -> float:
-    """Return the distance between the first and third quartile, over the median.
-
-    It is 0 for one time, and where the median is 0.
-    """
+    """The distance between the first and third quartile, over the median."""
     if len(times) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -170,16 +136,10 @@ def relative_quartile_spread(times: Sequence[float]) -> float:
 
 
 def seconds_per_chained_kernel() -> float:
-    """Return the seconds that a tiny kernel takes in a chain of kernels that wait for each other.
-
-    That is the difference in time of a long and a short chain, over the difference of their
-    lengths; each chain's time is the shortest of `CHAIN_TURNS`.
-    """
+    """A tiny kernel's seconds in a chain of kernels that wait for each other."""
 
     def time_one_chain(length: int) -> float:
-        """Return the seconds of evaluating a chain of `length` kernels; building it does not
-        count.
-        """
+        """Building the chain does not count."""
         found = mx.array(1.0)
         for _ in range(length):
             found = found + 1
@@ -187,16 +147,13 @@ def seconds_per_chained_kernel() -> float:
         mx.eval(found)
         return time.perf_counter() - started
 
+    # The difference of two chains, so that what a launch takes once does not count.
     short, long = (min(time_one_chain(one) for _ in range(CHAIN_TURNS)) for one in CHAINS)
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
-def attention_kernel_trials_so_far() -> list[dict[str, Any]]:
-    """Return the shapes at which the fused attention kernel was compared with MLX's in this
-    process, with both times.
-
-    "taken" says whether the kernel is used there. Empty without Metal.
-    """
+def kernel_trials() -> list[dict[str, Any]]:
+    """Shapes at which the fused kernel was compared with MLX's in this process."""
     return [
         {
             "rows": one.largest.rows,
@@ -209,16 +166,11 @@ def attention_kernel_trials_so_far() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
-    """Count reads of arrays by the host inside the block, on any thread.
-
-    The yielded counter grows by one at each call of `mx.array.item` or `tolist`, under that name;
-    both methods are replaced until the block ends.
-    """
+def count_reads() -> Iterator[Counter[str]]:
+    """Reads of arrays by the host inside the block, on any thread."""
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[[mx.array], Any]:
-        """Make a method that counts its call under `name`, then does what that method did."""
         own = getattr(mx.array, name)
 
         def read(array: mx.array) -> Any:
@@ -233,28 +185,18 @@ def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
 
 
 def sleep_and_take_all(seconds: float, tokens: Sequence[int]) -> AnswerPart:
-    """Sleep, and return all tokens: an answer that never ends."""
+    """An answer that never ends, with a pause before each step."""
     time.sleep(seconds)
     return take_all(tokens)
 
 
-def time_steps_with_and_without_pauses(
-    model: StreamFusedModel, prompt: list[int]
-) -> dict[str, float]:
-    """Time decoding steps, with and without a pause after each read of a step's tokens.
+def time_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
+    """Whether MLX copies a layer's cache, because the GPU still holds it when the next step is
+    launched.
 
-    MLX copies a layer's cache if the GPU still holds it when the next step is launched. Then the
-    peak without pauses is higher by a layer's cache or more, and steps take longer. Each way is
-    measured twice: the seconds are the lower ones, all else is of the second time.
-
-    Args:
-        model: with streams, which draft at every step.
-        prompt: token ids.
-
-    Returns:
-        "straight_seconds" and "paused_seconds" of a step, the pause not counted; "straight_peak"
-        and "paused_peak" in bytes; "layer", bytes of a layer's cache; and "reads" of arrays by the
-        host for each step.
+    Then the peak without pauses is higher by a layer's cache or more, and steps take longer. Each
+    way is measured twice: seconds are the lower ones, all else is of the second time. Seconds are
+    without pauses, peaks in bytes, "reads" per step.
     """
     drafters = make_plan(model, GenerateConfig(decoding="speculative", temp=0)).drafters
     assert drafters
@@ -271,7 +213,7 @@ def time_steps_with_and_without_pauses(
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         started = time.perf_counter()
-        with count_item_and_tolist_calls() as reads:
+        with count_reads() as reads:
             for _ in range(LAUNCH_STEPS):
                 next(calls)
         seconds = (time.perf_counter() - started) / LAUNCH_STEPS - pause

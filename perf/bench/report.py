@@ -1,4 +1,4 @@
-"""What `perf.bench` says."""
+"""The report of `perf.bench` as text."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +18,6 @@ NOTES = (
 
 
 def format_text_report(result: Result) -> str:
-    """Format a result of `measure_what_time_allows` as text."""
     found = result["machine"]
     heading = [
         f"{found['machine']}, {found['memory']}, {found['os']}, power: {found['power']}",
@@ -34,17 +33,16 @@ def format_text_report(result: Result) -> str:
     notes.append(f"{took}; load: {result['load']}")
     blocks = [
         heading,
-        [*_row_launch_and_cache_lines(result)],
-        *(_adapter_heading_and_table(task) for task in result["answers"]),
-        [*map(_context_speedup_and_prefill_line, result["contexts"])],
+        [*_machine_lines(result)],
+        *(_adapter_table(task) for task in result["answers"]),
+        [*map(_context_line, result["contexts"])],
         _learned_cost_lines(result),
         notes,
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _row_launch_and_cache_lines(result: Result) -> Iterator[str]:
-    """Yield the lines about rows, launches, the attention kernel, and copies of caches."""
+def _machine_lines(result: Result) -> Iterator[str]:
     rows = result["rows"]
     launches = result["launches"]
     yield (
@@ -76,9 +74,6 @@ def _row_launch_and_cache_lines(result: Result) -> Iterator[str]:
 
 
 def _learned_cost_lines(result: Result) -> list[str]:
-    """Return lines with the costs of calls that answers with the last adapter have taught; none
-    without any.
-    """
     rows = result["learned"]
     adapter = result["answers"][-1]["adapter"]
     title = f"== what default decoding has learned of calls with {adapter}"
@@ -86,11 +81,7 @@ def _learned_cost_lines(result: Result) -> list[str]:
 
 
 def _kernel_trial_text(one: Row) -> str:
-    """Return one trial of the kernel: rows x keys, MLX's and the kernel's microseconds, whether it
-    is used.
-
-    A kernel whose result differs is called WRONG, without times.
-    """
+    """Rows x keys, MLX's and the kernel's microseconds, whether it is used."""
     shape = f"{one['rows']}x{one['keys']}"
     end = "taken" if one["taken"] else "left"
     mlx = 1e6 * one["seconds"]
@@ -99,11 +90,8 @@ def _kernel_trial_text(one: Row) -> str:
     )
 
 
-def _adapter_heading_and_table(task: Row) -> list[str]:
-    """Return the heading and the table of an adapter's answers, a row for each system.
-
-    Figures have intervals where there is more than one prompt.
-    """
+def _adapter_table(task: Row) -> list[str]:
+    """Figures have intervals if there is more than one prompt."""
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
@@ -126,10 +114,7 @@ def _adapter_heading_and_table(task: Row) -> list[str]:
     ]
 
 
-def _context_speedup_and_prefill_line(task: Row) -> str:
-    """Return one line about answers after a long context: speed-ups over mlx-lm, and prompt
-    tokens/s.
-    """
+def _context_line(task: Row) -> str:
     speedup = figure_cell("speedup", with_interval=task["prompts"] > 1)
     shown = [
         f"{row['name']} {speedup(row)}, prefill {prompt_tokens_per_second(task, row):.0f}"
@@ -140,15 +125,9 @@ def _context_speedup_and_prefill_line(task: Row) -> str:
 
 
 def _weights_and_peak_bytes(task: Row, row: Row) -> int:
-    """Return bytes: the weights that a system needs, and the most in use beside them."""
     return int(task["target_bytes"] + row["peak_bytes"])
 
 
 def prompt_tokens_per_second(context: Row, row: Row) -> float:
-    """Return the tokens of a context over the mean seconds until a system's first token.
-
-    Args:
-        context: answers behind that context.
-        row: of a system.
-    """
+    """Tokens of a context over the mean seconds until the first token."""
     return float(context["tokens"] / row["first_token_seconds"]["value"])

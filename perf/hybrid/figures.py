@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import ssmlx
-from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.decoding.call import plain_call, verify
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
@@ -28,6 +27,7 @@ from ssmlx.model.tree import chain_tree
 from ssmlx.report import Columns
 from ssmlx.settings import GenerateConfig
 
+from ..run.results import print_and_save
 from ..run.show import markdown_table
 from ..run.target import MLX_LM, PLAIN, answer_with_mlx_lm
 from ..run.timing import TimedAnswer, answer_with_ssmlx
@@ -41,20 +41,7 @@ DRAFTED = 4  # tokens of the chains that are timed and replayed
 def cut_held_out_prompts(
     tokenizer: Tokenizer, sources: Sequence[Source], count: int, length: int
 ) -> list[list[int]]:
-    """Cut prompts out of held-out text, as many of each source.
-
-    Args:
-        tokenizer: the model's.
-        sources: whose held-out texts are used; those of no more tokens than a prompt are left out.
-        count: of prompts.
-        length: tokens of a prompt.
-
-    Returns:
-        The prompts' tokens, sources in turns; the cuts of a source lie evenly over its text.
-
-    Raises:
-        InputError: no source holds out more tokens than a prompt has.
-    """
+    """Sources in turns; the cuts of a source are spread evenly over its text."""
     streams = [encode_into_one_row(tokenizer, source.held_out) for source in sources]
     streams = [row for row in streams if len(row) > length]
     require(
@@ -73,21 +60,17 @@ def cut_held_out_prompts(
 
 
 def relative_logit_gap_to_transformers(folder: Path, tokens: Sequence[int]) -> float:
-    """Compare mlx-lm's logits with those of transformers on the folder's model.
-
-    Returns:
-        The largest absolute difference over the largest absolute logit.
-    """
+    """The largest absolute difference over the largest absolute logit."""
     model, _ = ssmlx.load(folder, dtype="float32")
     found = np.array(model.backbone.model(mx.array([tokens])), np.float32)
-    reference, _ = load_torch_model_and_head(folder)
+    reference, _ = load_torch_model(folder)
     with torch.no_grad():
         expected = reference(torch.tensor([tokens]), use_cache=False).logits.float().numpy()
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def load_torch_model_and_head(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
-    """Load the model of a folder by transformers, and the head that lies in it, in float32."""
+def load_torch_model(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
+    """In float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     head = Head(model.config)
     tensors = load_file(folder / "model.safetensors")
@@ -98,7 +81,7 @@ def load_torch_model_and_head(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
 
 
 class Text(NamedTuple):
-    """Token ids of a prompt, and of the answer that plain decoding gave."""
+    """Token ids of a prompt, and of plain decoding's answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -106,14 +89,11 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class SystemAnswers:
-    """A system's answers to all prompts."""
-
     system: str
     answers: Sequence[TimedAnswer]
     same_as_plain: int
 
     def row(self) -> dict[str, Any]:
-        """Return the system's row of the table."""
         tokens = sum(len(answer.tokens) for answer in self.answers)
         calls = sum(answer.target_calls for answer in self.answers)
         return {
@@ -128,12 +108,7 @@ class SystemAnswers:
 
 
 def accepted_share_by_level(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Return the share of calls whose draft was accepted so far, for each level of a draft.
-
-    Returns:
-        At place l, of the calls that verified l + 2 rows or more, the share that accepted l + 1
-        drafted tokens or more; of 8 levels at most. Empty where nothing was drafted.
-    """
+    """At l: of calls with l + 2 rows or more, the share that accepted l + 1 drafted tokens."""
     calls = [call for answer in answers for call in answer.calls if call.drafter is not None]
     deepest = max((call.rows - 1 for call in calls), default=0)
     shares = []
@@ -144,14 +119,8 @@ def accepted_share_by_level(answers: Sequence[TimedAnswer]) -> list[float]:
 
 
 def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, dict[str, Any]]:
-    """Make the systems that draft, as arguments of `ssmlx.stream_generate`.
-
-    Where a controller decides, it reads no seconds: what it drafts is the same on every machine.
-
-    Args:
-        folder: of the model and its head.
-        model: the same, loaded.
-    """
+    """As arguments of `ssmlx.stream_generate`."""
+    # A deterministic controller reads no seconds: its drafts are the same on every machine.
     head = load_mtp(model, folder)
     chains = {
         f"mtp tokens={count}": {
@@ -171,21 +140,10 @@ def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, di
     }
 
 
-def load_and_answer_by_all_systems(
+def answer_by_all_systems(
     folder: Path, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[StreamFusedModel, list[SystemAnswers]]:
-    """Answer all prompts by mlx-lm, plain decoding and each of `make_drafting_systems`.
-
-    Nothing ends an answer but its length.
-
-    Args:
-        folder: of the model and its head.
-        prompts: token ids.
-        num_tokens: of each answer.
-
-    Returns:
-        The model, and the answers of each system.
-    """
+    """Only its length ends an answer."""
     model, tokenizer = ssmlx.load(folder, dtype="float32")
     tokenizer.eos_token_ids = set()
     plain = GenerateConfig(decoding="plain", max_tokens=num_tokens, temp=0)
@@ -210,26 +168,15 @@ def load_and_answer_by_all_systems(
 
 
 def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any]:
-    """Replay what the head drafts on answers, in PyTorch, and what of it is accepted.
-
-    Args:
-        folder: of the model and its head.
-        texts: prompts and the answers that plain decoding gave.
-
-    Returns:
-        The shares of chains accepted up to each level, of chains begun at every token; and tokens
-        per call with a chain of each number of tokens, the prompt's call left out.
-    """
-    model, head = load_torch_model_and_head(folder)
-    accepted = []  # drafted tokens accepted behind each token of each answer
+    """Shares of chains accepted up to each level; tokens per call without the prompts'."""
+    model, head = load_torch_model(folder)
+    accepted = []  # drafted tokens accepted after each token of each answer
     for prompt, answer in texts:
         text = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
             hidden = model.model(text, use_cache=False).last_hidden_state
             drafted = draft_chains(model, head, text, hidden, DRAFTED)
-        accepted.append(
-            count_accepted_behind_roots_of_whole_chains(text[0].tolist(), drafted, len(prompt))
-        )
+        accepted.append(count_accepted(text[0].tolist(), drafted, len(prompt)))
     chains = [count for one in accepted for count in one]
     levels = range(1, DRAFTED + 1)
     return {
@@ -238,19 +185,12 @@ def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any
     }
 
 
-def count_accepted_behind_roots_of_whole_chains(
-    text: Sequence[int], drafted: torch.Tensor, start: int
+def count_accepted(
+    text: Sequence[int],  # prompt and answer
+    drafted: torch.Tensor,  # [R, K] chains; chain i follows token i + 1
+    start: int,  # tokens of the prompt: the first root is the answer's first token
 ) -> list[int]:
-    """Count, behind each root in an answer, the drafted tokens that the text goes on with.
-
-    Args:
-        text: prompt and answer.
-        drafted: [R, K] chains; chain i follows token i + 1.
-        start: tokens of the prompt: the first root is the answer's first token.
-
-    Returns:
-        A count for each root whose whole chain the text could have.
-    """
+    """A count for each root whose whole chain the text could have."""
     counts = []
     for root in range(start, len(text) - drafted.shape[1]):
         chain = drafted[root - 1].tolist()
@@ -259,13 +199,12 @@ def count_accepted_behind_roots_of_whole_chains(
     return counts
 
 
-def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) -> float:
-    """Count tokens per call of answers, the prompts' calls left out.
-
-    Args:
-        accepted: of each answer, what `count_accepted_behind_roots_of_whole_chains` returns.
-        drafted: tokens of a call's chain.
-    """
+def replayed_tokens_per_call(
+    # by answer, of `count_accepted`
+    accepted: Sequence[Sequence[int]],
+    drafted: int,  # tokens of a call's chain
+) -> float:
+    """Without the prompts' calls."""
     tokens = calls = 0
     for counts in accepted:
         place = 0
@@ -277,27 +216,12 @@ def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) ->
     return tokens / calls
 
 
-def time_plain_calls_behind_chains(
-    model: StreamFusedModel, texts: Sequence[Text]
-) -> dict[str, Any]:
-    """Time what a plain call takes behind a chain, by how many of its drafted tokens were accepted.
+def time_calls_after_chains(model: StreamFusedModel, texts: Sequence[Text]) -> dict[str, Any]:
+    """Time a plain call after a chain, by how many of its drafted tokens were accepted.
 
     That call takes back what was rejected: recurrences run again over the accepted rows. In half of
     the turns this alone is computed and timed first. Times are divided by those of the next plain
-    call behind them, so that what else the machine does counts in both.
-
-    Args:
-        model: the target.
-        texts: prompts, and answers of plain decoding.
-
-    Returns:
-        `plain_seconds`, the median of a plain call behind a plain call; and in such calls, medians:
-        `chain`, a call on a chain; by the number of accepted drafted tokens `behind`, the call
-        behind the chain, and `alone`, what it takes back alone. `calls` is how many chains were
-        timed.
-
-    Raises:
-        InputError: the answers have too few tokens for a chain of each kind.
+    call, so that what else the machine does affects both; "plain_seconds" is in seconds.
     """
     turns = [(kept, is_alone) for is_alone in (False, True) for kept in range(DRAFTED + 1)]
     found: dict[tuple[int, bool], list[float]] = {turn: [] for turn in turns}
@@ -332,7 +256,6 @@ def time_plain_calls_behind_chains(
 
 
 def _time_taking_back_alone(cache: Any) -> float:
-    """Let a cache take back what the call before it rejected, and return the seconds."""
     started = time.perf_counter()
     cache.mark()  # takes back what was rejected
     mx.eval(cache.state)
@@ -342,16 +265,12 @@ def _time_taking_back_alone(cache: Any) -> float:
 
 
 def _time_one_chain_call(
-    model: StreamFusedModel, cache: Any, text: Sequence[int], kept: int
+    model: StreamFusedModel,
+    cache: Any,
+    text: Sequence[int],  # goes on after what is cached
+    kept: int,  # how many of the chain's `DRAFTED` drafted tokens are right
 ) -> float:
-    """Time a call on a chain behind the cached text, and return the seconds.
-
-    Args:
-        model: the target.
-        cache: holds the text so far; the accepted rows, `kept` + 1, are added.
-        text: token ids, which go on behind what is cached.
-        kept: how many of the chain's `DRAFTED` drafted tokens are right; the others are not.
-    """
+    """The accepted rows, `kept` + 1, are added to the cache."""
     root = cache.offset
     size = model.backbone.vocab_size
     known = text[root : root + 1 + DRAFTED]
@@ -367,7 +286,7 @@ def _time_one_chain_call(
 
 
 def _time_one_plain_call(model: StreamFusedModel, cache: Any, text: Sequence[int]) -> float:
-    """Time a plain call on the text's next token, which is then cached; return the seconds."""
+    """The text's next token, which is then cached."""
     token = mx.array([text[cache.offset]], mx.int32)
     started = time.perf_counter()
     plain_call(model, token, last_tokens((), 0), cache).read_tokens()
@@ -376,18 +295,14 @@ def _time_one_plain_call(model: StreamFusedModel, cache: Any, text: Sequence[int
 
 
 def count_bytes_to_go_back(
-    config: Mapping[str, Any], chain_rows: int, activation_bytes: int
+    config: Mapping[str, Any],  # of a Qwen3.5 text model
+    chain_rows: int,
+    activation_bytes: int,  # of a number
 ) -> dict[str, int]:
-    """Count the bytes that recurrences need to run again over the rows of a chain.
+    """What recurrences need to run again over the rows of a chain, in all layers.
 
-    Args:
-        config: of a Qwen3.5 text model.
-        chain_rows: rows of the chain.
-        activation_bytes: of a number; states are float32.
-
-    Returns:
-        Bytes of `states`, counted once, though they are read and written, and of `inputs`: what
-        recurrences and convolutions were given. Of all layers.
+    "states", in float32, are counted once, though they are read and written; "inputs" are those of
+    recurrences and convolutions.
     """
     heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
     key_width, value_width = config["linear_key_head_dim"], config["linear_value_head_dim"]
@@ -402,13 +317,11 @@ def count_bytes_to_go_back(
     }
 
 
-def count_weight_bytes_of_a_call(config: Qwen3_5TextConfig, bits_per_weight: float) -> int:
-    """Count the bytes of weights that a call reads: all but the table of embeddings.
-
-    Args:
-        config: of the model.
-        bits_per_weight: scales included.
-    """
+def count_weight_bytes_of_a_call(
+    config: Qwen3_5TextConfig,
+    bits_per_weight: float,  # scales included
+) -> int:
+    """All but the table of embeddings."""
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
     numbers = sum(one.numel() for one in model.model.layers.parameters())
@@ -416,10 +329,7 @@ def count_weight_bytes_of_a_call(config: Qwen3_5TextConfig, bits_per_weight: flo
     return int(numbers * bits_per_weight / 8)
 
 
-def byte_rows_of_this_model_and_9b(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
-    """Return two rows of bytes that a call reads: of `config` in float32, and of the sizes of
-    Qwen3.5-9B in 4 bits.
-    """
+def byte_rows(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
@@ -434,7 +344,6 @@ def byte_rows_of_this_model_and_9b(config: Qwen3_5TextConfig) -> list[dict[str, 
 
 
 def _percentages(shares: Sequence[float]) -> str:
-    """Format shares as whole per cent, with commas between; "-" without any."""
     return ", ".join(f"{share:.0%}" for share in shares) or "-"
 
 
@@ -457,12 +366,10 @@ BYTE_COLUMNS: Columns = {
 
 
 def format_markdown_report(result: Mapping[str, Any]) -> str:
-    """Format a result as text with tables in Markdown."""
     return "\n\n".join(_report_parts(result))
 
 
 def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report's paragraphs and tables: logits, systems, replay, times, bytes."""
     yield f"Logits differ from those of transformers by {result['difference']:.1e} of the largest"
     yield markdown_table(ANSWER_COLUMNS, result["systems"])
     replay = result["replay"]
@@ -482,7 +389,7 @@ def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
     yield markdown_table(BYTE_COLUMNS, result["bytes"])
 
 
-def measure_print_and_save(
+def measure(
     folder: Path,
     data: Path,
     documents: Path,
@@ -492,38 +399,21 @@ def measure_print_and_save(
     prompt_tokens: int,
     max_tokens: int,
 ) -> int:
-    """Measure a model that `perf.hybrid.train` has written, print the report and save it.
-
-    PyTorch computes with one thread from then on.
-
-    Args:
-        folder: the model's.
-        data, documents: as for learning; held-out texts are read.
-        out: gets hybrid.json and hybrid.txt; it is made where it is missing.
-        count: prompts.
-        prompt_tokens: tokens of each.
-        max_tokens: of each answer.
-
-    Returns:
-        The exit code: 1 if a system's answer is not plain decoding's, else 0.
-
-    Raises:
-        InputError: the texts or the answers are too short, or the model cannot be loaded.
-    """
+    """Exit code 1 if a system's answer is not plain decoding's. PyTorch has one thread then."""
     torch.set_num_threads(1)
     make_folder(out)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     sources = read_sources(data, documents)
     prompts = cut_held_out_prompts(tokenizer, sources, count, prompt_tokens)
-    model, answers = load_and_answer_by_all_systems(folder, prompts, max_tokens)
+    model, answers = answer_by_all_systems(folder, prompts, max_tokens)
     plain = next(one for one in answers if one.system == PLAIN)
     texts = [Text(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
     result = {
         "difference": relative_logit_gap_to_transformers(folder, prompts[0]),
         "systems": [one.row() for one in answers],
         "replay": replay_drafts_in_torch(folder, texts),
-        "times": time_plain_calls_behind_chains(model, texts),
-        "bytes": byte_rows_of_this_model_and_9b(load_torch_model_and_head(folder)[0].config),
+        "times": time_calls_after_chains(model, texts),
+        "bytes": byte_rows(load_torch_model(folder)[0].config),
     }
-    print_and_save_json_and_txt(result, out / "hybrid", format_markdown_report(result))
+    print_and_save(result, out / "hybrid", format_markdown_report(result))
     return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1

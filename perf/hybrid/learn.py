@@ -46,7 +46,6 @@ class Sizes:
 
 
 def make_config(sizes: Sizes) -> Qwen3_5TextConfig:
-    """Make the configuration of the model."""
     rotated = sizes.head_dim // 4 // 2
     return Qwen3_5TextConfig(
         **asdict(sizes),
@@ -64,7 +63,7 @@ def make_config(sizes: Sizes) -> Qwen3_5TextConfig:
 
 
 def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE vocabulary on some of each source's text."""
+    """A byte-level BPE vocabulary, from some of each source's text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -80,15 +79,13 @@ def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
 
 
 def _sample_evenly(texts: Sequence[str], max_characters: int) -> Sequence[str]:
-    """Return every n-th of the texts, about `max_characters` characters in all; all of the texts
-    where they have no more.
-    """
+    """Every n-th of the texts."""
     total = sum(map(len, texts))
     return texts[:: max(1, math.ceil(total / max_characters))]
 
 
 def encode_into_one_row(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """Encode texts to one row of tokens, each text ended by `END`."""
+    """Each text is ended by `END`."""
     end = tokenizer.token_to_id(END)
     ids = [id for one in tokenizer.encode_batch(list(texts)) for id in (*one.ids, end)]
     return np.array(ids, np.int32)
@@ -98,18 +95,11 @@ class Sampler:
     """Draws sequences of training text, each source as often as its weight says."""
 
     def __init__(
-        self, streams: dict[str, np.ndarray], weights: dict[str, float], length: int
+        self,
+        streams: dict[str, np.ndarray],  # by source, its tokens in one row
+        weights: dict[str, float],  # in any unit; 0.1 for a source without one
+        length: int,  # tokens of a sequence
     ) -> None:
-        """Keep the streams that are longer than a sequence.
-
-        Args:
-            streams: of each source, its tokens in one row.
-            weights: how often each is drawn from, in any unit; 0.1 for a source without one.
-            length: tokens of a sequence.
-
-        Raises:
-            InputError: no stream is longer than a sequence.
-        """
         self._streams = {name: row for name, row in streams.items() if len(row) > length}
         require(
             bool(self._streams),
@@ -122,14 +112,13 @@ class Sampler:
         self._length = length
 
     def draw_sequences(self, random: np.random.Generator, count: int) -> torch.Tensor:
-        """Draw a source for each row, then a place in it; return [count, length] tokens."""
+        """[count, length]: a source for each row, then a place in it."""
         names = list(self._streams)
         drawn = random.choice(len(names), size=count, p=self._shares)
         rows = [self._cut_at_random(random, self._streams[names[one]]) for one in drawn]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def _cut_at_random(self, random: np.random.Generator, row: np.ndarray) -> np.ndarray:
-        """Return a sequence's tokens from a drawn place of a row."""
         start = int(random.integers(len(row) - self._length))
         return row[start : start + self._length]
 
@@ -138,10 +127,7 @@ class Run:
     """A model and a head that learn, and can go on where they were stopped."""
 
     def __init__(self, sizes: Sizes, schedule: Schedule, sampler: Sampler) -> None:
-        """Make the model and the head of random numbers, always the same, and their optimizer.
-
-        PyTorch's own random numbers are seeded.
-        """
+        """PyTorch's own random numbers are seeded."""
         torch.manual_seed(0)
         self.model = Qwen3_5ForCausalLM(make_config(sizes))
         self.head = Head(self.model.config)
@@ -160,19 +146,14 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether the schedule's minutes of learning are over."""
         return self.seconds >= self._schedule.minutes * 60
 
     def learn_from_one_batch(self) -> list[float]:
-        """Draw a batch, which depends on the number of steps alone, and learn from it; steps and
-        seconds are counted.
-
-        Returns:
-            The losses before it: the model's, and those of the head's two steps.
-        """
+        """The losses before it: the model's, and those of the head's two steps."""
         started = time.perf_counter()
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate_now()
+        # The batch depends on the number of steps alone.
         tokens = self._sampler.draw_sequences(
             np.random.default_rng(self.steps), self._schedule.batch
         )
@@ -187,7 +168,7 @@ class Run:
         return [float(loss.detach()) for loss in losses]
 
     def _losses(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Return the model's loss, then the head's two, whose gradients do not reach the model."""
+        """The model's, then the head's two, whose gradients do not reach the model."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(tokens, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden[:, :-1]).float()
@@ -195,13 +176,13 @@ class Run:
             return [own, *losses_of_two_steps(self.model, self.head, tokens, hidden.detach())]
 
     def _learning_rate_now(self) -> float:
-        """Return the rate: it rises over the first steps, then falls with a cosine of the time."""
+        """It rises over the first steps, then falls with a cosine of the time."""
         done = min(1.0, self.seconds / (self._schedule.minutes * 60))
         warm = min(1.0, (1 + self.steps) / self._schedule.warm_up)
         return self._schedule.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
     def save(self, folder: Path) -> None:
-        """Save all that `load_if_saved` needs in one file; if that fails, the earlier one stays."""
+        """If that fails, the earlier file stays."""
         state = {
             "model": self.model.state_dict(),
             "head": self.head.state_dict(),
@@ -214,11 +195,7 @@ class Run:
         write_whole(folder / STATE, content.getvalue())
 
     def load_if_saved(self, folder: Path) -> None:
-        """Go on from what `save` saved; nothing is changed where there is no such file.
-
-        Raises:
-            InputError: it is broken, or of another model; some of it may be loaded by then.
-        """
+        """If the file is broken, some of it may be loaded by then."""
         if not (folder / STATE).exists():
             return
         try:
@@ -238,10 +215,9 @@ class Run:
 
 
 def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None:
-    """Write a folder as Qwen3.5's are published, which mlx-lm loads; the head lies in it as `mtp.`.
+    """A folder as Qwen3.5's are published, which mlx-lm loads; the head is in it as `mtp.`.
 
-    Norms are stored as PyTorch's modules hold them: minus one. The folder is made where it is
-    missing; config.json and model.safetensors are replaced.
+    Norms are stored as PyTorch's modules hold them: minus one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = {name: one for name, one in model.state_dict().items() if name != "lm_head.weight"}
@@ -262,33 +238,16 @@ def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files of the tokenizer that mlx-lm reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def make_or_read_tokenizer_and_tokens(
+def load_tokens(
     out: Path, data: Path, documents: Path, vocab_size: int
 ) -> tuple[Tokenizer, dict[str, np.ndarray]]:
-    """Make a tokenizer and the tokens of each source's training part, and write them into `out`;
-    where `out` has tokens.npz, tokenizer and tokens are read from there instead.
-
-    The sources are `read_sources`': tasks, documents and Python's own library.
-
-    Args:
-        out: folder for tokenizer.json and tokens.npz; it exists.
-        data: with a folder for each task.
-        documents: its Markdown is read.
-        vocab_size: of the tokenizer that is made.
-
-    Returns:
-        The tokenizer, and each source's training text as one row of tokens.
-
-    Raises:
-        InputError: what `read_sources` raises.
-    """
+    """Each source's training text as one row of tokens, read from tokens.npz if that exists."""
     made = out / "tokens.npz"
     if made.exists():
         with np.load(made) as streams:
@@ -303,16 +262,13 @@ def make_or_read_tokenizer_and_tokens(
     return tokenizer, streams
 
 
-def train_and_save(run: Run, out: Path, schedule: Schedule, say: Callable[[str], None]) -> None:
-    """Learn until the schedule's minutes are over; save the run and its model every so often, and
-    at the end.
-
-    Args:
-        run: is changed.
-        out: folder of what is saved.
-        schedule: minutes of learning, and minutes between two saves.
-        say: is given a line at every 20th step, with the mean losses since the line before.
-    """
+def train_and_save(
+    run: Run,
+    out: Path,
+    schedule: Schedule,
+    # is given a line at every 20th step, with the mean losses since the line before
+    say: Callable[[str], None],
+) -> None:
     saved = run.seconds
     recent: list[list[float]] = []
     while not run.is_done:
@@ -330,28 +286,21 @@ def train_and_save(run: Run, out: Path, schedule: Schedule, say: Callable[[str],
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Count a module's numbers, shared ones once."""
+    """Shared ones count once."""
     return sum(one.numel() for one in module.parameters())
 
 
-def train_or_go_on(data: Path, documents: Path, out: Path, schedule: Schedule) -> None:
-    """Train a model and its head, or go on with what `out` has, and say so on standard output.
-
-    PyTorch computes with one thread from then on.
-
-    Args:
-        data: with a folder for each task.
-        documents: its Markdown is read.
-        out: gets the model, and all that is needed to go on; it is made where it is missing.
-        schedule: how long and how fast.
-
-    Raises:
-        InputError: there is not enough text, or `out` has another run.
-    """
+def train(
+    data: Path,  # with a folder for each task
+    documents: Path,  # its Markdown is read
+    out: Path,
+    schedule: Schedule,
+) -> None:
+    """PyTorch computes with one thread from then on."""
     torch.set_num_threads(1)
     make_folder(out)
     sizes = Sizes()
-    _, streams = make_or_read_tokenizer_and_tokens(out, data, documents, sizes.vocab_size)
+    _, streams = load_tokens(out, data, documents, sizes.vocab_size)
     print("tokens:", ", ".join(f"{name} {len(row):,}" for name, row in streams.items()))
     run = Run(sizes, schedule, Sampler(streams, WEIGHTS, schedule.length))
     numbers = [count_parameters(part) for part in (run.model, run.head)]

@@ -19,11 +19,6 @@ PROG = "perf.hybrid.measure"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.hybrid.measure`; --data and --model are required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser_with_texts(PROG, __doc__)
     parser.add_argument(
         "--model", type=Path, required=True, metavar="FOLDER", help="that perf.hybrid.train wrote"
@@ -39,11 +34,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    """Check the options, and measure.
-
-    Returns:
-        The exit code: 1 if a system's answer is not plain decoding's, else 0.
-    """
+    """Exit code 1 if a system's answer is not plain decoding's."""
     needed = ("config.json", "model.safetensors", "tokenizer.json")
     require(
         all((args.model / name).is_file() for name in needed),
@@ -59,9 +50,9 @@ def _measure(args: argparse.Namespace) -> int:
         do="raise them",
     )
     check_torch()
-    from .figures import measure_print_and_save
+    from .figures import measure
 
-    return measure_print_and_save(
+    return measure(
         args.model,
         args.data,
         args.documents,

@@ -24,33 +24,18 @@ _LONGEST_FILE = 200_000
 
 @dataclass
 class Source:
-    """Texts of one kind.
-
-    Attributes:
-        name: of the source.
-        train: texts to train on.
-        held_out: texts of files that no text of `train` comes from.
-    """
+    """Texts of one kind."""
 
     name: str
     train: list[str] = field(default_factory=list)
-    held_out: list[str] = field(default_factory=list)
+    held_out: list[str] = field(default_factory=list)  # of files that no text of `train` comes from
 
 
-def read_sources(data: Path, documents: Path) -> list[Source]:
-    """Read all texts.
-
-    Args:
-        data: a folder with a folder for each task, which has `train.jsonl` and `test.jsonl`: lines
-            of JSON with `prompt` and `completion`.
-        documents: a folder; its Markdown files are read, in its folders too.
-
-    Returns:
-        A source for each task, by name, then one of documents and one of Python's library.
-
-    Raises:
-        InputError: `data` has no such folder, or a line of its files is broken.
-    """
+def read_sources(
+    data: Path,  # a folder per task, with `train.jsonl` and `test.jsonl`: `prompt` and `completion`
+    documents: Path,  # its Markdown files are read, in its folders too
+) -> list[Source]:
+    """A source for each task, by name, then one of documents and one of Python's library."""
     tasks = sorted(path.parent for path in data.glob("*/train.jsonl"))
     require(
         bool(tasks),
@@ -78,7 +63,7 @@ def read_sources(data: Path, documents: Path) -> list[Source]:
 
 
 def is_held_out(group: str) -> bool:
-    """Whether files of `group`, a name, are held out: about one in twelve, always the same."""
+    """About one group in twelve, always the same."""
     digest = hashlib.sha256(group.encode()).digest()
     return digest[0] % _HELD_OUT_ONE_IN == 0
 
@@ -88,11 +73,6 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _read_prompts_with_completions(path: Path) -> list[str]:
-    """Read each line's prompt and completion as one text.
-
-    Raises:
-        InputError: a line is no JSON, or lacks one of them.
-    """
     texts = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         require(
@@ -106,13 +86,7 @@ def _read_prompts_with_completions(path: Path) -> list[str]:
 
 
 def _read_and_split_files(name: str, folder: Path, files: Iterable[Path]) -> Source:
-    """Read files into a source, some of them as held-out texts.
-
-    Args:
-        name: of the source; of `PYTHON`'s packages all files are held out or none.
-        folder: of the files.
-        files: to read; those of 200 characters or fewer, and of 200,000 or more, are left out.
-    """
+    """Of `PYTHON`'s packages all files are held out or none."""
     source = Source(name)
     for path in files:
         text = path.read_text(encoding="utf-8", errors="replace")

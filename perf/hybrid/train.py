@@ -19,13 +19,7 @@ PROG = "perf.hybrid.train"
 
 
 def make_parser_with_texts(module: str, text: str | None) -> Parser:
-    """Make the parser of a command that reads texts: it has --data, which is required, and
-    --documents, the current folder by default.
-
-    Args:
-        module: of the command, such as "perf.hybrid.train".
-        text: what the command does, as `make_parser` takes it.
-    """
+    """A parser with --data, which is required, and --documents."""
     parser = make_parser(module, text)
     parser.add_argument(
         "--data",
@@ -42,11 +36,6 @@ def make_parser_with_texts(module: str, text: str | None) -> Parser:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `perf.hybrid.train`; --data and --out are required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser_with_texts(PROG, __doc__)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="for the model; it goes on there"
@@ -57,11 +46,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _train(args: argparse.Namespace) -> None:
-    """Check the options, and learn.
-
-    Raises:
-        InputError: an option is out of bounds, PyTorch is missing, or what `train_or_go_on` raises.
-    """
     require(
         args.minutes > 0 and args.batch > 0,
         f"--minutes {args.minutes:g} --batch {args.batch}",
@@ -69,10 +53,10 @@ def _train(args: argparse.Namespace) -> None:
         do="raise them",
     )
     check_torch()
-    from .learn import train_or_go_on
+    from .learn import train
 
     schedule = Schedule(minutes=args.minutes, batch=args.batch)
-    train_or_go_on(args.data, args.documents, args.out, schedule)
+    train(args.data, args.documents, args.out, schedule)
 
 
 main = make_main(PROG, parse_args, _train)

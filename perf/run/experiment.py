@@ -17,22 +17,21 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.generation.segments import check_prompt
-from ssmlx.loading.identity import weights_and_configs_digest
+from ssmlx.loading.identity import folder_digest
 from ssmlx.prompts import encode_prompt
+from ssmlx.settings import field_of_drafter_settings
 
-from .price import Prices, cheapest_system, price_answers, price_ratios_and_slow_answers
+from .environment import describe_machine, machine_load_text, timing_environment
+from .price import Prices, cheapest_system, price_answers, price_figures
 from .results import (
     AnswerStore,
     Kept,
     file_stats_digest,
-    machine_load_text,
     sources_digest,
-    timing_environment,
 )
 from .statistics import Estimate, mean, median, medians_over_repeats, ratio, ratio_of_median_rates
 from .target import (
@@ -48,17 +47,13 @@ from .target import (
 from .tasks import Example, Task, leave_out_middle, mean_scores
 from .timing import rotate_turns
 
-KeptAnswers = Sequence[Sequence[Kept]]
-"""One system's answers: for every prompt, its repeats."""
+KeptAnswers = Sequence[Sequence[Kept]]  # one system's answers: for every prompt, its repeats
 AnswersBySystem = Mapping[str, KeptAnswers]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Systems that answer the same prompts on the same weights, in turns.
-
-    `load_target_and_prompts` checks that it can be run; `measure` runs it.
-    """
+    """Systems that answer the same prompts on the same weights, in turns."""
 
     name: str  # of what is measured; the names of its files begin with it
     # weights and systems: the target and what drafts for it; who answers
@@ -66,7 +61,7 @@ class Experiment:
     systems: Sequence[System]
     # examples and data: what is asked, and what that is called
     examples: Sequence[Example]
-    task: Task | None = None  # how answers are judged; None where they are only timed or compared
+    task: Task | None = None  # how answers are judged; None if they are only timed or compared
     data: str = ""
     # why a system does not take part, by its name
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -83,17 +78,7 @@ class Experiment:
         ]
 
     def load_target_and_prompts(self) -> tuple[Target, list[list[int]]]:
-        """Load the target and what all systems draft with, and encode the prompts.
-
-        Prompts of a task with a longest prompt are cut in their middle.
-
-        Returns:
-            The target, and the token ids of each prompt.
-
-        Raises:
-            InputError: weights cannot be loaded, a prompt is too long, or a system cannot draft for
-                the model.
-        """
+        """Checks that the experiment can be run: what all systems draft with is loaded too."""
         target = Target(self.weights)
         adapter = self.weights.adapter
         template = adapter.config.prompt_template if adapter else None
@@ -109,16 +94,11 @@ class Experiment:
         return target, prompts
 
     def measure(self) -> Measured:
-        """Let all systems answer all prompts, in turns, `repeats` times.
+        """Answers go to disk in `out` as they come; those of an earlier run with the same settings
+        are used again.
 
-        Answers go to disk in `out` as they come; those of an earlier run with the same settings are
-        used instead of new ones, unless `fresh`; standard error says how many. Before the first new
-        answer, each system that lacks some answers the first prompt `warm_up` times, which is not
-        kept and teaches nothing.
-
-        Raises:
-            InputError: what `load_target_and_prompts` refuses; or another process writes these
-                answers.
+        Before the first new answer, each system that lacks some answers the first prompt `warm_up`
+        times, which is not kept and teaches nothing.
         """
         mx.clear_cache()
         load = machine_load_text()
@@ -152,7 +132,7 @@ class Experiment:
         for key, name in rotate_turns(progress, list(stores)):
             if key not in stores[name]:
                 answer = target.answer(systems[name], key[1:], key[0])
-                stores[name].add_and_write(key, Kept(answer, target.decode_text(answer.tokens)))
+                stores[name].add(key, Kept(answer, target.decode_text(answer.tokens)))
         answers = {
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
             for name, store in stores.items()
@@ -162,23 +142,19 @@ class Experiment:
         return Measured(self, target, prompts, answers, load, num_costs)
 
     def settings_of_answers(self, system: System) -> dict[str, Any]:
-        """Return everything beside the prompt that a system's answer and its time depend on, as
-        JSON values.
-
-        Among it are the code, the files of the weights, the machine and the other systems' names.
-        """
+        """Everything beside the prompt that an answer and its time depend on, as JSON values."""
         weights = self.weights
         kind = DRAFT_MODEL if system.kind == DRAFT_ALONE else system.kind
         return {
             # Other code may answer otherwise.
             "code": sources_digest(),
             "base": file_stats_digest(weights.base),
-            "folder": weights_and_configs_digest(weights.folder),
+            "folder": folder_digest(weights.folder),
             "checkpoint": file_stats_digest(weights.checkpoints.get(kind)),
             "dtype": weights.dtype,
             "rounds": weights.rounds,
             "system": system.name,
-            # Speeds compare where systems took turns: other systems beside it are another run.
+            # Speeds compare if systems took turns: with other systems beside it, it is another run.
             "systems": [other.name for other in self.systems],
             "kind": system.kind,
             "config": asdict(system.config),
@@ -196,25 +172,19 @@ class Measured:
     prompts: Sequence[list[int]]
     answers: AnswersBySystem
     load: str
-    # costs that each system knew as the run began; None where it learns none, or nobody knows
+    # costs that each system knew as the run began; None if it learns none, or if unknown
     num_costs: Mapping[str, int | None] = field(default_factory=dict)
 
     def answers_of_first_repeat(self, system_name: str) -> list[Kept]:
-        """[prompts] a system's answers, of the first repeat."""
         return [repeats[0] for repeats in self.answers[system_name]]
 
 
 def run_result(
-    experiment: Experiment, model_name: str, task_results: Sequence[Any]
+    experiment: Experiment,  # its first system says the sampling
+    model_name: str,  # as the user gave it
+    task_results: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the result of a command as JSON values: how it was measured, and the results of its
-    tasks.
-
-    Args:
-        experiment: its first system says the sampling.
-        model_name: as the user gave it.
-        task_results: of each task, such as `task_result` returns.
-    """
+    """The result of a command as JSON values."""
     config = experiment.systems[0].config
     return {
         "machine": describe_machine(),
@@ -229,15 +199,11 @@ def run_result(
     }
 
 
-def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
-    """Return the figures of a task's systems, as JSON values.
-
-    The draft model alone has no row: only its seconds a call are told.
-
-    Args:
-        measured: all answers, those of mlx-lm and plain decoding among them.
-        more: further entries, which take the place of figures of the same names.
-    """
+def task_result(
+    measured: Measured,  # mlx-lm and plain decoding are among the systems
+    **more: Any,  # replaces figures of the same names
+) -> dict[str, Any]:
+    """As JSON values; the draft model alone has no row, only its seconds per call."""
     experiment = measured.experiment
     weights = measured.experiment.weights
     plain_metrics = _mean_scores_of(experiment, measured.answers_of_first_repeat(PLAIN))
@@ -262,7 +228,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
             {
                 **_system_row(system, measured, plain_metrics),
                 **speedup_figures(system, measured.answers, tree),
-                "price": price_ratios_and_slow_answers(system.name, prices, tree),
+                "price": price_figures(system.name, prices, tree),
                 "num_costs": measured.num_costs.get(system.name),
             }
             for system in systems
@@ -273,7 +239,6 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
 
 
 def _answer_prices(measured: Measured) -> Prices:
-    """Return the price of each answer of the target, by system, prompt and repeat."""
     systems = {one.name: one.kind for one in measured.experiment.systems if one.kind != DRAFT_ALONE}
     answers = {
         name: [[kept.answer for kept in repeats] for repeats in measured.answers[name]]
@@ -287,18 +252,7 @@ def _category_results(
     systems: Sequence[System],
     prices: Prices,
 ) -> list[dict[str, Any]]:
-    """Return the speeds of each system on each category of examples, in the order in which
-    categories come.
-
-    Args:
-        measured: all answers.
-        systems: the systems to show.
-        prices: by system, prompt and repeat.
-
-    Returns:
-        An entry for each category, its speed-ups and prices by its own prompts alone; empty where
-        no example has a category.
-    """
+    """Each category by its own prompts alone: the reference tree is chosen anew."""
     of_category: dict[str, list[int]] = {}
     for index, example in enumerate(measured.experiment.examples[: len(measured.prompts)]):
         if example.category:
@@ -314,7 +268,7 @@ def _category_results(
                 "kind": system.kind,
                 "tokens_per_call": asdict(_tokens_per_call(answers[system.name])),
                 **speedup_figures(system, answers, tree),
-                "price": price_ratios_and_slow_answers(system.name, own_prices, tree),
+                "price": price_figures(system.name, own_prices, tree),
             }
             for system in systems
         ]
@@ -325,33 +279,22 @@ def _category_results(
 
 
 def _tokens_per_call(answers: KeptAnswers) -> Estimate:
-    """Tokens per target call over all prompts, of the first repeats."""
+    """Of the first repeats."""
     first = [repeats[0].answer for repeats in answers]
     return ratio([len(one.tokens) for one in first], [one.target_calls for one in first])
 
 
 def _mean_scores_of(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
-    """Return the mean of each of the task's scores of answers; empty without a task or without
-    references.
-    """
     task = experiment.task
     return mean_scores(task, experiment.examples, [one.text for one in kept]) if task else {}
 
 
 def _system_row(
-    system: System, measured: Measured, plain_metrics: Mapping[str, Any]
+    system: System,
+    measured: Measured,
+    plain_metrics: Mapping[str, Any],  # of plain decoding, not computed again for the same tokens
 ) -> dict[str, Any]:
-    """Return a system's row of the tables, as JSON values.
-
-    Times are medians of a prompt's repeats; tokens and calls are of the first repeat; peak memory
-    and differences are over all repeats.
-
-    Args:
-        system: the system.
-        measured: all answers.
-        plain_metrics: mean scores of plain decoding's answers, which are not computed again for
-            the same tokens.
-    """
+    """Times are medians of repeats; tokens and calls are of the first repeat; peaks of all."""
     prompts = measured.answers[system.name]
     first = measured.answers_of_first_repeat(system.name)
     plain = measured.answers_of_first_repeat(PLAIN)
@@ -398,33 +341,21 @@ def _system_row(
 
 
 def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
-    """Describe for the results the largest tree that a system drafts, and what shapes its trees.
-
-    Args:
-        system: the system.
-        drafters: its drafters; where several may draft, the first is described.
-
-    Returns:
-        "levels" and "nodes" of the tree, and the settings "tree", "prune" and the drafter's own as
-        JSON values; empty without drafters.
-    """
+    """Its levels and nodes, and the settings that shape it; empty without drafters."""
     if not drafters:
         return {}
-    drafter = drafters[0]  # the first where several may draft
+    drafter = drafters[0]  # the first, if several may draft
     config = system.config
     shapes = {name: asdict(config)[name] for name in ("tree", "prune")}
     if config.drafter is not None:
         registered = registered_drafter(config.drafter)
         if (own := registered.own_settings_or_default(config)) is not None:
-            shapes[registered.config_field] = asdict(own)
+            shapes[field_of_drafter_settings(type(own))] = asdict(own)
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 
 def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
-    """Return the median over answers of the mean seconds of a target call after the first.
-
-    All repeats count, and answers of more than one call; None without any.
-    """
+    """The median over answers and repeats of the mean seconds of a target call after the first."""
     timed = [kept.answer for repeats in answers for kept in repeats]
     times = [a.decode_seconds / (a.target_calls - 1) for a in timed if a.target_calls > 1]
     return statistics.median(times) if times else None
@@ -433,19 +364,10 @@ def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
 def speedup_figures(
     system: System, answers: AnswersBySystem, best_tree_system: str | None = None
 ) -> dict[str, Any]:
-    """Return how many times as fast a system is, as JSON values.
+    """Ratios of decode tokens/s and of times of whole answers ("latency_..."); above 1 the system
+    is faster.
 
-    Args:
-        system: the system.
-        answers: of all systems, mlx-lm and plain decoding among them.
-        best_tree_system: name of the system that drafts the best fixed tree, or None.
-
-    Returns:
-        Ratios of decode tokens/s ("speedup", "over_plain") and of times of whole answers
-        ("latency_...") to mlx-lm's and plain decoding's; tokens/s of streams over the draft model's
-        where that takes part; times of whole answers over the best fixed tree's where there is one.
-        Above 1 the system is faster. A ratio of tokens/s is None where no prompt has answers of two
-        tokens or more by both.
+    A ratio of tokens/s is None if no prompt has answers of two tokens or more by both.
     """
     rates = {
         n: medians_over_repeats(prompts, lambda kept: kept.answer.tokens_per_second)
@@ -472,12 +394,7 @@ def speedup_figures(
 
 
 def find_differences_from_plain(measured: Measured, system: System) -> list[dict[str, Any]] | None:
-    """List where a system's answers differ from plain decoding's first one, in any repeat.
-
-    Returns:
-        One entry for each prompt with a difference, as `describe_first_difference` makes it of the
-        first repeat that differs; None for mlx-lm when it samples, as its noise is its own.
-    """
+    """The first repeat that differs; None for mlx-lm when it samples, with its own noise."""
     if system.kind == MLX_LM and system.config.temp:
         return None
     found = []
@@ -491,21 +408,12 @@ def find_differences_from_plain(measured: Measured, system: System) -> list[dict
 
 
 def describe_first_difference(
-    measured: Measured, prompt_index: int, plain: list[int], other: list[int]
+    measured: Measured,
+    prompt_index: int,
+    plain: list[int],  # token ids
+    other: list[int],  # token ids, not the same
 ) -> dict[str, Any]:
-    """Describe the first difference between two answers to a prompt, which are not the same.
-
-    Args:
-        measured: all answers; its target computes the logits.
-        prompt_index: which prompt both answer.
-        plain: token ids of plain decoding's answer.
-        other: those of another.
-
-    Returns:
-        "prompt", "token" (its position in the answer, from 0), "gap" (difference of the target's
-        logits of the two tokens; None when it samples, or one answer is only shorter), "logit" (the
-        larger one, or None), and "near_tie" (whether rounding in this precision may have decided).
-    """
+    """Its "token" counts from 0; its "gap" of logits is None if sampled, or only shorter."""
     experiment = measured.experiment
     place = first_difference(plain, other)
     assert place is not None
@@ -520,11 +428,7 @@ def describe_first_difference(
 
 
 def systems_parting_beyond_ties(result: Mapping[str, Any]) -> list[str]:
-    """List systems whose tokens differ from plain decoding's by more than rounding, as "task,
-    system".
-
-    mlx-lm is left out, and so are systems all of whose differences are near ties.
-    """
+    """As "task, system", those that differ from plain decoding by more than rounding."""
     return [
         f"{task['task']}, {row['name']}"
         for task in result["tasks"]

@@ -24,10 +24,9 @@ from .target import DRAFT_MODEL, MLX_LM, MTP, PLAIN, STREAMS, TEXT, System, Weig
 from .tasks import TASKS, find_data_file, make_scorer, read_examples
 
 BASE = "smollm2-135m-q4_1"
-DEFAULT = "default"
-"""What users get who ask for nothing; with `TEXT`, on the target without streams."""
-CONTROLLED = {DEFAULT: STREAMS, TEXT: TEXT}
-"""Systems that are given no settings, and their kinds."""
+DEFAULT = "default"  # what users get without options; with `TEXT`, on the target without streams
+CONTROLLED = {DEFAULT: STREAMS, TEXT: TEXT}  # systems without settings, and their kinds
+# the systems that `trees` stands for
 TREES = (
     "streams --tree full --tree-width 1",
     "streams --tree full --tree-width 2",
@@ -36,44 +35,32 @@ TREES = (
     "streams --tree full --tree-width 2 --prune threshold=0.05",
     "streams --tree best --tree-size 16 --prune budget --prune-to 8",
 )
-"""What `trees` stands for."""
 SYSTEMS = (MLX_LM, PLAIN, STREAMS, *target.CHECKPOINTS, "lookahead", "prompt-lookup")
 _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
 
 def add_model_option(group: argparse._ActionsContainer) -> None:
-    """Add --model, the base model."""
     text = "the base model: a local folder, a Hub name or an alias (default: %(default)s)"
     add_options(group, ("--model", None, text, BASE))
 
 
 def add_out_option(group: argparse._ActionsContainer) -> None:
-    """Add --out, the folder of the results."""
     add_options(group, ("--out", "FOLDER", "folder of the results (default: %(default)s)", RESULTS))
 
 
 def split_name_and_value(item: str) -> tuple[str | None, str]:
-    """Split `NAME=VALUE` at the first "=".
-
-    Returns:
-        Name and value. The name is None, and the value the whole, without "=" or where the whole is
-        a path that exists.
-    """
+    """At the first "="; the name is None without "=", or if the whole is an existing path."""
     name, equals, value = item.partition("=")
     is_whole = not equals or Path(item).expanduser().exists()
     return (None, item) if is_whole else (name, value)
 
 
-def exit_if_count_below_one(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
+def check_counts(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    *names: str,  # with underscores; a value is a number, a list of numbers or None
 ) -> None:
-    """End the command with one line and exit code 2 if one of these options is below 1.
-
-    Args:
-        parser: of the command.
-        args: the options; a list is below 1 if one of its numbers is, and None is not.
-        names: of the options, with underscores.
-    """
+    """Exit code 2 with one line."""
     for name in names:
         value = getattr(args, name)
         least = min(value) if isinstance(value, list) else value
@@ -83,24 +70,15 @@ def exit_if_count_below_one(
 
 def add_experiment_options(
     parser: argparse.ArgumentParser,
+    # gets --task, which is required without it
     alternatives: argparse._MutuallyExclusiveGroup | None = None,
     *,
-    tasks: Sequence[str] = (),
+    tasks: Sequence[str] = (),  # defaults of --task, which then takes several
     systems: Sequence[str] = SYSTEMS,
     repeats: int = 1,
-    dtypes: Sequence[str] = (),
+    dtypes: Sequence[str] = (),  # defaults of --dtype, which then takes several
 ) -> None:
-    """Add the options that `build_task_experiment` reads, but --out.
-
-    Args:
-        parser: is given them.
-        alternatives: a group of alternatives to --task, which gets --task; without it, --task is
-            required where it has no defaults.
-        tasks: defaults of --task, which then takes several.
-        systems: defaults of --systems.
-        repeats: default of --repeats.
-        dtypes: defaults of --dtype, which then takes several.
-    """
+    """The options that `build_task_experiment` reads, except --out."""
     data = parser.add_argument_group("data")
     shown = f" (default: {' '.join(tasks)})" if tasks else ""
     task = (alternatives or data).add_argument(
@@ -187,27 +165,18 @@ def add_experiment_options(
 
 
 def _checkpoint_metavar(kind: str) -> str:
-    """Return how the help names the value of --KIND: MODEL where a Hub name will do."""
+    """MODEL if a Hub name will do."""
     return "MODEL" if kind in (DRAFT_MODEL, MTP) else "FOLDER"
 
 
-def build_task_experiment(args: argparse.Namespace, measurement: str) -> Experiment:
-    """Make the experiment that the options name, called MEASUREMENT-TASK.
+def build_task_experiment(
+    args: argparse.Namespace,  # with one --task and one --dtype
+    measurement: str,  # begins the names of files, such as "compare"
+) -> Experiment:
+    """No model is loaded, but one that is named may be downloaded.
 
-    No model is loaded, but one that is named may be downloaded. Systems that lack weights, or the
-    pruning adapter that they ask for, are left out, and named on standard error. Where a draft
-    model drafts, it also takes part alone. The folder --out is made.
-
-    Args:
-        args: one --task and one --dtype, and the other options of `add_experiment_options`.
-        measurement: what is measured, such as "compare"; names of files begin with it.
-
-    Returns:
-        The experiment; its examples and its adapter are read.
-
-    Raises:
-        InputError: an option is wrong, or would have no effect; or what scores the task is not
-            installed.
+    Systems that lack weights, or the pruning adapter that they ask for, are left out, and named on
+    standard error. If a draft model drafts, it also takes part alone.
     """
     task = TASKS[args.task]
     for flag, value in (("--top-k", args.top_k), ("--seed", args.seed)):
@@ -231,7 +200,7 @@ def build_task_experiment(args: argparse.Namespace, measurement: str) -> Experim
         expected=f"{DEFAULT} or {TEXT} among --systems",
         do="drop --costs",
     )
-    weights = _find_weights_and_read_adapter(args)
+    weights = _find_weights(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
         kind: f"no --{kind} {_checkpoint_metavar(kind)}"
@@ -273,7 +242,6 @@ class _SystemParser(Parser):
     """A parser whose errors become an `InputError` about --systems."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise InputError with the message of argparse."""
         raise InputError(
             f"--systems: {self.prog} ({message})",
             expected="a system, or in quotes a system and drafting options of ssmlx.generate",
@@ -282,22 +250,12 @@ class _SystemParser(Parser):
 
 
 def parse_systems_with_baselines(
-    texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
+    # a system's name, or a drafter with options of ssmlx.generate, or "trees"
+    texts: Sequence[str],
+    sampling: SamplingConfig,
+    max_tokens: int = 256,
 ) -> list[System]:
-    """Parse --systems; mlx-lm and plain decoding are put in front where they are missing.
-
-    Args:
-        texts: each the name of a system, or a drafter with options of ssmlx.generate; "trees"
-            stands for all of `TREES`.
-        sampling: temperature, top-k and seed of all of them.
-        max_tokens: of an answer.
-
-    Returns:
-        The systems: mlx-lm and plain decoding as far as they are missing, then those of `texts`.
-
-    Raises:
-        InputError: a system is unknown or named twice, or an option is wrong.
-    """
+    """mlx-lm and plain decoding are put first if they are missing."""
     texts = [name for text in texts for name in (TREES if text == "trees" else (text,))]
     missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
     systems: dict[str, System] = {}
@@ -319,19 +277,10 @@ def parse_systems_with_baselines(
     return list(systems.values())
 
 
-def _parse_system(text: str) -> System:
-    """Parse one system, such as `draft-model width=2 --tree full`.
-
-    Args:
-        text: its kind, and options of drafting; runs of white space count as one space.
-
-    Returns:
-        The system, whose name is the text. All but mlx-lm, plain decoding and those of `CONTROLLED`
-        draft at every call.
-
-    Raises:
-        InputError: it is unknown, or an option is wrong.
-    """
+def _parse_system(
+    text: str,  # such as `draft-model width=2 --tree full`
+) -> System:
+    """All but mlx-lm, plain decoding and those of `CONTROLLED` draft at every call."""
     words = text.split()
     kind = next(iter(words), "")
     flags = [n for n, word in enumerate(words) if word[0] == "-"]
@@ -361,16 +310,8 @@ def _parse_system(text: str) -> System:
     return System(name, kind, generate_config(args).with_default_shape())
 
 
-def _find_weights_and_read_adapter(args: argparse.Namespace) -> Weights:
-    """Return the weights that the options name; without --adapter, the bundled adapter of the task
-    if there is one, and without --mtp, the base model's own head if it has one.
-
-    Names are resolved, which may download the base, the adapter, a draft model or an MTP head; the
-    adapter alone is read.
-
-    Raises:
-        InputError: something does not exist or is broken.
-    """
+def _find_weights(args: argparse.Namespace) -> Weights:
+    """The adapter alone is read; what is named may be downloaded."""
     folder = bundled_adapters().get(TASKS[args.task].adapter or args.task)
     if args.adapter is not None:
         folder = resolve_adapter(args.adapter)
@@ -390,18 +331,9 @@ def _find_weights_and_read_adapter(args: argparse.Namespace) -> Weights:
     )
 
 
-def read_adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
-    """Find and read an adapter, which is downloaded where it is not here yet.
-
-    Args:
-        name: a name or a folder, as `resolve_adapter` takes it.
-
-    Returns:
-        Its folder, and its contents.
-
-    Raises:
-        InputError: it has no streams or no LoRA of its own, or cannot be read.
-    """
+def read_adapter_with_streams(
+    name: str,  # as `resolve_adapter` takes it; may be downloaded
+) -> tuple[Path, StreamAdapter]:
     folder = resolve_adapter(name)
     adapter = None if folder is None else target.read_adapter_with_own_lora(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:

@@ -1,42 +1,52 @@
-"""Where results lie; answers on disk, and what tells those of one model, machine or version
-from another's.
-"""
+"""Where results are; answers on disk, by model, machine and version."""
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.machine import describe_machine, power_source_or_unknown
 from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
+from ssmlx.loading.files import write_whole
 from ssmlx.training.part_file import PartFile
 
+from .environment import ROOT
 from .timing import TimedAnswer, TimedCall
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"
-_TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 
-def machine_load_text() -> str:
-    """Say how busy the machine was in the last minute: `1.4 of 2 cores busy when it began`."""
-    return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores busy when it began"
+def print_and_save(
+    result: Mapping[str, Any],
+    target: Path,  # without a suffix; its folder exists
+    text: str,
+    draw: Callable[[Any, Path], None] | None = None,  # ImportError: matplotlib is missing
+) -> None:
+    """Print `text`; write `target`.json and .txt, and .png with `draw`."""
+    print(text)
+    saved = json.dumps(result, indent=1, ensure_ascii=False)
+    write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
+    write_whole(target.with_suffix(".txt"), f"{text}\n".encode())
+    print("saved", target.with_suffix(".json"), file=sys.stderr)
+    if draw is None:
+        return
+    try:
+        draw(result, target.with_suffix(".png"))
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
 
 
 @contextmanager
-def explain_broken_result(path: Path, command: str) -> Iterator[None]:
-    """Turn any exception inside the block into an InputError of one line: the result is incomplete.
-
-    Args:
-        path: of the result.
-        command: the module that writes such results, for the message.
-    """
+def explain_broken_result(
+    path: Path,
+    command: str,  # the module that writes such results
+) -> Iterator[None]:
+    """Any exception inside the block becomes an InputError: the result is incomplete."""
     try:
         yield
     except Exception as error:  # a broken file's can be any
@@ -63,19 +73,15 @@ class AnswerStore:
     """
 
     def __init__(
-        self, folder: Path, file_prefix: str, settings: Mapping[str, Any], *, fresh: bool = False
+        self,
+        folder: Path,
+        file_prefix: str,
+        # everything that an answer depends on beside its key, as JSON values
+        settings: Mapping[str, Any],
+        *,
+        fresh: bool = False,
     ) -> None:
-        """Open the file, or make it, and read its answers; it is locked until `file.close`.
-
-        Args:
-            folder: of the file.
-            file_prefix: the file's name begins with it, and goes on with a digest of `settings`.
-            settings: everything that an answer depends on beside its key, as JSON values.
-            fresh: whether to delete earlier answers.
-
-        Raises:
-            InputError: another process writes into the file, or it cannot be read.
-        """
+        """The file is locked until `file.close`."""
         path = folder / f"{file_prefix}-{short_digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
@@ -83,40 +89,24 @@ class AnswerStore:
         }
 
     def __contains__(self, key: Sequence[int]) -> bool:
-        """Whether the answer of a key is kept."""
         return short_digest(key) in self._kept
 
     def __getitem__(self, key: Sequence[int]) -> Kept:
-        """Return the answer of a key; KeyError where it is not kept."""
         return self._kept[short_digest(key)]
 
-    def add_and_write(self, key: Sequence[int], kept: Kept) -> None:
-        """Add an answer; it is on disk when this returns."""
+    def add(self, key: Sequence[int], kept: Kept) -> None:
+        """It is on disk when this returns."""
         self._kept[short_digest(key)] = kept
         self.file.append([short_digest(key), kept.text, asdict(kept.answer)])
 
 
 def _timed_answer_from_json(values: Mapping[str, Any]) -> TimedAnswer:
-    """Make an answer of its JSON values."""
     calls = [TimedCall(*call) for call in values["calls"]]
     return TimedAnswer(**{**values, "calls": calls})
 
 
-@lru_cache(maxsize=1)
-def timing_environment() -> dict[str, str]:
-    """Return what times depend on beside the code: machine, libraries and power; found once a
-    process.
-    """
-    found = describe_machine()
-    return {**{name: found[name] for name in _TIMED_ON}, "power": power_source_or_unknown()}
-
-
 def file_stats_digest(folder: Path | None) -> str | None:
-    """Return a digest of the names, sizes and times of change of the files in a folder; None for
-    None.
-
-    Folders inside it are not looked at.
-    """
+    """Of names, sizes and times of change of a folder's files, not of folders in it."""
     if folder is None:
         return None
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
@@ -125,9 +115,7 @@ def file_stats_digest(folder: Path | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def sources_digest() -> str:
-    """Return a digest of the sources that decide answers and their times: all of `ssmlx`, and three
-    files of `perf.run`. It is computed once a process.
-    """
+    """Of the sources that decide answers and their times."""
     own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
     names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own
     sources = sorted(path for name in names for path in ROOT.glob(name))
@@ -135,5 +123,5 @@ def sources_digest() -> str:
 
 
 def short_digest(value: Any) -> str:
-    """Return the first 12 digits of the SHA-256 of JSON values."""
+    """The first 12 digits of the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
 """16-bit products as a GPU computes them, on a CPU: sums in float32 by BLAS, rounded once.
 
-MLX's CPU backend takes seconds a row for packed weights with 16-bit activations, and adds up in 16
-bits. These layers hold the very same weights in float32, and round every output; as on a GPU, the
-order of a sum depends on how many rows there are.
+MLX's CPU backend takes seconds per row for quantized weights with 16-bit activations, and adds up
+in 16 bits. These layers hold the very same weights in float32, and round every output; as on a GPU,
+the order of a sum depends on how many rows there are.
 """
 
 from typing import Any
@@ -18,49 +18,52 @@ from mlx.utils import tree_unflatten
 
 
 class RoundedLinear(Linear):
-    """A linear layer that computes in float32 and rounds its output to the input's type."""
+    """Computes in float32 and rounds its output to the input's type."""
 
     def __init__(self, linear: Any) -> None:
-        """Take the weights and the bias of a linear layer, packed or not, in float32."""
         Module.__init__(self)  # type: ignore[no-untyped-call]
         self.weight = _float32_weights(linear)
         if "bias" in linear:
             self.bias = linear.bias.astype(mx.float32)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., in] to [..., out], of the type of `x`."""
+    def __call__(
+        self,
+        x: mx.array,  # [..., in]
+    ) -> mx.array:  # [..., out]
         product: mx.array = super().__call__(x.astype(mx.float32))  # type: ignore[no-untyped-call]
         return product.astype(x.dtype)
 
 
 class RoundedEmbedding(Embedding):
-    """An embedding that computes in float32 and rounds its output, also as the LM head."""
+    """Computes in float32 and rounds its output, also as the LM head."""
 
-    def __init__(self, embedding: Any, dtype: str) -> None:
-        """Take the weights of an embedding, packed or not, in float32.
-
-        Args:
-            embedding: the embedding.
-            dtype: name of the type to which rows are rounded, such as "float16".
-        """
+    def __init__(
+        self,
+        embedding: Any,
+        dtype: str,  # name of the type to which rows are rounded, such as "float16"
+    ) -> None:
         Module.__init__(self)  # type: ignore[no-untyped-call]
         # its name: it can be copied
         self.weight = _float32_weights(embedding)
         self._dtype = dtype
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Token ids [...] to rows [..., D] of the type `dtype`."""
+    def __call__(
+        self,
+        x: mx.array,  # [...] ids
+    ) -> mx.array:  # [..., D]
         rows: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return rows.astype(getattr(mx, self._dtype))
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        """[..., D] to [..., V], of the type of `x`."""
+    def as_linear(
+        self,
+        x: mx.array,  # [..., D]
+    ) -> mx.array:  # [..., V]
         product: mx.array = super().as_linear(x.astype(mx.float32))  # type: ignore[no-untyped-call]
         return product.astype(x.dtype)
 
 
 def _float32_weights(layer: Any) -> mx.array:
-    """Return a layer's weights in float32, dequantised if they are packed."""
+    """Scales are cast before dequantizing, so nothing is rounded."""
     if not isinstance(layer, QuantizedLinear | QuantizedEmbedding):
         weights: mx.array = layer.weight.astype(mx.float32)
         return weights
@@ -68,14 +71,11 @@ def _float32_weights(layer: Any) -> mx.array:
     return mx.dequantize(layer.weight, scales, biases, layer.group_size, layer.bits)
 
 
-def replace_by_rounding_layers(model: Module, embedding_dtype: str) -> None:
-    """Replace all of a model's linear layers and embeddings by rounding ones, in place.
-
-    Args:
-        model: is changed.
-        embedding_dtype: name of the type to which embeddings are rounded; linear layers round to
-            their input's.
-    """
+def replace_by_rounding_layers(
+    model: Module,
+    embedding_dtype: str,  # name of the type to which embeddings are rounded
+) -> None:
+    """In place."""
     updates: list[tuple[str, Module]] = []
     for path, module in model.named_modules():  # type: ignore[no-untyped-call]
         if isinstance(module, Linear | QuantizedLinear):

@@ -9,10 +9,8 @@ from ssmlx.report import Columns, cells, new_figure
 
 from .statistics import FEW, estimate_from_json
 
-Row = Mapping[str, Any]
-"""A row of a table: figures by name."""
-Result = Mapping[str, Any]
-"""A whole result, as a command saves it: how it was measured, and its tables' rows."""
+Row = Mapping[str, Any]  # a row of a table: figures by name
+Result = Mapping[str, Any]  # a whole result, as a command saves it
 Cell = Callable[[Row], str]
 COLOURS = {
     "mlx-lm": "#2b2d42",
@@ -30,19 +28,15 @@ _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
 def figure_cell(
-    name: str, digits: int = 2, scale: float = 1.0, *, with_interval: bool = True
+    name: str,
+    digits: int = 2,  # after the point
+    scale: float = 1.0,
+    *,
+    with_interval: bool = True,
 ) -> Cell:
-    """Make a cell with a figure of the row, or "-" where the figure is None.
-
-    Args:
-        name: of the figure in the row.
-        digits: behind the point.
-        scale: what the figure is multiplied by.
-        with_interval: whether its 95 % interval stands behind it.
-    """
+    """A figure that is None is "-"."""
 
     def cell(row: Row) -> str:
-        """Return the text of the cell."""
         if not row[name]:
             return "-"
         if with_interval:
@@ -52,13 +46,14 @@ def figure_cell(
     return cell
 
 
-def number_cell(name: str, nothing: str = "-") -> Cell:
-    """Make a cell with a whole number of the row, or `nothing` where that is 0 or None."""
+def number_cell(
+    name: str,
+    nothing: str = "-",  # for 0 or None
+) -> Cell:
     return lambda row: f"{row[name]:,}" if row[name] else nothing
 
 
 def metric_cells(names: Sequence[str]) -> dict[str, Cell]:
-    """Make a column for each score in a row's "figures": its heading, and its cell."""
     return {f"{name}, %": _metric_cell(name) for name in names}
 
 
@@ -67,10 +62,7 @@ def _metric_cell(name: str) -> Cell:
 
 
 def same_tokens_cell(num_prompts: int) -> Cell:
-    """Make a cell with how many answers have plain decoding's tokens, of `num_prompts`.
-
-    The row's "same_as_plain" is None for a system whose noise is its own; the cell says so.
-    """
+    """The row's "same_as_plain" is None for a system whose noise is its own."""
 
     def cell(row: Row) -> str:
         count = row["same_as_plain"]
@@ -80,45 +72,33 @@ def same_tokens_cell(num_prompts: int) -> Cell:
 
 
 def interval_text(values: Mapping[str, float], digits: int, scale: float = 1.0) -> str:
-    """Format a figure times `scale` with its interval, as `1.23 [1.10, 1.40]`.
-
-    Args:
-        values: "value", "low" and "high".
-        digits: behind the point.
-        scale: what all three are multiplied by.
-    """
+    """Such as `1.23 [1.10, 1.40]`."""
     return estimate_from_json({name: scale * values[name] for name in _NOTHING}).text(digits)
 
 
 def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
-    """Format rows as a table in Markdown: a line of headings, a rule, and a line for each row."""
     lines = [list(columns), ["---"] * len(columns), *cells(columns, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def measurement_notes(found: Row) -> list[str]:
-    """Return notes about a measurement: that it has too few prompts, and how busy the machine was.
-
-    Args:
-        found: has "prompts", and perhaps "load".
-    """
+def measurement_notes(
+    found: Row,  # has "prompts", and perhaps "load"
+) -> list[str]:
     few = f"fewer than {FEW} prompts: the intervals are narrower than they should be"
     lines = [few] if found["prompts"] < FEW else []
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
 
 
-def model_and_machine_heading(result: Result) -> str:
-    """Return one line about model, sampling, precision, machine and versions."""
+def setup_heading(result: Result) -> str:
     machine = result["machine"]
     return (
-        f"{_model_sampling_and_machine_text(result)}, "
+        f"{_setup_text(result)}, "
         f"{machine['memory']}, {machine['os']}, power: {machine['power']}; mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx-lm']}, ssmlx {machine['ssmlx']} ({machine['commit']})"
     )
 
 
-def _model_sampling_and_machine_text(result: Result) -> str:
-    """Return model, sampling, precision and machine, as the beginning of a line."""
+def _setup_text(result: Result) -> str:
     decoding = "greedy"
     if result["temp"]:
         top_k = f", top-k {result['top_k']}" if result["top_k"] else ""
@@ -127,7 +107,6 @@ def _model_sampling_and_machine_text(result: Result) -> str:
 
 
 def task_heading(task: Row) -> str:
-    """Return one line about a task: prompts, longest answer, and which LoRA the target has."""
     target = {
         "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
         "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
@@ -140,23 +119,18 @@ def task_heading(task: Row) -> str:
     )
 
 
+# the label of the axis, by the figure of a row
 PANELS = {
     "speedup": "speed-up over mlx-lm (decode tokens/s)",
     "tokens_per_call": "tokens per target call",
 }
-"""The label of the axis, by the figure of a row."""
 
 
-def write_bar_chart(result: Result, path: Path) -> None:
-    """Draw bars of speed-up and tokens per call for every task and system into a file.
-
-    Args:
-        result: of `perf.compare`.
-        path: of the picture; its suffix decides the format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+def write_bar_chart(
+    result: Result,
+    path: Path,  # its suffix decides the format
+) -> None:
+    """Speed-up and tokens per call, for every task and system."""
     tasks = result["tasks"]
     counts = [len(task["systems"]) for task in tasks]
     picture = new_figure(5.25 * len(PANELS), 1.0 + sum(1.0 + 0.36 * count for count in counts))
@@ -172,19 +146,16 @@ def write_bar_chart(result: Result, path: Path) -> None:
             axes.invert_yaxis()
         name = ", ".join(dict.fromkeys([task["task"], task["adapter"] or task["task"]]))
         row[0].set_title(f"{name}: {task['prompts']} prompts", loc="left", fontsize=10)
-    lead = _model_sampling_and_machine_text(result)
+    lead = _setup_text(result)
     picture.suptitle(f"{lead}\n95 % intervals over prompts", fontsize=9)
     picture.savefig(path, dpi=150)
 
 
-def _draw_panel(axes: Any, task: Row, figure_name: str) -> None:
-    """Draw one panel: a bar for each system with its interval and figure.
-
-    Args:
-        axes: matplotlib's.
-        task: of the result.
-        figure_name: such as "speedup"; where it is None, an empty bar and "-" are drawn.
-    """
+def _draw_panel(
+    axes: Any,
+    task: Row,
+    figure_name: str,  # such as "speedup"
+) -> None:
     rows = task["systems"]
     found = [estimate_from_json(row[figure_name] or _NOTHING) for row in rows]
     values = [one.value for one in found]

@@ -19,58 +19,45 @@ FEW = 30  # prompts below which an interval says too little
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval over prompts.
-
-    `error_bars` and `text` are for showing it.
-    """
+    """A figure with its 95 % interval over prompts."""
 
     value: float
     low: float
     high: float
 
     def text(self, digits: int = 2, *, signed: bool = False) -> str:
-        """Format it as `1.23 [1.10, 1.40]`; `signed` puts a plus before what is not negative."""
+        """Such as `1.23 [1.10, 1.40]`; `signed` puts a plus before numbers of at least 0."""
         form = f"{'+' if signed else ''}.{digits}f"
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
     @property
     def verdict(self) -> str:
-        """Of a difference: "within noise" where zero is inside the interval, else whether it is
-        higher or lower.
-        """
+        """Of a difference."""
         if self.low <= 0.0 <= self.high:
             return "within noise"
         return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
 
     @property
     def error_bars(self) -> tuple[float, float]:
-        """How far the interval reaches below and above; with very few prompts it may miss it."""
+        """How far the interval reaches below and above; with few prompts it may miss the value."""
         return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
 
 
 def estimate_from_json(values: Mapping[str, float]) -> Estimate:
-    """Make an estimate of its "value", "low" and "high"."""
     return Estimate(values["value"], values["low"], values["high"])
 
 
 @lru_cache(maxsize=16)
 def _resampled_prompt_indices(num_prompts: int) -> NDArray[np.int64]:
-    """Return [RESAMPLES, prompts] indices: the prompts that each resample draws, the same at every
-    call.
-    """
+    """[RESAMPLES, prompts], the same at every call."""
     return np.random.default_rng(SEED).integers(0, num_prompts, (RESAMPLES, num_prompts))
 
 
-def _bootstrap_over_prompts(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
-    """Estimate a statistic by resampling prompts.
-
-    Args:
-        statistic: maps [rows, resamples, prompts] to [resamples].
-        rows: [prompts] each, resampled together.
-
-    Returns:
-        The statistic of all prompts, and the 2.5th and 97.5th percentile over resamples.
-    """
+def _bootstrap_over_prompts(
+    statistic: Callable[[Any], Any],  # [rows, resamples, prompts] to [resamples]
+    *rows: ArrayLike,  # [prompts] each, resampled together
+) -> Estimate:
+    """The statistic of all prompts, and its 2.5th and 97.5th percentile over resamples."""
     drawn = np.array(rows, np.float64)
     found = statistic(drawn[:, _resampled_prompt_indices(drawn.shape[1])])
     low, high = np.quantile(found, [0.025, 0.975])
@@ -78,7 +65,7 @@ def _bootstrap_over_prompts(statistic: Callable[[Any], Any], *rows: ArrayLike) -
 
 
 def _ratio_of_sums(pair: Any) -> Any:
-    """[2, resamples, prompts] to [resamples]; 0 where nothing is below the line."""
+    """[2, resamples, prompts] to [resamples]; 0 if the denominator is 0."""
     above, below = pair.sum(axis=-1)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
@@ -89,63 +76,47 @@ def _ratio_of_medians(pair: Any) -> Any:
     return above / below
 
 
-def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
-    """Estimate the sum of one list over the sum of another, resampled together; 0 where nothing is
-    below the line.
-
-    Args:
-        numerator: [prompts].
-        denominator: [prompts].
-    """
+def ratio(
+    numerator: ArrayLike,  # [prompts]
+    denominator: ArrayLike,  # [prompts]
+) -> Estimate:
+    """The sum of one list over the sum of another, resampled together; 0 if that is 0."""
     return _bootstrap_over_prompts(_ratio_of_sums, numerator, denominator)
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """Estimate the mean of [prompts]."""
+    """Of [prompts]."""
     return ratio(values, np.ones(len(np.asarray(values))))
 
 
 def medians_over_repeats(
     repeats_of_prompts: Sequence[Sequence[Any]], figure_of: Callable[[Any], float]
 ) -> list[float]:
-    """Return [prompts] a figure, of each prompt the median of its repeats.
-
-    Args:
-        repeats_of_prompts: of each prompt what was measured, one or more times.
-        figure_of: reads the figure from one of these.
-    """
+    """[prompts], each the median of its repeats."""
     return [statistics.median(map(figure_of, repeats)) for repeats in repeats_of_prompts]
 
 
 def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:
-    """Estimate the mean of ours less theirs, [prompts] each."""
+    """The mean of ours less theirs, [prompts] each."""
     return mean(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
 
 
 def median(values: Sequence[float]) -> Estimate:
-    """Estimate the median of [prompts]."""
+    """Of [prompts]."""
     return median_ratio(values, [1.0] * len(values))
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """Estimate the median of ours over the median of theirs, [prompts] each, resampled together."""
+    """The median of ours over the median of theirs, [prompts] each, resampled together."""
     return _bootstrap_over_prompts(_ratio_of_medians, ours, theirs)
 
 
 def ratio_of_median_rates(
-    our_rates: Sequence[float], their_rates: Sequence[float]
+    our_rates: Sequence[float],  # [prompts] tokens/s
+    their_rates: Sequence[float],  # [prompts] tokens/s
 ) -> dict[str, float] | None:
-    """Estimate the median of our rates over the median of theirs, as JSON values.
-
-    Prompts where either is 0, as for an answer of one token, do not count.
-
-    Args:
-        our_rates: [prompts] tokens/s.
-        their_rates: [prompts] tokens/s.
-
-    Returns:
-        "value", "low" and "high"; None if no prompt is left.
-    """
+    """As JSON values; None if no prompt is left."""
+    # A rate is 0 for an answer of one token.
     pairs = [pair for pair in zip(our_rates, their_rates, strict=True) if all(pair)]
     if not pairs:
         return None

@@ -1,8 +1,8 @@
 """One model, and all that decodes it: mlx-lm's own loop, plain decoding, and every drafter.
 
-All run on the very same arrays: where a copy happens to lie in memory alone moved tokens/s by
-some 3 %. The target is the base with the LoRA that acts on every row: for an adapter of scope
-"all" its own, for scope "streams" that of a task, or none.
+All run on the very same arrays: where a copy happened to be in memory alone moved tokens/s by some
+3 %. The target is the base with the LoRA that acts on every row: for an adapter of scope "all" its
+own, for scope "streams" that of a task, or none.
 """
 
 import time
@@ -33,10 +33,10 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_stream_adapter
 from ssmlx.loading.attach import check_lora, require_same_base
 from ssmlx.loading.load import (
+    cast_model,
     load_tokenizer,
     load_weights,
     resolve_draft_bits,
-    unpack_and_cast_model,
 )
 from ssmlx.model.backbone import Backbone, Origin
 from ssmlx.model.lora import RowScope, attach_lora
@@ -54,11 +54,10 @@ TEXT = "text"
 DRAFT_MODEL = "draft-model"
 MTP = "mtp"
 DRAFT_ALONE = "draft model alone"
+# Kinds of systems that draft with weights of their own; an MTP head may be among the base's.
 CHECKPOINTS = ("medusa", "mlp-speculator", MTP, DRAFT_MODEL)
-"""Kinds of systems that draft with weights of their own; an MTP head may lie among the base's."""
 FLOATS = ("float32", "float16", "bfloat16")
-PACKED = {"8bit": 8, "4bit": 4}
-"""Precisions of packed weights, with activations in float16."""
+PACKED = {"8bit": 8, "4bit": 4}  # precisions of quantized weights, with activations in float16
 GROUP_SIZE = 32  # weights that share a scale
 
 
@@ -84,21 +83,19 @@ class Weights:
     draft_head: str = "stored"  # as `ssmlx.load` takes it
     adapter: StreamAdapter | None = None  # streams and LoRA; None for the base alone
     folder: Path | None = None  # of the adapter
-    # what each of `CHECKPOINTS` drafts with, where it is given
+    # what each of `CHECKPOINTS` drafts with, if given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
     # holds what answers teach of calls' costs; None for the user's cache folder
     costs: Path | None = None
 
     @property
     def activations(self) -> str:
-        """The type of activations: float16 beside packed weights, else that of the weights."""
+        """The type of activations."""
         return "float16" if self.dtype in PACKED else self.dtype
 
     @property
     def scope(self) -> str | None:
-        """Scope of the adapter: "all", "streams", or "task" for streams beside a task's LoRA; None
-        without one.
-        """
+        """The scope "task" is for streams beside a task's LoRA; None without an adapter."""
         if self.adapter is None:
             return None
         return "task" if self.adapter.task_lora else self.adapter.config.adapter_scope
@@ -106,9 +103,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """The model that systems of one kind decode with, and what was loaded to draft beside it: a
-    draft model, heads, or nothing.
-    """
+    """What systems of one kind decode with, and the draft model or heads beside it."""
 
     model: StreamFusedModel
     loaded: Sequence[Loaded] = ()
@@ -122,14 +117,7 @@ class Target:
     """
 
     def __init__(self, weights: Weights) -> None:
-        """Load the base, and merge the LoRA that acts on every row.
-
-        The adapter's end tokens end every system's answers too. Streams, heads and draft models are
-        not loaded yet.
-
-        Raises:
-            InputError: the base cannot be loaded, or the adapter is another base's or does not fit.
-        """
+        """Streams, heads and draft models are not loaded yet."""
         self.weights = weights
         adapter = weights.adapter
         model, settings = load_weights_as(weights.dtype, weights.base)
@@ -144,6 +132,7 @@ class Target:
         attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
         computing: Any = self._round_products_if_asked(model)
         mx.eval(computing.parameters())
+        # The adapter's end tokens end every system's answers.
         ends = adapter.config.end_token_ids if adapter else ()
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
         self.mlx_model = model
@@ -153,67 +142,43 @@ class Target:
         self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
 
     def load_drafting_once(self, kind: str) -> Drafting:
-        """Return what systems of a kind decode and draft with; it is loaded at the first call, then
-        kept.
-
-        Args:
-            kind: of a system.
-
-        Raises:
-            InputError: a folder holds heads of another kind, or cannot be read.
-        """
         if kind not in self._drafting:
             self._drafting[kind] = self._load_drafting(kind)
         return self._drafting[kind]
 
     def measure_memory(self, kind: str = PLAIN) -> Memory:
-        """Measure the memory of what systems of a kind decode with, beside an empty cache; what is
-        not loaded yet is loaded.
-        """
+        """Of what systems of a kind decode with, beside an empty cache."""
         own = self.load_drafting_once(kind)
         return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded)
 
     def make_new_drafters(self, system: System) -> Sequence[Drafter]:
-        """Make new drafters for a system; none for plain decoding, mlx-lm and the draft model
-        alone. What they draft with is loaded if it is not yet.
-
-        Raises:
-            InputError: the settings do not fit the model or what it drafts with.
-        """
+        """None for plain decoding, mlx-lm and the draft model alone."""
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return ()
         own = self.load_drafting_once(system.kind)
         return make_plan(own.model, system.config, drafter=own.loaded).drafters
 
     def count_learned_call_costs(self, system: System) -> int | None:
-        """Return how many costs of calls are known for a system's model; None where no controller
-        decides, as it uses none.
-        """
+        """None if no controller decides, as it uses none."""
         if not system.config.is_controlled:
             return None
         learned, _ = learned_of(self.load_drafting_once(system.kind).model)
         return len(learned.costs.to_dict()["costs"])
 
     def count_added_parameters(self, system: System) -> int:
-        """Return how many trained numbers a system's drafters add to the target."""
+        """Trained numbers."""
         if system.kind == STREAMS and self.weights.adapter is not None:
             return count_parameters_of_streams(self.weights.adapter)
         return sum(drafter.num_parameters for drafter in self.make_new_drafters(system))
 
-    def answer(self, system: System, prompt: list[int], repeat: int = 0) -> TimedAnswer:
-        """Answer a prompt and time it.
-
-        The peak memory of the result is counted above what was in use before.
-
-        Args:
-            system: decodes.
-            prompt: token ids.
-            repeat: a controlled system that is not deterministic also drafts from its own earlier
-                answers of the same repeat.
-
-        Raises:
-            InputError: the system cannot draft for the model.
-        """
+    def answer(
+        self,
+        system: System,
+        prompt: list[int],
+        # a controlled system also drafts from its own earlier answers of the same repeat
+        repeat: int = 0,
+    ) -> TimedAnswer:
+        """The peak memory of the result is counted above what was in use before."""
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -221,16 +186,13 @@ class Target:
         return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
 
     def decode_text(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, without end tokens."""
+        """Without end tokens."""
         ends = self.tokenizer.eos_token_ids
         return str(self.tokenizer.decode([token for token in tokens if token not in ends]))
 
     @contextmanager
     def without_end_tokens(self) -> Iterator[None]:
-        """Inside the block no token ends an answer, so that all answers are equally long.
-
-        The adapter has to have streams. Afterwards the end tokens are as before.
-        """
+        """Inside the block all answers are equally long. The adapter must have streams."""
         streams = self.load_drafting_once(STREAMS).model
         ends = self.tokenizer.eos_token_ids
         config = streams.config
@@ -244,9 +206,7 @@ class Target:
             self.tokenizer.eos_token_ids = ends
 
     def _answer_by_kind(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
-        """Answer a prompt by mlx-lm's loop or by ssmlx, as the kind of the system asks; peak memory
-        is not measured.
-        """
+        """Peak memory is not measured."""
         if system.kind == MLX_LM:
             return answer_with_mlx_lm(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
@@ -267,29 +227,19 @@ class Target:
         return answer_with_ssmlx(own.model, self.tokenizer, prompt, system.config, **how)
 
     def _round_products_if_asked(self, model: Module) -> Module:
-        """Replace a model's layers by rounding ones, in place, where the weights say so; return the
-        same model.
-        """
+        """In place."""
         if self.weights.rounds:
             replace_by_rounding_layers(model, self.weights.activations)
         return model
 
     def _new_backbone(self) -> Backbone:
-        """Make a backbone on the target's arrays, with the draft head and the folder of costs that
-        the weights name.
-        """
+        """On the target's arrays."""
         bits = resolve_draft_bits(self.weights.draft_head)
         origin = Origin(cache_dir=self.weights.costs)
         return Backbone(clone_sharing_arrays(self.mlx_model), origin, bits)
 
     def _load_drafting(self, kind: str) -> Drafting:
-        """Load the model that systems of a kind decode with, and their draft model or heads.
-
-        For kinds without weights of their own it is the target alone.
-
-        Raises:
-            InputError: a folder holds heads of another kind, or cannot be read.
-        """
+        """For kinds without weights of their own it is the target alone."""
         if kind == STREAMS:
             return self._make_target_with_streams()
         if kind not in CHECKPOINTS:
@@ -309,10 +259,7 @@ class Target:
         return Drafting(self.plain, [heads])
 
     def _make_target_with_streams(self) -> Drafting:
-        """Make the target with the adapter's streams and the LoRA that acts on their rows.
-
-        It shares the target's arrays.
-        """
+        """It shares the target's arrays."""
         adapter = self.weights.adapter
         backbone = self._new_backbone()
         assert adapter is not None
@@ -326,26 +273,16 @@ class Target:
 
 
 def load_weights_as(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
-    """Load a base model in one of `FLOATS` or `PACKED`.
+    """The model in one of `FLOATS` or `PACKED`, and its config.json as it was.
 
-    For a packed precision, weights that are not packed in it are packed here, those of other bits
-    unpacked first; layers whose width is no multiple of `GROUP_SIZE` stay unpacked, in float16.
-
-    Args:
-        dtype: the precision.
-        base: the model's folder.
-
-    Returns:
-        The model, and its config.json as it was.
-
-    Raises:
-        InputError: the folder cannot be loaded.
+    For a quantized precision, weights of other bits are dequantized first; layers whose width is
+    not a multiple of `GROUP_SIZE` stay in float16.
     """
     bits = PACKED.get(dtype)
     failure = f"{base} cannot be loaded as a model"
     model, settings = load_weights(base, "stored" if bits else dtype, failure)
     if bits and settings.get("quantization", {}).get("bits") != bits:
-        model = unpack_and_cast_model(model, "float32")
+        model = cast_model(model, "float32")
         quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
     if bits:
         model.set_dtype(mx.float16)
@@ -357,19 +294,12 @@ def _is_packable(_: str, module: Module) -> bool:
 
 
 def count_parameters_of_streams(adapter: StreamAdapter) -> int:
-    """Return how many trained numbers an adapter's streams have, with the LoRA on stream rows
-    alone.
-    """
+    """Trained numbers, with the LoRA on stream rows alone."""
     lora = adapter.stream_lora.values()
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
 
 def read_adapter_with_own_lora(folder: Path) -> StreamAdapter:
-    """Read an adapter folder that has a LoRA of its own.
-
-    Raises:
-        InputError: it is a fused model, or cannot be read.
-    """
     adapter = load_stream_adapter(folder)
     what = f"{folder} has no LoRA of its own: it is a fused model"
     do = "convert without --fuse"
@@ -378,17 +308,12 @@ def read_adapter_with_own_lora(folder: Path) -> StreamAdapter:
 
 
 def answer_with_mlx_lm(
-    model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
+    model: Any,
+    tokenizer: TokenizerWrapper,
+    prompt: list[int],
+    config: GenerateConfig,  # max_tokens, temp, top_k and seed count
 ) -> TimedAnswer:
-    """Answer with mlx-lm's own `stream_generate`, and time every token as a call; peak memory is
-    left at 0. It has to give one token or more.
-
-    Args:
-        model: of mlx-lm.
-        tokenizer: has the end tokens.
-        prompt: token ids.
-        config: max_tokens, temp and top_k count. Sampling is seeded with its seed, 0 if None.
-    """
+    """mlx-lm's own `stream_generate`, every token timed as a call; peak memory stays 0."""
     sampler = None
     if config.temp:
         mx.random.seed(config.seed or 0)

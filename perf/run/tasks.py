@@ -15,7 +15,7 @@ from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json_rows
 from ssmlx.prompts import Prompt, read_prompts
 
-from .results import ROOT
+from .environment import ROOT
 from .statistics import mean, paired_difference
 
 EXAMPLES = ROOT / "examples" / "data"
@@ -52,6 +52,7 @@ SPEC_BENCH = Task(
 _OTHERS = (Task("e2e", 96, test=EXAMPLES / "e2e_test_100.jsonl"), Task("dialogsum", 128))
 TASKS = {task.name: task for task in (SQL, *_OTHERS, CHAT, SPEC_BENCH)}
 
+# Spec-Bench's categories whose questions are MT-Bench's: all their first turns, as one.
 MT_BENCH = (
     "writing",
     "roleplay",
@@ -62,33 +63,20 @@ MT_BENCH = (
     "stem",
     "humanities",
 )
-"""Spec-Bench's categories whose questions are MT-Bench's: all their first turns, as one."""
 OTHER_CATEGORIES = ("summarization", "qa", "math_reasoning", "rag", "translation")
 _SPEC_BENCH_ROW = f'"turns", texts, and "category", one of {", ".join(MT_BENCH + OTHER_CATEGORIES)}'
-FIRST_OF_CATEGORY = 16
-"""Questions that are asked of each of the other categories."""
+FIRST_OF_CATEGORY = 16  # questions that are asked of each of the other categories
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, with reference answers if there are any."""
-
     asked: Prompt
     references: tuple[str, ...] = ()
     category: str = ""  # of a task that has any
 
 
 def find_data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
-    """Return a task's data file: `data`, or else the task's file in `folder`, or else what ships.
-
-    Args:
-        task: the task.
-        data: of --data, or None.
-        folder: of --data-dir, or None; it has a folder of the task's name.
-
-    Raises:
-        InputError: there is no such file.
-    """
+    """`data`, else the task's file in `folder`, else what ships."""
     path = data or (folder / task.name / task.file if folder else task.test)
     if path is None or not path.exists():
         raise InputError(
@@ -100,15 +88,7 @@ def find_data_file(task: Task, data: Path | None, folder: Path | None = None) ->
 
 
 def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
-    """Read a data file, check all its lines, and return the first `count` examples; all if None.
-
-    Of Spec-Bench, some questions of each category are taken: see
-    `_read_first_spec_bench_questions`.
-
-    Raises:
-        InputError: `count` is below 1, the file cannot be read, or a line is broken or lacks an
-            answer that the task needs.
-    """
+    """All lines are checked, also those after `count`."""
     require(
         count is None or count > 0,
         f"--count {count}",
@@ -116,7 +96,7 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
         do="give a larger number",
     )
     if task is SPEC_BENCH:
-        return _read_first_spec_bench_questions(path)[:count]
+        return _read_spec_bench(path)[:count]
     examples = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         references = row.get("references") or [row.get("completion")]
@@ -131,15 +111,8 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
     return examples[:count]
 
 
-def _read_first_spec_bench_questions(path: Path) -> list[Example]:
-    """Read the first turns of Spec-Bench's questions, in the file's order.
-
-    All of MT-Bench's categories are one, with all their questions; of each other category the first
-    16 are taken.
-
-    Raises:
-        InputError: a line is broken, or there is none.
-    """
+def _read_spec_bench(path: Path) -> list[Example]:
+    """First turns, in the file's order. MT-Bench's categories are one, with all their questions."""
     found: dict[str, list[Example]] = {}
     examples = []
     for where, row in read_json_rows(path, "--data", _SPEC_BENCH_ROW):
@@ -153,18 +126,11 @@ def _read_first_spec_bench_questions(path: Path) -> list[Example]:
 
 
 class SpecBenchQuestion(NamedTuple):
-    """The first turn of a question of Spec-Bench, and its category."""
-
     category: str
     first_turn: str
 
 
 def _check_spec_bench_row(row: Mapping[str, Any], where: str) -> SpecBenchQuestion:
-    """Check a row of Spec-Bench's file.
-
-    Raises:
-        InputError: it is no such row.
-    """
     category = row.get("category")
     turns = row.get("turns")
     question = turns[0] if isinstance(turns, list) and turns else None
@@ -176,32 +142,26 @@ def _check_spec_bench_row(row: Mapping[str, Any], where: str) -> SpecBenchQuesti
 
 
 def leave_out_middle(tokens: list[int], max_tokens: int) -> list[int]:
-    """Cut a prompt to `max_tokens` tokens by leaving out its middle, so that both ends stay.
-
-    A prompt that is not longer is returned as it is.
-    """
+    """So that both ends stay."""
     first = max_tokens // 2
     last = max_tokens - first
     return tokens if len(tokens) <= max_tokens else [*tokens[:first], *tokens[-last:]]
 
 
 def normalise_sql(text: str) -> str:
-    """Every run of white space is one space, and none stands at the ends; nothing else changes."""
+    """Every run of white space is one space."""
     return " ".join(text.split())
 
 
 class ExactMatch(NamedTuple):
-    """100 where an answer is one of its references, else 0; and the same ignoring case."""
+    """100 if an answer is one of its references, else 0; and the same ignoring case."""
 
     exact: float
     any_case: float
 
 
 def exact_match(answer: str, references: Sequence[str]) -> ExactMatch:
-    """Score an answer: 100 if it is one of the references, else 0; then the same ignoring case.
-
-    Runs of white space count as one space.
-    """
+    """Runs of white space count as one space."""
     found = normalise_sql(answer)
     expected = [normalise_sql(text) for text in references]
     any_case = found.casefold() in [text.casefold() for text in expected]
@@ -209,13 +169,10 @@ def exact_match(answer: str, references: Sequence[str]) -> ExactMatch:
 
 
 def make_rouge_scorer() -> Scorer:
-    """Return a function that scores an answer by ROUGE-1 and ROUGE-LSum F1 in per cent.
+    """ROUGE-1 and ROUGE-LSum F1 in per cent, with stemming; for each score the best reference
+    counts.
 
-    For each score the best reference counts. Words are stemmed. As in `rouge_score`, a line is a
-    sentence, so that ROUGE-LSum of one line is ROUGE-L.
-
-    Raises:
-        InputError: rouge-score is not installed.
+    As in `rouge_score`, a line is a sentence, so that ROUGE-LSum of one line is ROUGE-L.
     """
     try:
         from rouge_score import rouge_scorer as rouge  # type: ignore
@@ -236,24 +193,11 @@ def make_rouge_scorer() -> Scorer:
 
 
 def make_scorer(task: Task) -> Scorer:
-    """Return `exact_match` for sql, else a ROUGE scorer; InputError where that is not installed."""
     return exact_match if task is SQL else make_rouge_scorer()
 
 
 def score_each_text(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
-    """Score each answer in per cent; white space at its ends does not count.
-
-    Args:
-        task: decides the scores.
-        examples: the prompts.
-        texts: an answer for each example.
-
-    Returns:
-        [scores, prompts]; None if any example has no reference.
-
-    Raises:
-        InputError: what scores the task is not installed.
-    """
+    """[scores, prompts] in per cent; None if any example has no reference."""
     if not all(example.references for example in examples):
         return None
     scorer = make_scorer(task)
@@ -263,14 +207,7 @@ def score_each_text(task: Task, examples: Sequence[Example], texts: Sequence[str
 
 
 def mean_scores(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
-    """Return the mean of each of a task's scores over answers, by its name, as JSON values; empty
-    if any example has no reference.
-
-    Args:
-        task: decides the scores.
-        examples: the prompts.
-        texts: an answer for each example.
-    """
+    """By the score's name, as JSON values; empty if any example has no reference."""
     scores = score_each_text(task, examples, texts)
     rows = () if scores is None else zip(task.figures, scores, strict=True)
     return {name: asdict(mean(row)) for name, row in rows}
@@ -279,15 +216,7 @@ def mean_scores(task: Task, examples: Sequence[Example], texts: Sequence[str]) -
 def mean_score_differences(
     task: Task, examples: Sequence[Example], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the mean difference of each score, ours less theirs, by its name, as JSON values;
-    empty if any example has no reference.
-
-    Args:
-        task: decides the scores.
-        examples: the prompts.
-        ours: an answer for each example.
-        theirs: likewise.
-    """
+    """Ours less theirs, as `mean_scores`."""
     pair = [score_each_text(task, examples, texts) for texts in (ours, theirs)]
     if pair[0] is None or pair[1] is None:
         return {}

@@ -21,7 +21,7 @@ class TimedCall(NamedTuple):
     tokens: int  # that it advanced by
     context: int  # tokens committed before it
     seconds: float  # since the call before it gave its tokens
-    drafter: str | None = None  # of the tree that it verified, where several may draft
+    drafter: str | None = None  # of the tree that it verified, if several may draft
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TimedAnswer:
     decode_seconds: float  # from the first token to the last
     prefill_seconds: float = 0.0  # until the first token
     draft_calls: int = 0  # forward passes of a draft model
-    peak_bytes: int = 0  # most memory in use on top of what was there before; 0 where not measured
+    peak_bytes: int = 0  # most memory in use on top of what was there before; 0 if not measured
     calls: list[TimedCall] = field(default_factory=list)  # all but the prompt's
 
     @property
@@ -52,26 +52,13 @@ def answer_with_ssmlx(
     tokenizer: TokenizerWrapper,
     prompt: list[int],
     config: GenerateConfig,
-    **how: Any,
+    **how: Any,  # what drafts, and earlier answers, as `stream_generate` takes them
 ) -> TimedAnswer:
-    """Answer with ssmlx, and time every call.
-
-    Args:
-        model: as `ssmlx.load` returns it.
-        tokenizer: likewise.
-        prompt: token ids.
-        config: how to decode.
-        how: what drafts, and earlier answers, as `stream_generate` takes them.
-    """
     return timed_answer_from_responses(stream_generate(model, tokenizer, prompt, config, **how))
 
 
 def timed_answer_from_responses(responses: Iterable[GenerationResponse]) -> TimedAnswer:
-    """Collect all responses of `stream_generate`, one or more, into one answer.
-
-    Times are those that the responses carry. Each response after the first becomes a call; peak
-    memory is left at 0.
-    """
+    """Each response after the first becomes a call."""
     segments = list(responses)
     tokens = [token for one in segments for token in one.tokens]
     last = segments[-1]
@@ -86,11 +73,7 @@ def timed_answer_from_responses(responses: Iterable[GenerationResponse]) -> Time
 
 
 def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
-    """Return the target call that gave a response, by the response before it.
-
-    Its drafter is the one whose counts have changed since then; where none has, it verified one row
-    and has none.
-    """
+    """Its drafter is the one whose counts have changed; without one it verified one row."""
     drafter = None
     rows = 1
     for name, counts in segment.drafts.items():
@@ -108,10 +91,7 @@ def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> Time
 
 
 def rotate_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Yield every label for every prompt, as (prompt, label).
-
-    The order of labels rotates by one from prompt to prompt.
-    """
+    """Every label for every prompt; the order of labels rotates by one from prompt to prompt."""
     for index, prompt in enumerate(prompts):
         turn = index % len(labels)
         for label in (*labels[turn:], *labels[:turn]):

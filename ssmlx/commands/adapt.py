@@ -147,8 +147,8 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
         InputError: an option is out of bounds, the model or LoRA cannot be had, or another process
             works on the run.
     """
-    from ..loading.files import locked_folder_removed_if_empty
-    from ..training.adapt_run import AdaptOptions, find_folder_of_same_run_or_out
+    from ..loading.files import locked_folder
+    from ..training.adapt_run import AdaptOptions, find_run_folder
     from ..training.adapt_workflow import adapt
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
@@ -168,10 +168,10 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
     )
     if args.name is None:
         with busy("reading the weights"):
-            options = replace(options, out=find_folder_of_same_run_or_out(options))
+            options = replace(options, out=find_run_folder(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
-    with locked_folder_removed_if_empty(options.out):
+    with locked_folder(options.out):
         adapt(
             options,
             prog=PROG,
@@ -195,7 +195,7 @@ def make_wait_while_busy_or_on_battery(give_way: bool) -> Callable[[], None]:
     Args:
         give_way: whether to wait at all; if not, the function returns at once.
     """
-    from .machine import power_source_or_unknown
+    from .power import power_source_or_unknown
 
     looked = time.monotonic()
     own = time.process_time()

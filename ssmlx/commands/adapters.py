@@ -145,7 +145,7 @@ def _list_remove_or_rename(args: argparse.Namespace) -> int:
             allowed, the folder cannot be changed, or there is no terminal to ask on.
     """
     from ..loading.adapt_runs import read_adapt_runs
-    from ..loading.files import locked_folder_removed_if_empty
+    from ..loading.files import locked_folder
 
     if args.act == "list":
         found = read_adapt_runs()
@@ -155,7 +155,7 @@ def _list_remove_or_rename(args: argparse.Namespace) -> int:
         return 0
     folder = _existing_run_folder(args.names[0])
     try:
-        with locked_folder_removed_if_empty(folder):  # refused while a run writes there
+        with locked_folder(folder):  # refused while a run writes there
             if args.act == "rename":
                 _rename(folder, args.names[1])
                 print(one_line(f"renamed {folder.name} to {args.names[1]}"))

@@ -6,8 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ..settings import GenerateConfig, ModelSampling
-from .decoding_options import CHANCE_OPTIONS
-from .parser import reject_given_options
+from .decoding_options import reject_options_needing
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,7 +30,7 @@ def resolve_given_sampling(
     """
     config = config.following(model.backbone.origin.sampling)
     if not config.temp:
-        reject_given_options(args, CHANCE_OPTIONS, "--temp above 0")
+        reject_options_needing("--temp above 0", args)
     return config
 
 

@@ -17,7 +17,7 @@ from ..settings import DRAFTERS, GenerateConfig
 from .answer_lines import sampling_line
 from .decoding_options import add_model_adapter_dtype_options
 from .drafting_lines import cost_table_rows, drafting_lines
-from .load_target import load_target_and_note_adapter
+from .load_target import load_target
 from .parser import add_options, make_parser
 from .running import make_main, print_json
 
@@ -123,7 +123,7 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
         elif name == "mtp":
             reasons[name] = _reason_that_no_head_drafts(model)
         elif loader is not None:
-            reasons[name] = f'it needs {loader.what}: --drafter "{name} {loader.key}"'
+            reasons[name] = f'it needs {loader.what}: --drafter "{name} {DRAFTERS[name].loads}"'
     return reasons
 
 
@@ -134,7 +134,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     this machine is loaded, if it was not yet.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import can_have_head, known_heads_by_sizes
+    from ..loading.model_heads import can_have_head, find_known_heads
 
     head = default_head(model)
     if head.loaded is not None:
@@ -143,7 +143,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
         return f"{head.found.name} is here, but {head.reason}"
     if not can_have_head(model.backbone):
         return "no heads are known for models of this class"
-    rows = known_heads_by_sizes(model.backbone)
+    rows = find_known_heads(model.backbone)
     names = [row.repositories[0] for row in rows] or ["MODEL"]
     options = " or ".join(f'--drafter "mtp model={name}"' for name in names)
     return f"it needs a head, which is not on this machine: {options}"
@@ -171,7 +171,7 @@ def adapter_parts_and_effect_line(adapter: str | None, model: StreamFusedModel) 
     folder = resolve_adapter(adapter, fetch) if adapter else None
     if adapter is None and model.num_streams:
         folder = origin.folder
-    return None if folder is None else load_adapter(folder).describe_parts_and_effect()
+    return None if folder is None else load_adapter(folder).describe()
 
 
 def time_and_describe_model(
@@ -326,7 +326,7 @@ def time_streams_that_adapt_could_train(
     """
     from ..training.config import RunOptions
     from ..training.job import read_base_settings
-    from ..training.sizing import candidate_layers, time_candidate_layers_and_keep_costs
+    from ..training.sizing import candidate_layers, time_candidate_streams
 
     backbone = model.backbone.without_adapter()
     can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
@@ -336,7 +336,7 @@ def time_streams_that_adapt_could_train(
     base = read_base_settings(folder)
     each = seconds / len(candidate_layers(base["num_hidden_layers"]))
     options = RunOptions(data=folder, out=folder, model=name, template=None)
-    time_candidate_layers_and_keep_costs(backbone, base, options, text, seconds=each)
+    time_candidate_streams(backbone, base, options, text, seconds=each)
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:
@@ -437,7 +437,7 @@ def _time_and_print(args: argparse.Namespace) -> None:
         expected="a number above 0",
         do="choose one, such as 5",
     )
-    model, tokenizer = load_target_and_note_adapter(args)
+    model, tokenizer = load_target(args)
 
     from ..mlx_thread import run_on_mlx_thread
 

@@ -6,39 +6,43 @@ Options that another one makes meaningless have no default, so that they can be 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterable
-from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
-from ..drafters.option import SHARED_KEYS, DrafterOption, parse_drafter_option
-from ..errors import quoted, require
+from ..drafters.option import (
+    DrafterOption,
+    own_keys,
+    own_settings,
+    parse_drafter_option,
+    shared_keys,
+    shared_settings,
+)
+from ..errors import require
 from ..loading.names import DEFAULT_ADAPTER, bundled_adapters
-from ..pairs import parse_pairs, split_words
+from ..pairs import Key, parse_pairs, split_words
 from ..settings import (
-    DECODINGS,
     DEFAULT_MODEL,
     DRAFTERS,
     DTYPES,
+    PENALTIES,
     GenerateConfig,
     ModelSampling,
     PruneConfig,
+    SamplingConfig,
     TreeConfig,
-    decoding_name,
+    key_of,
+    option_template,
+    settings_fields,
 )
-from .parser import (
-    add_options,
-    parse_json_object,
-    refuse_option,
-    reject_given_options,
-    unescape_newlines,
+from .parser import add_options, parse_json_object, refuse_option, reject_given_options
+from .setting_options import (
+    add_setting_options,
+    defaults_in_words,
+    given_settings,
+    option_fields,
 )
-
-_DEFAULTS = GenerateConfig()
-_PENALTIES = ("repetition", "presence", "frequency")
-_LEGEND = """\
-schedule: run streams in a pass of their own (second-pass) or in the verifying one (fused).
-head: weights of the draft head. attention: MLX's (mlx), or the fused Metal kernel if faster (auto).
-acceptance=typical: also accept tokens that the model finds likely. LOSSY: it changes answers."""
 
 
 def add_model_adapter_dtype_options(parser: argparse.ArgumentParser, adapters: Any = str) -> None:
@@ -77,36 +81,18 @@ def add_model_adapter_dtype_options(parser: argparse.ArgumentParser, adapters: A
 
 
 def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Add the options of decoding, sampling and drafting, in groups.
-
-    Args:
-        parser: is given the groups.
-        max_tokens: default of --max-tokens.
-    """
+    """Add the options of decoding, sampling and drafting, in groups; the default of --max-tokens is
+    `max_tokens`."""
     group = parser.add_argument_group("decoding")
+    _add_group(group, "decoding", {"max_tokens": max_tokens})
     add_options(
         group,
-        (
-            "--decoding",
-            "HOW",
-            "speculative drafts for every call, plain never (default: what is faster)",
-            decoding_name,
-            DECODINGS,
-        ),
-        ("--max-tokens", "N", "generate at most N tokens (default: %(default)s)", max_tokens),
         (
             "--template-args",
             "JSON",
             "variables for the chat template, such as '{\"enable_thinking\": false}'",
             parse_json_object,
         ),
-    )
-    group.add_argument(
-        "--stop",
-        type=unescape_newlines,
-        action="append",
-        metavar="TEXT",
-        help="end the answer before TEXT (\\n is a new line); repeatable",
     )
     group = parser.add_argument_group("sampling (drafting does not change its distribution)")
     add_options(
@@ -118,65 +104,33 @@ def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_token
             str,
             ("auto", "none"),
         ),
-        (
-            "--temp",
-            "T",
-            "temperature; 0 takes the likeliest token (default: the model's, or 0)",
-            float,
-        ),
-        (
-            "--top-p",
-            "P",
-            "sample from the likeliest tokens that together have probability P",
-            float,
-        ),
-        (
-            "--min-p",
-            "P",
-            "sample from tokens with at least P of the likeliest one's probability",
-            float,
-        ),
-        ("--top-k", "K", "sample from the K likeliest tokens", int),
-        (
-            "--seed",
-            "N",
-            "same seed, same answer, whatever drafts (in float32; default: random)",
-            int,
-        ),
+    )
+    _add_group(group, "sampling")
+    penalties = [f"{name}=X" for name in PENALTIES]
+    recent = SamplingConfig().repetition_context_size
+    add_options(
+        group,
         (
             "--penalty",
             "NAME=X",
-            'repetition=X, presence=X or frequency=X of recent tokens, such as "repetition=1.2 '
-            f'context=64" (default: the last {_DEFAULTS.repetition_context_size}); repeatable',
+            f"{', '.join(penalties[:-1])} or {penalties[-1]} of recent tokens, such as "
+            f'"repetition=1.2 context=64" (default: the last {recent}); repeatable',
             list,
         ),
-    )
-    group.add_argument(
-        "--deterministic",
-        action="store_true",
-        default=None,
-        help="make the same calls in every run: use no measured costs, and seed 0",
-    )
-    group.add_argument(
-        "--logit-bias",
-        type=_parse_token_bias,
-        action="append",
-        metavar="ID=X",
-        help="add X to the logit of token ID; repeatable",
     )
     add_drafter_and_tree_options(parser)
 
 
-def _parse_token_bias(text: str) -> tuple[int, float]:
-    """Parse ID=X into a token id and a number.
-
-    Raises:
-        argparse.ArgumentTypeError: it is anything else; argparse reports it.
-    """
-    token, _, bias = text.partition("=")
-    with suppress(ValueError):
-        return int(token), float(bias)
-    raise argparse.ArgumentTypeError(f"{quoted(text)} is not ID=X, a token's id and a number")
+def _add_group(
+    group: argparse._ActionsContainer, title: str, defaults: dict[str, Any] | None = None
+) -> None:
+    """Add the options of `GenerateConfig` whose group has this title; those without a default here
+    are None unless given, so that they can be refused where they would do nothing."""
+    names = [one.name for one in fields(GenerateConfig) if one.metadata.get("group") == title]
+    given = defaults or {}
+    words = defaults_in_words(GenerateConfig).items()
+    shown = {name: text for name, text in words if name not in given}
+    add_setting_options(group, GenerateConfig, names, defaults=given, shown=shown)
 
 
 class ParseDrafter(argparse.Action):
@@ -189,17 +143,16 @@ class ParseDrafter(argparse.Action):
 
 
 def add_drafter_and_tree_options(parser: argparse.ArgumentParser) -> None:
-    """Add --drafter, with a table of all drafters and their settings, and the draft tree's
-    options.
-    """
-    keys = {name: listed.keys for name, listed in DRAFTERS.items()}
-    rows = [
-        f"  {name:15} {'  '.join(own.split())}"
-        for name, own in {**keys, "any of them": SHARED_KEYS}.items()
-    ]
+    """Add --drafter, with a table of all drafters and their keys, and the draft tree's options."""
+    known = {**{name: own_keys(name) for name in DRAFTERS}, "any of them": shared_keys()}
+    rows = [f"  {name:15} {'  '.join(map(str, keys))}" for name, keys in known.items()]
+    settings = [one for name in DRAFTERS for _, one in own_settings(name)]
+    settings += [one for _, one in shared_settings()]
+    explained = [f"{key_of(one)}: {text}." for one in settings if (text := one.metadata["help"])]
+    legend = textwrap.wrap(" ".join(explained), width=98)
     title = "Drafters, each with its settings and their defaults:"
     group = parser.add_argument_group(
-        "drafting (not with --decoding plain)", "\n".join([title, *rows, _LEGEND])
+        "drafting (not with --decoding plain)", "\n".join([title, *rows, *legend])
     )
     group.add_argument(
         "--drafter",
@@ -214,51 +167,13 @@ def add_drafter_and_tree_options(parser: argparse.ArgumentParser) -> None:
 
 def add_streams_tree_prune_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of streams, of the draft tree and of its pruning; none has a default."""
-    tree = TreeConfig()
-    prune = PruneConfig()
-    add_options(
-        group,
-        (
-            "--num-streams",
-            "G",
-            "streams to use, each of which drafts one token ahead (default: all)",
-            int,
-        ),
-        (
-            "--tree",
-            None,
-            "for streams and Medusa heads. full: K children for every node; best: the N "
-            "likeliest nodes (default: best)",
-            str,
-            ("full", "best"),
-        ),
-        (
-            "--tree-width",
-            "K",
-            f"K, most children of a node (default: {tree.full_width} for full, no limit for best)",
-            int,
-        ),
-        (
-            "--tree-size",
-            "N",
-            f"N, nodes of the best tree with its root (default: {tree.size})",
-            int,
-        ),
-        (
-            "--prune",
-            "HOW",
-            "drop unlikely nodes before the upper layers. budget: keep the M likeliest; "
-            "threshold=P: keep nodes with a probability of at least P given their parent "
-            f"(default: off; P: {prune.threshold})",
-            str,
-        ),
-        ("--prune-to", "M", f"M, nodes that --prune budget keeps (default: {prune.keep})", int),
-    )
+    _add_group(group, "draft tree")
+    for kind in (TreeConfig, PruneConfig):
+        add_setting_options(group, kind, shown=defaults_in_words(kind))
 
 
-CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")
-TREE_OPTIONS = ("tree", "tree_width", "tree_size")
-PRUNE_OPTIONS = ("prune", "prune_to")
+TREE_OPTIONS = tuple(option_fields(TreeConfig))
+PRUNE_OPTIONS = tuple(option_fields(PruneConfig))
 _SHAPE_OPTIONS = {
     "num_streams": "num_streams",
     **dict.fromkeys(TREE_OPTIONS, "tree"),
@@ -268,72 +183,47 @@ _SHAPE_OPTIONS = {
 
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
-    """Return the settings that a command's options give; options that were not given have defaults.
-
-    Args:
-        args: options of `add_decoding_and_drafting_options`, or some of them.
-
-    Raises:
-        InputError: a value is out of bounds, or an option would have no effect.
-    """
+    """The settings that a command's options give; InputError for one that is out of bounds or would
+    have no effect."""
     drafter: DrafterOption = getattr(args, "drafter", DrafterOption())
-    drafting = {}
-    if drafter.name is not None:
-        from ..drafters.registry import drafting_arguments
-
-        drafting = drafting_arguments(drafter)
-    prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
-    _reject_idle_options(args, drafter.name, prune)
-    tree = _renamed_given_options(args, kind="tree", width="tree_width", size="tree_size")
-    pruning = {
-        **({"kind": prune} if prune else {}),
-        **_renamed_given_options(args, keep="prune_to"),
-    }
-    if has_threshold:
-        pruning |= parse_pairs("--prune", [args.prune], ["threshold=P"])
-    bias = getattr(args, "logit_bias", None)
-    names = ("decoding", "max_tokens", "stop", "num_streams", "temp", *CHANCE_OPTIONS)
-    config = GenerateConfig(
-        tree=TreeConfig(**tree) if tree else None,
-        prune=PruneConfig(**pruning) if pruning else None,
-        logit_bias=dict(bias) if bias else None,
-        **drafting,
-        **_penalty_arguments(getattr(args, "penalty", None) or ()),
-        **_renamed_given_options(
-            args, **{name: name for name in (*names, "logprobs", "deterministic")}
-        ),
-    )
+    _reject_idle_options(args, drafter.name)
+    found = given_settings(args, GenerateConfig)
+    for name, (kind, *_) in settings_fields(GenerateConfig).items():
+        given = given_settings(args, kind)
+        if kind is PruneConfig:
+            given = _with_pruning_threshold(given)
+        if given:
+            found[name] = kind(**given)
+    found |= drafter.generate_arguments()
+    found |= _penalty_arguments(getattr(args, "penalty", None) or ())
+    config = GenerateConfig(**found)
     is_alone = getattr(args, "generation_config", None) == "none"
     return config.following(ModelSampling()) if is_alone else config
 
 
-def _renamed_given_options(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
-    """Return the values of some options by new names; those that were not given are left out.
-
-    Args:
-        args: parsed options; one that is None or missing was not given.
-        sources: the option's name by the new name.
-    """
-    found = {name: getattr(args, source, None) for name, source in sources.items()}
-    return {name: value for name, value in found.items() if value is not None}
+def _with_pruning_threshold(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of pruning, with two of them for the value "threshold=P" of --prune."""
+    text = given.pop("kind", "")
+    kind, has_value, _ = text.partition("=")
+    if kind:
+        given["kind"] = kind
+    if has_value:
+        keys = [Key.of_field(one) for one in fields(PruneConfig) if key_of(one)]
+        given |= parse_pairs("--prune", [text], keys)
+    return given
 
 
 def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of all --penalty values, as arguments of `GenerateConfig`.
+    """The arguments of `GenerateConfig` that all --penalty values give.
 
     A value has words such as `repetition=1.2`; `context=` in it holds for the penalties of that
     value.
-
-    Args:
-        texts: the values.
-
-    Raises:
-        InputError: a penalty is given twice, a value has none, or a word is wrong.
     """
+    named = [one for one in fields(SamplingConfig) if option_template(one).startswith("--penalty ")]
+    keys = {key_of(one): Key.of_field(one) for one in named}.values()
     settings: dict[str, Any] = {}
-    shown = [*(f"{name}=X" for name in _PENALTIES), "context=N"]
     for text in texts:
-        given = parse_pairs("--penalty", split_words("--penalty", text), shown)
+        given = parse_pairs("--penalty", split_words("--penalty", text), keys)
         context = given.pop("context", None)
         if not given:
             refuse_option(f"--penalty {text}", "repetition=X, presence=X or frequency=X in it")
@@ -350,13 +240,12 @@ def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
-def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: str) -> None:
+def _reject_idle_options(args: argparse.Namespace, drafter: str | None) -> None:
     """Raise InputError for an option that would have no effect beside the others.
 
     Args:
         args: parsed options.
         drafter: name that --drafter gives, or None.
-        prune: kind that --prune gives, or "".
     """
     if getattr(args, "decoding", None) == "plain":
         if drafter is not None:
@@ -368,21 +257,27 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
             if drafter not in able:
                 reject_given_options(args, (option,), "--drafter " + " or ".join(able))
     if getattr(args, "tree", None) == "full":
-        reject_given_options(args, ("tree_size",), "--tree best")
-    if prune != "budget":
-        reject_given_options(args, ("prune_to",), "--prune budget")
+        reject_options_needing("--tree best", args)
+    if getattr(args, "prune", None) != "budget":
+        reject_options_needing("--prune budget", args)
     if getattr(args, "deterministic", None):
         reject_given_options(args, ("prompt_cache",), "no --deterministic")
     default = 0 if getattr(args, "generation_config", None) == "none" else None  # the model's own
     temp = getattr(args, "temp", None)
     if (default if temp is None else temp) == 0:
-        reject_given_options(args, CHANCE_OPTIONS, "--temp above 0")
+        reject_options_needing("--temp above 0", args)
+
+
+def reject_options_needing(needs: str, args: argparse.Namespace) -> None:
+    """Raise InputError for a given option that has no effect without what it needs."""
+    for kind in (GenerateConfig, TreeConfig, PruneConfig):
+        known = option_fields(kind).items()
+        names = [name for name, one in known if one.metadata["needs"] == needs]
+        reject_given_options(args, names, needs)
 
 
 def drafters_shaped_by(name: str) -> list[str]:
-    """Return the names of drafters whose trees the field `name` of `GenerateConfig` has an effect
-    on.
-    """
+    """The drafters whose trees the field `name` of `GenerateConfig` shapes."""
     from ..drafters.registry import registered_drafter
 
     return [one for one in DRAFTERS if name in registered_drafter(one).shaped_by]

@@ -150,7 +150,7 @@ def _faster_head_command_or_none(model: StreamFusedModel, plan: Plan) -> str | N
         head or streams draft already, nothing can, or no head is known.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import known_heads_by_sizes
+    from ..loading.model_heads import find_known_heads
 
     backbone = model.backbone
     head = default_head(model)
@@ -159,7 +159,7 @@ def _faster_head_command_or_none(model: StreamFusedModel, plan: Plan) -> str | N
         return None
     if head.loaded is not None and head.found is not None:
         return f"{head.found.name} drafts where no --drafter and no --decoding is given"
-    rows = known_heads_by_sizes(backbone)
+    rows = find_known_heads(backbone)
     commands = [
         f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)} "
         f'--drafter "mtp model={row.repositories[0]}"'
@@ -234,14 +234,14 @@ def _faster_command_keeping_lora(
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
     from ..loading.folders import Fetch
-    from ..loading.identity import weights_and_configs_digest
+    from ..loading.identity import folder_digest
     from ..loading.names import resolve_adapter
 
     backbone = model.backbone
     if model.num_streams or adapter is None:
         return "nothing that is here and answers alike"
     fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)  # it was fetched to load it
-    digests = [weights_and_configs_digest(resolve_adapter(adapter, fetch))]
+    digests = [folder_digest(resolve_adapter(adapter, fetch))]
     made = next(
         (run for run in found.tuned if run.has_adapter and run.settings["adapter"] == digests), None
     )

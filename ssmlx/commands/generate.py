@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import bars
+from ..settings import GenerateConfig
 from .answer_lines import resolve_given_sampling, sampling_line
 from .caches import PromptFile
 from .callback_bars import PromptBar
@@ -15,6 +16,7 @@ from .decoding_options import (
     add_decoding_and_drafting_options,
     add_model_adapter_dtype_options,
     generate_config,
+    reject_options_needing,
 )
 from .drafting_lines import acceptance_line, costs_line, drafting_lines
 from .load_target import load_for_decoding
@@ -23,10 +25,10 @@ from .parser import (
     add_prompt_cache_option,
     add_prompt_or_prompts_options,
     make_parser,
-    reject_given_options,
     unescape_newlines,
 )
 from .running import make_main, print_json
+from .setting_options import add_setting_options
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
@@ -71,13 +73,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "a new line (default: the adapter's, else chat, else raw)",
             unescape_newlines,
         ),
-        (
-            "--logprobs",
-            "N",
-            "with --jsonl: log probabilities of every token and of the N likeliest ones",
-            int,
-        ),
     )
+    add_setting_options(group, GenerateConfig, ["logprobs"])
     add_prompt_cache_option(group, "the beginning that all prompts share")
     add_options(
         group.add_mutually_exclusive_group(),
@@ -113,7 +110,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
 
     if not args.jsonl:
-        reject_given_options(args, ("logprobs",), "--jsonl")
+        reject_options_needing("--jsonl", args)
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
     asked = generate_config(args)

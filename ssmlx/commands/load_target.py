@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..drafters.option import DrafterOption
-from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
-from ..settings import ATTENTIONS, DRAFT_HEADS, Attention
+from ..loading.names import AUTO_ADAPTER
+from ..settings import DrafterLoading
 from .callback_bars import DownloadBar
 from .decoding_options import PRUNE_OPTIONS, TREE_OPTIONS, drafters_shaped_by
 from .parser import refuse_option, reject_given_options
@@ -25,7 +25,7 @@ def load_for_decoding(
     """Load what the options name for decoding.
 
     Where --drafter names another drafter than streams, no adapter is looked for. `args.adapter`
-    becomes the name of what was loaded; see `load_target_and_note_adapter`.
+    becomes the name of what was loaded; see `load_target`.
 
     Args:
         args: options of `add_model_adapter_dtype_options` and `add_decoding_and_drafting_options`.
@@ -46,11 +46,10 @@ def load_for_decoding(
     group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         refuse_option("--prompt-cache", "a model that is not split over processes")
-    model, tokenizer = load_target_and_note_adapter(
+    model, tokenizer = load_target(
         args,
         finds_adapter=drafter.name in (None, "streams"),
-        draft_head=drafter.draft_head,
-        attention=drafter.attention,
+        loading=drafter.loading,
         group=group,
     )
     if model.num_streams == 0:
@@ -69,7 +68,7 @@ def require_drafter_key(option: DrafterOption) -> None:
     from ..drafters.registry import registered_drafter
 
     if option.name is not None:
-        registered_drafter(option.name).require_key_of_loader(option.values.keys())
+        registered_drafter(option.name).require_key_of_loader(option.values)
 
 
 def load_what_drafter_needs(
@@ -91,59 +90,41 @@ def load_what_drafter_needs(
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
-    loader = registered_drafter(drafter.name).loader if drafter.name else None
-    name = loader.name_or_default_in(drafter.values) if loader else None
-    if loader is None or name is None:
+    if drafter.name is None:
+        return []
+    registered = registered_drafter(drafter.name)
+    name = registered.name_to_load(drafter.values)
+    if registered.loader is None or name is None:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
-    return [loader.load(name, model, tokenizer, **how)]
+    return [registered.loader.load(name, model, tokenizer, **how)]
 
 
-def load_target_and_note_adapter(
+def load_target(
     args: argparse.Namespace,
     *,
-    finds_adapter: bool = True,
-    draft_head: str = DRAFT_HEADS[0],
-    attention: Attention = ATTENTIONS[0],
+    finds_adapter: bool = True,  # whether to look for a fitting one if none is named
+    loading: DrafterLoading | None = None,  # what --drafter says of it; its defaults
     group: Any = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
-    """Load the model and tokenizer that the options of `add_model_adapter_dtype_options` name.
-
-    The attention of the whole process is set.
-
-    Args:
-        args: parsed options. `adapter` is set to the name of the adapter that was loaded: "none"
-            for the base alone, None for streams that are part of the model.
-        finds_adapter: whether to look for a fitting adapter where none is named.
-        draft_head: weights of the draft head, as `ssmlx.load` takes it.
-        attention: as `ssmlx.model.metal.choose_attention` takes it.
-        group: MLX's distributed group, for a model that is split over processes; None for one
-            process.
-
-    Returns:
-        The model and its tokenizer.
-
-    Raises:
-        InputError: the model or the adapter cannot be loaded.
+    """Load what the options of `add_model_adapter_dtype_options` name; `args.adapter` becomes the
+    model's `adapter_name`. The attention is set for the whole process.
     """
-    from ..loading.attach import choose_adapter, swap_adapter
     from ..loading.load import load
     from ..model import metal
 
-    if args.adapter == AUTO_ADAPTER:
-        args.adapter = None
-    metal.choose_attention(attention)
+    how = loading or DrafterLoading()
+    metal.choose_attention(how.attention)
+    adapter = args.adapter
+    if adapter in (None, AUTO_ADAPTER):
+        adapter = AUTO_ADAPTER if finds_adapter else None
     model, tokenizer = load(
         args.model,
-        adapter=args.adapter,
+        adapter=adapter,
         dtype=args.dtype,
-        draft_head=draft_head,
+        draft_head=how.draft_head,
         progress=DownloadBar(),
         group=group,
     )
-    if args.adapter is None and model.config is None:
-        asked = AUTO_ADAPTER if finds_adapter else NO_ADAPTER
-        args.adapter, folder = choose_adapter(asked, model)
-        if folder is not None:
-            model = swap_adapter(model, folder)
+    args.adapter = model.adapter_name
     return model, tokenizer

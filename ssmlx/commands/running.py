@@ -260,9 +260,9 @@ def with_lock_on_out_folder(
 
     def held(args: argparse.Namespace) -> int | None:
         """Run the command's function, holding the lock; return its exit code."""
-        from ..loading.files import locked_folder_removed_if_empty
+        from ..loading.files import locked_folder
 
-        with locked_folder_removed_if_empty(args.out):
+        with locked_folder(args.out):
             return act(args)
 
     return held

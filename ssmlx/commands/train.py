@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _train_locked_other_ranks_in_temp(args: argparse.Namespace) -> None:
+def _train_with_lock(args: argparse.Namespace) -> None:
     """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
     folder that is deleted.
 
@@ -72,10 +72,10 @@ def _train_locked_other_ranks_in_temp(args: argparse.Namespace) -> None:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
             args.out = Path(folder, "run")
-        with_lock_on_out_folder(_train_or_resume_and_write_adapter)(args)
+        with_lock_on_out_folder(_train)(args)
 
 
-def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
+def _train(args: argparse.Namespace) -> None:
     """Train streams, LoRA or both until the last step, then write OUT/adapter.
 
     A run that was stopped goes on from its last state.
@@ -90,17 +90,17 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     from mlx_lm.generate import wired_limit
 
     from ..loading.adapter import load_stream_adapter
-    from ..loading.attach import read_every_row_lora
+    from ..loading.attach import read_task_lora
     from ..loading.files import require_nothing_else_in
     from ..model.ranks import launched_group
-    from ..training.job import read_and_check_job, run_to_end
+    from ..training.job import read_job, run_to_end
     from ..training.mlx_model import (
         TrainedModel,
         add_condition_and_root_init,
-        bind_weights_that_adapter_has,
+        bind_adapter,
         new_adapter,
     )
-    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_base_in_trainable_dtype
+    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_trainable_base
 
     trained = options.out / TRAINED_FOLDER
     require_nothing_else_in(trained, ADAPTER_FILES, "choose another --out")
@@ -109,13 +109,13 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
         if train.train_only
         else None
     )
-    job = read_and_check_job(options, train, start)
-    backbone = load_base_in_trainable_dtype(job.base_folder, args.dtype)
-    lora = {} if args.task_lora is None else read_every_row_lora(args.task_lora, backbone)
+    job = read_job(options, train, start)
+    backbone = load_trainable_base(job.base_folder, args.dtype)
+    lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        bind_weights_that_adapter_has(model, load_stream_adapter(args.init), args.init)
+        bind_adapter(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
     init = [args.init] if args.init else []
@@ -133,4 +133,4 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
         )
 
 
-main = make_main(PROG, parse_args, _train_locked_other_ranks_in_temp)
+main = make_main(PROG, parse_args, _train_with_lock)

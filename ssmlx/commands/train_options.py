@@ -1,7 +1,6 @@
 """The options of the training commands, one for each field of their settings."""
 
 import argparse
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,15 @@ from ..json_files import read_json
 from ..loading.folders import CONFIG_FILE
 from ..loading.names import resolve_adapter
 from ..settings import DEFAULT_MODEL
-from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
+from ..training.config import (
+    DRAFT_VOCAB_SIZE,
+    ROOT_INIT_RANK,
+    STREAM_INIT_RANK,
+    RunOptions,
+    TrainConfig,
+)
 from .parser import add_options, make_parser, reject_given_options, unescape_newlines
+from .setting_options import add_setting_options
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip
@@ -23,6 +29,7 @@ _F = {
 }
 _SHOWN = _F | {
     "draft_vocab_size": f"{DRAFT_VOCAB_SIZE}, or 0 if the model has fewer than twice as many",
+    "root_init_rank": f"{ROOT_INIT_RANK}; 0 without streams; with --train-only, what --init has",
     "train_only": "everything",
 }
 _GROUPS: dict[str, tuple[str, ...]] = {
@@ -31,7 +38,8 @@ _GROUPS: dict[str, tuple[str, ...]] = {
                 "draft_vocab_size"),
     "LoRA": ("lora_rank", "lora_alpha", "lora_modules"),
     "loss (eq. 5)": ("main_weight", "stream_weights", "prune_weight"),
-    "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:], "pack"),
+    "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:], "pack",
+                     "root_dropout"),
 }  # fmt: skip
 
 
@@ -71,52 +79,8 @@ def make_training_parser(
         ),
     )
     for title, names in _GROUPS.items():
-        add_setting_options(parser, title, names, shown_defaults=_SHOWN)
+        add_setting_options(parser.add_argument_group(title), TrainConfig, names, shown=_SHOWN)
     return parser
-
-
-def add_setting_options(
-    parser: argparse.ArgumentParser,
-    title: str,
-    names: Sequence[str],
-    defaults: Mapping[str, Any] | None = None,
-    shown_defaults: Mapping[str, str] | None = None,
-    settings_class: Any = TrainConfig,
-) -> None:
-    """Add a group with one option for each of some fields of a settings class.
-
-    A bool becomes a flag that is True or else the default.
-
-    Args:
-        parser: is given the group.
-        title: of the group.
-        names: of the fields.
-        defaults: defaults instead of the fields' own.
-        shown_defaults: for these fields the default is None, and this text is shown as the
-            default; an empty text shows none.
-        settings_class: has the fields.
-    """
-    group = parser.add_argument_group(title)
-    known = {one.name: one for one in fields(settings_class)}
-    for name in names:
-        one = known[name]
-        kind = next((kind for kind in (bool, int, float) if kind.__name__ in str(one.type)), str)
-        default: Any = (defaults or {}).get(name, one.default)
-        says = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        if shown_defaults and name in shown_defaults:
-            default = None
-            says = shown_defaults[name]
-        settings: dict[str, Any] = {"default": default, "help": one.metadata["help"]}
-        if one.metadata.get("allowed") and one.metadata["allowed"].choices:
-            settings["choices"] = one.metadata["allowed"].choices
-        elif kind is bool:
-            settings |= {"action": "store_const", "const": True}
-        else:
-            settings |= {"type": kind, "metavar": "X"}
-        if str(one.type).startswith("tuple"):
-            settings["nargs"] = "+"
-        settings["help"] += f" (default: {says})" if says else ""
-        group.add_argument("--" + name.replace("_", "-"), **settings)
 
 
 def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
@@ -151,11 +115,7 @@ def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
             "chat",
         ),
     )
-    for one in fields(RunOptions):
-        if text := one.metadata.get("help"):
-            text += "" if one.default is None else f" (default: {one.default})"
-            default = int if one.default is None else one.default
-            add_options(group, ("--" + one.name.replace("_", "-"), "N", text, default))
+    add_setting_options(group, RunOptions)
 
 
 def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
@@ -226,12 +186,12 @@ def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
     reject_given_options(args, ("task_lora", *own), "the settings that --init has")
-    ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
+    ranks = {name: found.get(name, 0) or getattr(args, name) or 0 for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)
         what = f"--{name.replace('_', '-')} {asked}"
         expected = f"{rank}, as {folder} has it"
-        require(asked in (0, rank), what, expected=expected, do="give that")
+        require(asked in (None, 0, rank), what, expected=expected, do="give that")
     return {name: found[name] for name in names if name in found} | ranks
 
 

@@ -76,7 +76,7 @@ class Copies:
         self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 
-    def learn_and_mix_into_guesses(
+    def learn_and_mix(
         self,
         guesses: Guesses,  # of the streams after the call
         # [P] by the call; those after the first `num_accepted` + 1 repeat the last
@@ -86,12 +86,12 @@ class Copies:
     ) -> Guesses:
         self._text.write(decided, position)
         if self._before is not None:
-            self._hits_and_trials = _add_hits_and_trials_of_call(
+            self._hits_and_trials = _add_hits_and_trials(
                 self._hits_and_trials, self._before, decided, num_accepted
             )
         copied = self._text.find_continuations(position + num_accepted, guesses[0].shape[0])[0]
         self._before = *guesses, copied
-        return mix_in_copies_unsorted(*self._before, self._hits_and_trials)
+        return mix_copies(*self._before, self._hits_and_trials)
 
 
 def initial_hits_and_trials() -> mx.array:  # [2, 2]
@@ -99,7 +99,7 @@ def initial_hits_and_trials() -> mx.array:  # [2, 2]
 
 
 @mx.compile
-def mix_in_copies_unsorted(
+def mix_copies(
     tokens: mx.array,  # [..., G, K] candidates of each level, best first
     logprobs: mx.array,  # [..., G, K, K] (last axis), given each candidate of the level before
     copied: mx.array,  # [..., G] the copy; `PAD_TOKEN` for none
@@ -128,7 +128,7 @@ def mix_in_copies_unsorted(
     return mx.where(is_new, ours, tokens), mx.log(mixed)
 
 
-def count_hits_and_trials_by_level(
+def count_hits_and_trials(
     stream_tokens: mx.array,  # [G, K] candidates, without copies
     stream_logprobs: mx.array,  # [G, K, K], given each candidate of the level before
     copied: mx.array,  # [G] the copy; `PAD_TOKEN` for none
@@ -150,7 +150,7 @@ def count_hits_and_trials_by_level(
 
 
 @mx.compile
-def _add_hits_and_trials_of_call(
+def _add_hits_and_trials(
     hits_and_trials: mx.array,  # [2, 2]
     # tokens [G, K], log probabilities [G, K, K], copy [G] of the call's tree
     before: tuple[mx.array, ...],
@@ -162,7 +162,7 @@ def _add_hits_and_trials_of_call(
     columns = mx.array([[1.0, 0.0], *[[0.0, 1.0]] * (count - 1)])  # the first level's, and others'
     # Not `indices`: an array of it may be `num_accepted`, and none is compiled in twice.
     counts = mx.array([[level] for level in range(count)]) <= num_accepted
-    return hits_and_trials + count_hits_and_trials_by_level(*known) @ (columns * counts)
+    return hits_and_trials + count_hits_and_trials(*known) @ (columns * counts)
 
 
 @mx.compile

@@ -14,18 +14,19 @@ from mlx_lm.utils import get_total_parameters
 from ..bars import Progress
 from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import RowPositions, Sampling, last_tokens
+from ..decoding.sampling import Sampling
 from ..errors import require
 from ..loading.folders import Fetch
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import resolve_model
 from ..model.modules import module_arrays
 from ..model.shapes import to_list
-from ..model.state_cache import ModelCall, StateCache, flatten_caches
+from ..model.state_cache import StateCache, flatten_caches
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
+from .chain import ChainRanking
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
 
@@ -46,7 +47,7 @@ class DraftModel(TextCacheOwner["DraftCache"]):
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
         super().__init__(lambda: DraftCache(self))
-        self.model = model
+        self.model: Any = model
         self.name = name
         mx.eval(module_arrays(model))
         for cache in flatten_caches(_make_trimmable_caches(model)):
@@ -60,7 +61,7 @@ class DraftModel(TextCacheOwner["DraftCache"]):
         self.num_parameters: int = get_total_parameters(model)
         # Of its logits' shape alone: nothing is computed.
         self.vocab_size = int(
-            _call(model)(mx.array([[0]]), cache=_make_trimmable_caches(model)).shape[-1]
+            self.model(mx.array([[0]]), cache=_make_trimmable_caches(model)).shape[-1]
         )
         self.target_vocab_size = self.vocab_size  # V, set by `load_draft_model`
 
@@ -68,11 +69,6 @@ class DraftModel(TextCacheOwner["DraftCache"]):
     def nbytes(self) -> int:
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self.model)) + self.cache_bytes
-
-
-def _call(model: Any) -> ModelCall:
-    call: ModelCall = model
-    return call
 
 
 def _make_trimmable_caches(model: nn.Module) -> list[Any]:
@@ -118,10 +114,10 @@ class DraftCache:
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
             yield
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
-            self.append_and_get_last_logits(mx.array(self.text[first:last]))
+            self.append(mx.array(self.text[first:last]))
             mx.eval(self._cache.state)
 
-    def append_and_get_last_logits(
+    def append(
         self,
         tokens: mx.array,  # [R]
     ) -> mx.array:  # [1, V], uncomputed
@@ -131,7 +127,7 @@ class DraftCache:
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
         appended = mx.minimum(tokens, known - 1)
-        logits = self._cache.append(_call(self._draft.model), appended)[:, -1]
+        logits = self._cache.append(self._draft.model, appended)[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
@@ -140,7 +136,7 @@ class DraftCache:
         """So that what is drafted from here can be taken back."""
         self._cache.mark()
 
-    def extend_text_and_trim_cache(
+    def extend(
         self,
         new_tokens: Sequence[int],  # they follow the text
         # how many of them, from the first on, the cache holds already, as drafted ones
@@ -156,12 +152,12 @@ class DraftCache:
         """Or to as many tokens as can be gone back to."""
         self._cache.keep_first(self._cache.longest_keepable(num_tokens))
 
-    def process_all_but_last_piece(self) -> mx.array:  # [R], 1 to `PREFILL_STEP_SIZE`
+    def prefill(self) -> mx.array:  # [R], 1 to `PREFILL_STEP_SIZE`
         """Returns the last piece of what the cache lacks of the text; mostly that is all of it, and
         nothing is processed."""
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
-            self.append_and_get_last_logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
+            self.append(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
             mx.eval(self._cache.state)
         return mx.array(self.text[self.offset :], mx.int32)
 
@@ -209,43 +205,33 @@ class DraftModelDrafter:
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
-        self._cache.extend_text_and_trim_cache(
-            tokens, common_prefix_length(chain[:-1], tokens[:-1])
-        )
+        self._cache.extend(tokens, common_prefix_length(chain[:-1], tokens[:-1]))
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Always the largest shape: the chain of the model's likeliest tokens, with its runners-up
         beside it."""
-        rows = self._rank_candidates_by_level(self._cache.process_all_but_last_piece())
+        rows = self._rank_levels(self._cache.prefill())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
-    def _rank_candidates_by_level(
+    def _rank_levels(
         self,
         newest_tokens: mx.array,  # [R], which the cache lacks
     ) -> list[mx.array]:
         """The candidates of each level, [W] each, best first, as the target's sampling ranks them;
         uncomputed. A forward pass a level, each after the best candidate of the level before."""
-        sampling = self._sampling
-        size = sampling.context_size
-        text = self._cache.text
-        recent = last_tokens(text, size)[None]
+        ranking = ChainRanking(self._sampling, self._cache.text)
         rows: list[mx.array] = []
         tokens = newest_tokens
-        for level in range(self.largest.levels):
-            logits = self._cache.append_and_get_last_logits(tokens)
+        for _ in range(self.largest.levels):
+            logits = self._cache.append(tokens)
             self._cache.mark()
             self.draft_calls += 1
-            first = mx.array([len(text) - 1 + level])
-            places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
-            row = sampling.rank_tokens(logits, places, self._width).tokens[0].astype(mx.int32)
-            rows.append(row)
-            tokens = row[:1]
-            if size:
-                recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)
+            rows.append(ranking.rank(logits, self._width))
+            tokens = rows[-1][:1]
         return rows
 
 
@@ -314,9 +300,7 @@ def _load(
 
 @register_drafter(
     "draft-model",
-    settings=DraftModelConfig,
-    config_field="draft",
-    loader=DrafterLoader("a draft model", "model=MODEL", _load),
+    loader=DrafterLoader("a draft model", _load),
     needs_whole_context=True,
     keeps_to_chains=True,
 )

@@ -29,24 +29,23 @@ from mlx_lm.utils import get_total_parameters
 
 from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import RowPositions, Sampling, last_tokens
+from ..decoding.sampling import Sampling
 from ..errors import require
 from ..loading.load import is_quantised
 from ..model.backbone import Backbone
 from ..model.family import model_type
 from ..model.modules import module_arrays
-from ..model.shapes import indices
 from ..model.text_cache import TextCache
 from ..model.tree import Tree, chain_tree
 from ..policy.offers import LevelsOffer
+from .chain import ChainRanking, UnacceptedDrafts
 from .gemma_assistant_model import (
     AssistantConfig,
     AssistantModel,
     KeysAndValues,
     load_assistant_model,
 )
-from .mtp_head import quantise_in_place_like
-from .unaccepted import UnacceptedDrafts
+from .mtp_head import quantise_like
 
 _PAIR = "choose the assistant that was made for this model"
 
@@ -122,11 +121,11 @@ class AssistantDrafter:
         self._unaccepted = UnacceptedDrafts("the assistant", _PAIR)
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
+        self._unaccepted.note_accepted(len(tokens) - 1)
         self._text.extend(tokens)
 
     def offer(self) -> LevelsOffer | None:
-        return None if self._unaccepted.is_told else LevelsOffer(self.largest)
+        return None if self._unaccepted.has_warned else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         backbone = self._backbone
@@ -134,33 +133,19 @@ class AssistantDrafter:
         hidden = backbone.final_norm(row)
         seen = self._assistant.visible_keys_and_values(verified.cache)
         position = verified.root_position
-        sampling = self._sampling
-        recent = last_tokens(self._text, sampling.context_size)[None]
-        token = verified.root
-        chain = [token]
-        for level in range(min(shape.levels, self.largest.levels)):
-            embedded = scaled_embedding(backbone, token)
+        ranking = ChainRanking(self._sampling, self._text)
+        scale: float = backbone.parts.decoder.embed_scale  # of what Gemma's layers are given
+        chain = [verified.root]
+        for _ in range(min(shape.levels, self.largest.levels)):
+            embedded = backbone.token_embeddings(chain[-1][None]) * scale
             logits, hidden = self._assistant.model(embedded, hidden, position, seen)
             self.draft_calls += 1
-            places = RowPositions(position + level, indices(1), 1, recent)
-            token = sampling.rank_tokens(logits, places, 1).tokens[0].astype(mx.int32)
-            chain.append(token)
-            if sampling.context_size:
-                recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
+            chain.append(ranking.rank(logits))
         self._unaccepted.note_chain(len(chain) - 1)
         tree = chain_tree(mx.concatenate(chain))
         # Done before the next call writes to the caches that it reads, which would be copied.
         mx.async_eval(tree.tokens)
         return tree
-
-
-def scaled_embedding(
-    backbone: Backbone,
-    token: mx.array,  # [1]
-) -> mx.array:  # [1, 1, D]
-    """What Gemma's layers are given: the embedding times a constant."""
-    scale: float = backbone.parts.decoder.embed_scale
-    return backbone.token_embeddings(token[None]) * scale
 
 
 def load_assistant(
@@ -176,7 +161,7 @@ def load_assistant(
     model = load_assistant_model(folder, config, dtype)
     model.set_dtype(backbone.dtype)
     if not is_quantised(model):
-        quantise_in_place_like(backbone.model, model)
+        quantise_like(backbone.model, model)
     mx.eval(module_arrays(model))
     return Assistant(config, model, layers, folder)
 

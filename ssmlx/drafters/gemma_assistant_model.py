@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 
 from ..errors import InputError, first_line, quoted, require
-from ..json_files import build_settings_ignoring_unknown
-from ..loading.load import resolve_dtype, unpack_and_cast_model
+from ..json_files import build_settings
+from ..loading.load import cast_model, resolve_dtype
 from ..loading.tensors import check_tensors
 from ..model.lm_head import row_weights
 from ..settings import check_settings, setting
@@ -83,12 +83,12 @@ class AssistantConfig:
         )
         given: dict[str, Any] = {**text, **values}
         _refuse_other_layers(path, given)
-        config = build_settings_ignoring_unknown(cls, given, path, do=_DO)
+        config = build_settings(cls, given, path, do=_DO)
         check_settings(config, found=f"{path} has {{value!r}} for {{name}}", do=_DO)
         config._require_consistent(path)
         return config
 
-    def mlx_lm_layer_args(self) -> gemma4_text.ModelArgs:
+    def layer_args(self) -> gemma4_text.ModelArgs:
         """Every layer is given its keys and values."""
         names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
         more = ("head_dim", "global_head_dim", "vocab_size", "sliding_window", "rms_norm_eps")
@@ -197,7 +197,7 @@ class AssistantModel(nn.Module):
         super().__init__()
         width = config.hidden_size
         target_width = config.backbone_hidden_size
-        self.model = _Body(config.mlx_lm_layer_args())
+        self.model = _Body(config.layer_args())
         self.pre_projection = nn.Linear(2 * target_width, width, bias=False)
         self.post_projection = nn.Linear(width, target_width, bias=False)
         if not config.tie_word_embeddings:
@@ -218,9 +218,9 @@ class AssistantModel(nn.Module):
         for layer in self.model.layers:
             x, _, _ = layer(x, shared_kv=keys_and_values[layer.layer_type], offset=position)
         normed = self.model.norm(x)
-        return self._logits_of_head_or_clusters(normed[:, 0]), self.post_projection(normed)
+        return self._logits(normed[:, 0]), self.post_projection(normed)
 
-    def _logits_of_head_or_clusters(
+    def _logits(
         self,
         normed: mx.array,  # [1, Da]
     ) -> mx.array:  # [1, V]
@@ -255,19 +255,19 @@ def load_assistant_model(
     dtype: str,  # as `ssmlx.load` takes it, which decides whether packed weights are unpacked
 ) -> AssistantModel:
     """Its weights are checked and not computed yet."""
-    tensors = _load_tensors_but_tied_head(folder, config)
-    model = _build_unloaded_model(config, tensors.keys(), folder / "config.json")
+    tensors = _load_tensors(folder, config)
+    model = _build_model(config, tensors.keys(), folder / "config.json")
     _require_tensors_fit(tensors, dict(tree_flatten(model.parameters())), folder)
     if config.use_ordered_embeddings:
         order = tensors[_TOKEN_ORDERING].astype(mx.int32)
-        _require_every_token_once(order, config.vocab_size, folder)
+        _require_permutation(order, config.vocab_size, folder)
         tensors[_TOKEN_ORDERING] = order
     model.load_weights(list(tensors.items()))
-    cast: Any = unpack_and_cast_model(model, resolve_dtype(dtype))
+    cast: Any = cast_model(model, resolve_dtype(dtype))
     return cast  # type: ignore[no-any-return]
 
 
-def _load_tensors_but_tied_head(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
+def _load_tensors(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
     """By their names in model*.safetensors, not computed; a stored head is left out if the
     embedding is the head."""
     tensors: dict[str, mx.array] = {}
@@ -290,7 +290,7 @@ def _unreadable_error(path: Path, error: Exception) -> InputError:
     )
 
 
-def _build_unloaded_model(
+def _build_model(
     config: AssistantConfig,
     # of the folder's tensors: a layer with scales among them is packed
     stored_names: Collection[str],
@@ -328,14 +328,16 @@ def _require_tensors_fit(
 ) -> None:
     """Reads the tensors whole."""
     shapes = {name: tuple(array.shape) for name, array in expected.items()}
-    whole = [name for name, array in expected.items() if not _is_float(array)]
+    whole = [
+        name for name, array in expected.items() if not mx.issubdtype(array.dtype, mx.floating)
+    ]
     try:
         check_tensors(tensors, shapes, folder, of_any_dtype=whole)
     except RuntimeError as error:
         raise _unreadable_error(folder, error) from error
 
 
-def _require_every_token_once(order: mx.array, vocab_size: int, folder: Path) -> None:
+def _require_permutation(order: mx.array, vocab_size: int, folder: Path) -> None:
     all_tokens = mx.arange(vocab_size, dtype=mx.int32)
     require(
         bool(mx.array_equal(mx.sort(order), all_tokens)),
@@ -343,7 +345,3 @@ def _require_every_token_once(order: mx.array, vocab_size: int, folder: Path) ->
         expected=f"the {vocab_size} tokens in some order",
         do=_DO,
     )
-
-
-def _is_float(array: mx.array) -> bool:
-    return mx.issubdtype(array.dtype, mx.floating)

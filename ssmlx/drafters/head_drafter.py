@@ -54,19 +54,19 @@ class HeadConfig:
         """The tensors with a row for each token that may be guessed."""
         raise NotImplementedError
 
-    def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """By name; a weight that heads share stands once."""
         raise NotImplementedError
 
-    def shapes_of_all_tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the folder: the weights, and `draft_vocab` if any."""
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
-        return {**self.trained_weight_shapes(), **vocab}
+        return {**self.weight_shapes(), **vocab}
 
     @property
     def num_parameters(self) -> int:
         """Trained numbers, shared ones counted once."""
-        return sum(math.prod(shape) for shape in self.trained_weight_shapes().values())
+        return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
 class DraftingHeads:
@@ -78,7 +78,7 @@ class DraftingHeads:
     def __init__(
         self,
         config: HeadConfig,
-        # those of `config.shapes_of_all_tensors()`, in the base model's dtype
+        # those of `config.tensor_shapes()`, in the base model's dtype
         tensors: Mapping[str, mx.array],
         backbone: Backbone,
     ) -> None:
@@ -87,7 +87,7 @@ class DraftingHeads:
         self.draft_vocab = tensors.get("draft_vocab")
         self.num_parameters: int = config.num_parameters
 
-    def complete_tree_settings(self, tree: Any) -> Any:
+    def tree_settings(self, tree: Any) -> Any:
         """With defaults filled in, and widths cut to the tokens there are to guess."""
         raise NotImplementedError
 
@@ -95,9 +95,9 @@ class DraftingHeads:
         """The settings of a chain of as many levels as those of `tree`."""
         raise NotImplementedError
 
-    def max_levels_and_nodes(
+    def tree_size(
         self,
-        tree: Any,  # as `complete_tree_settings` returns it
+        tree: Any,  # as `tree_settings` returns it
     ) -> tuple[int, int]:
         """Levels below the root, and nodes including the root, of the largest tree."""
         raise NotImplementedError
@@ -140,9 +140,9 @@ class HeadDrafter:
         self.needs = Needs(taps=() if self._tap is None else (self._tap,))
         self._backbone = backbone
         self._heads = heads
-        self._tree = heads.complete_tree_settings(tree)
+        self._tree = heads.tree_settings(tree)
         self._sampling = sampling
-        levels, nodes = heads.max_levels_and_nodes(self._tree)
+        levels, nodes = heads.tree_size(self._tree)
         self.largest = DraftShape(heads.drafter, nodes, levels)
         self.num_parameters = heads.num_parameters
 

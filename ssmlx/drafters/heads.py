@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import require
-from ..json_files import build_settings_ignoring_unknown, read_json
-from ..loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
+from ..json_files import build_settings, read_json
+from ..loading.adapter import cast_stream_tensors, check_draft_vocab
 from ..loading.identity import BaseIdentity
-from ..loading.tensors import check_tensors, read_tensors, write_finite_tensors_in_place
+from ..loading.tensors import check_tensors, read_tensors, write_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import SpeculatorTreeConfig, TreeConfig
@@ -41,12 +41,12 @@ class Heads:
     """What a heads folder holds."""
 
     config: HeadConfig  # its class is their kind
-    tensors: Mapping[str, mx.array]  # of `config.shapes_of_all_tensors()`
+    tensors: Mapping[str, mx.array]  # of `config.tensor_shapes()`
     base: BaseIdentity  # the model that they belong to
     base_model: str = ""  # what a message calls that model
 
 
-def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
+def save_heads(existing_folder: Path, heads: Heads) -> None:
     """In place over older files, and without a check whether tensors and settings fit."""
     values = {
         "format": FORMAT,
@@ -57,7 +57,7 @@ def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
     }
     text = json.dumps(values, indent=1) + "\n"
     (existing_folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-    write_finite_tensors_in_place(existing_folder / WEIGHTS_FILE, heads.tensors)
+    write_tensors(existing_folder / WEIGHTS_FILE, heads.tensors)
 
 
 def read_heads(folder: Path) -> Heads:
@@ -76,11 +76,11 @@ def read_heads(folder: Path) -> Heads:
         expected=f"{FORMAT}, {' or '.join(_KINDS)}",
         do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
-    config = build_settings_ignoring_unknown(_KINDS[kind][0], values, folder / CONFIG_FILE)
+    config = build_settings(_KINDS[kind][0], values, folder / CONFIG_FILE)
     base = BaseIdentity.from_settings(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
-    require_head_tensors_fit(config, tensors, path)
+    check_head_tensors(config, tensors, path)
     return Heads(config, tensors, base, str(values.get("base_model", "")))
 
 
@@ -111,19 +111,17 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     return _KINDS[heads.config.kind][1](heads.config, tensors, backbone)
 
 
-def require_head_tensors_fit(
-    config: HeadConfig, tensors: Mapping[str, mx.array], source: Path
-) -> None:
-    check_tensors(tensors, config.shapes_of_all_tensors(), source)
+def check_head_tensors(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
+    check_tensors(tensors, config.tensor_shapes(), source)
     if size := config.draft_vocab_size:
-        require_ascending_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
+        check_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:
     return load_heads(folder, model)
 
 
-_LOADER = DrafterLoader("heads", "heads=FOLDER", _load)
+_LOADER = DrafterLoader("heads", _load)
 
 
 @register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER, keeps_to_chains=True)
@@ -132,13 +130,7 @@ def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     return _build_head_drafter(inputs, inputs.config.tree)
 
 
-@register_drafter(
-    "mlp-speculator",
-    settings=SpeculatorTreeConfig,
-    config_field="speculator_tree",
-    loader=_LOADER,
-    keeps_to_chains=True,
-)
+@register_drafter("mlp-speculator", loader=_LOADER, keeps_to_chains=True)
 def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
     return _build_head_drafter(inputs, inputs.settings)
 

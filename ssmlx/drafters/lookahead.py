@@ -49,7 +49,7 @@ class NgramPool:
     def __len__(self) -> int:
         return sum(len(kept) for kept in self._ngrams.values())
 
-    def add_and_forget_oldest(self, ngram: Sequence[int]) -> None:
+    def add(self, ngram: Sequence[int]) -> None:
         """Added again, an n-gram becomes the newest; a first token is forgotten with all of its
         n-grams."""
         first, *rest = ngram
@@ -92,7 +92,7 @@ class LookaheadDrafter:
         self._pool = NgramPool(config.guesses)
         if config.pool_from_prompt:
             for first in range(len(tokens) - config.ngram + 1):
-                self._pool.add_and_forget_oldest(tokens[first : first + config.ngram])
+                self._pool.add(tokens[first : first + config.ngram])
         self._root = tokens[-1]
         self._window = [rng.choices(tokens, k=config.window) for _ in range(self._num_rows)]
         self._tree: Tree | None = None
@@ -114,7 +114,7 @@ class LookaheadDrafter:
             last = [max(token, UNRESOLVED - token) for token in to_list(verified.target_tokens)]
             rows = [*self._window, [last[node] for node in self._last_level]]
             for ngram in zip(*rows, strict=True):
-                self._pool.add_and_forget_oldest(ngram)
+                self._pool.add(ngram)
             self._window = rows[1:]
         self._tree = self._build_tree(self._root, shape.levels)
         self._calls = 0
@@ -138,12 +138,6 @@ class LookaheadDrafter:
         return trie.to_padded_tree(num_levels)
 
 
-@register_drafter(
-    "lookahead",
-    settings=LookaheadConfig,
-    config_field="lookahead",
-    needs_whole_context=True,
-    shaped_by=(),
-)
+@register_drafter("lookahead", needs_whole_context=True, shaped_by=())
 def build(inputs: DrafterInputs) -> LookaheadDrafter:
     return LookaheadDrafter(inputs.settings)

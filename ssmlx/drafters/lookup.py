@@ -157,7 +157,7 @@ class PromptLookupDrafter:
         self._best = None
 
     def offer(self) -> ChainOffer | None:
-        best = self._look_up_best_once()
+        best = self._best_continuation()
         return (
             ChainOffer(self.largest, best.match_length, len(best.tokens)) if best.tokens else None
         )
@@ -167,7 +167,7 @@ class PromptLookupDrafter:
         `verified` is read."""
         if self._is_chain:
             most = min(shape.levels, self._config.size - 1)
-            following = self._look_up_best_once().tokens[:most]
+            following = self._best_continuation().tokens[:most]
             return chain_tree(mx.array([self.source.end[-1], *following], mx.int32))
         trie = Trie(self.source.end[-1], min(shape.nodes, self._config.size))
         for match in self._find_matches():
@@ -176,7 +176,7 @@ class PromptLookupDrafter:
                 break
         return trie.to_padded_tree(shape.levels if len(trie.tokens) > 1 else 0)
 
-    def _look_up_best_once(self) -> Continuation:
+    def _best_continuation(self) -> Continuation:
         """The continuation of the best match that any token follows, kept until the text goes on;
         of length 0 without one."""
         if self._best is None:
@@ -200,13 +200,7 @@ class PromptLookupDrafter:
         return found
 
 
-@register_drafter(
-    NAME,
-    settings=PromptLookupConfig,
-    config_field="prompt_lookup",
-    needs_whole_context=True,
-    keeps_to_chains=True,
-)
+@register_drafter(NAME, needs_whole_context=True, keeps_to_chains=True)
 def build(inputs: DrafterInputs) -> PromptLookupDrafter:
     return PromptLookupDrafter(
         inputs.settings, end_tokens=inputs.end_tokens, is_chain=inputs.is_chain

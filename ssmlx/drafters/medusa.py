@@ -42,7 +42,7 @@ class MedusaConfig(HeadConfig):
         own = (head for head in range(self.num_heads) if head not in self.shared_heads)
         return [f"{head}.{self.num_layers}.weight" for head in own]
 
-    def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
@@ -105,21 +105,21 @@ class MedusaHeads(DraftingHeads):
         logits = found[0] if len(found) == 1 else mx.concatenate(found)
         return logits if self._head_order is None else logits[self._head_order]
 
-    def complete_tree_settings(self, tree: TreeConfig) -> TreeConfig:
+    def tree_settings(self, tree: TreeConfig) -> TreeConfig:
         return tree.no_wider_than(self.config.num_guessed)
 
     def chain_settings(self, tree: TreeConfig) -> TreeConfig:
         """A level for each head, whatever `tree` says."""
         return TreeConfig(kind="full", width=1)
 
-    def max_levels_and_nodes(self, tree: TreeConfig) -> tuple[int, int]:
+    def tree_size(self, tree: TreeConfig) -> tuple[int, int]:
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)
 
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: Noise = None
     ) -> Tree:
         """The likeliest tokens of head h, from 0, at level h + 1."""
-        tree = self.complete_tree_settings(tree)
+        tree = self.tree_settings(tree)
         count = draft_topology(tree, self.config.num_heads).num_candidates
         logits = with_noise(self.medusa_logits(hidden), noise)
         ranked = rank_candidates(logits, count, self.draft_vocab)

@@ -100,7 +100,7 @@ class MlpSpeculatorConfig(HeadConfig):
         stages = range(self.n_predict)
         return list(dict.fromkeys(self.tensor_name("head.weight", stage) for stage in stages))
 
-    def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
         for stage in range(self.n_predict):
             shapes: dict[str, tuple[int, ...]] = {
@@ -139,7 +139,7 @@ class MlpSpeculator(DraftingHeads):
             return hidden
         return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
 
-    def next_states_and_logits(
+    def run_stage(
         self,
         stage: int,  # from 0
         states: mx.array,  # [B, D] for stage 0; [B, inner] for others
@@ -156,7 +156,7 @@ class MlpSpeculator(DraftingHeads):
     def _tensor(self, part: str, stage: int) -> mx.array:
         return self._tensors[self.config.tensor_name(part, stage)]
 
-    def rank_nodes_of_full_tree(
+    def guess_full_tree(
         self,
         root: mx.array,  # [1]
         hidden: mx.array,  # [1, D]
@@ -172,7 +172,7 @@ class MlpSpeculator(DraftingHeads):
         node_tokens = [root]
         edges = [mx.zeros(1)]
         for index, width in enumerate(widths):
-            state, logits = self.next_states_and_logits(index, state, tokens)
+            state, logits = self.run_stage(index, state, tokens)
             logits = with_noise(logits, None if noise is None else noise[index])
             ranked, logprobs = rank_candidates(logits, width, self.draft_vocab)  # [beams, width]
             tokens = ranked.flatten()
@@ -181,7 +181,7 @@ class MlpSpeculator(DraftingHeads):
             edges.append(logprobs.flatten())
         return mx.concatenate(node_tokens), mx.concatenate(edges)
 
-    def complete_tree_settings(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
+    def tree_settings(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
         """Widths and `candidates` come from the published settings unless `tree` has them."""
         asked = tree.widths
         stages = self.config.n_predict
@@ -203,7 +203,7 @@ class MlpSpeculator(DraftingHeads):
         stages = self.config.n_predict if tree.widths is None else len(tree.widths)
         return SpeculatorTreeConfig(widths=(1,) * stages)
 
-    def max_levels_and_nodes(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
+    def tree_size(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
         assert tree.widths is not None
         most = num_candidate_nodes(tree.widths, tree.candidates)
         return len(tree.widths), min(most, tree.size or most)
@@ -211,11 +211,11 @@ class MlpSpeculator(DraftingHeads):
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig, noise: Noise = None
     ) -> Tree:
-        tree = self.complete_tree_settings(tree)
+        tree = self.tree_settings(tree)
         widths = tuple(tree.widths or ())
-        size = self.max_levels_and_nodes(tree)[1]
+        size = self.tree_size(tree)[1]
         topology = full_tree_topology(widths)
-        tokens, edges = self.rank_nodes_of_full_tree(root, hidden, widths, noise)
+        tokens, edges = self.guess_full_tree(root, hidden, widths, noise)
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
         if size == topology.num_nodes:
             return full

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -13,7 +13,7 @@ from mlx_lm.utils import get_total_parameters
 from ..bars import Progress
 from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import RowPositions, Sampling, last_tokens
+from ..decoding.sampling import Sampling
 from ..errors import require
 from ..json_files import read_json
 from ..loading.folders import Fetch
@@ -22,47 +22,24 @@ from ..loading.names import resolve_model
 from ..model.backbone import Backbone
 from ..model.family import model_type
 from ..model.modules import module_arrays
-from ..model.shapes import evaluated, indices
+from ..model.shapes import evaluated
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, chain_tree, root_tree
 from ..policy.offers import LevelsOffer
 from ..prompts import common_prefix_length
-from ..settings import PREFILL_STEP_SIZE, check_settings, setting
+from ..settings import PREFILL_STEP_SIZE, MtpConfig, MtpNorms
+from .chain import ChainRanking, UnacceptedDrafts
 from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
 from .mtp_head import (
     MtpModule,
-    StoredNorms,
-    copy_with_one_added_to_raw_norms,
     load_mtp_module,
+    resolve_norms,
 )
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
-from .unaccepted import UnacceptedDrafts
 
-Hidden = Literal["after", "before"]
-_MOST_TOKENS = 16
 _MOST_PENDING = 32  # pairs that wait for the next draft, before they are processed without one
-
-
-@dataclass(frozen=True, kw_only=True)
-class MtpConfig:
-    """How an MTP head drafts.
-
-    Attributes:
-        num_draft_tokens: tokens of the chain, each a call of the head.
-        hidden: which hidden states the head reads: after the final norm ("after"), as Qwen's were
-            trained, or what enters it ("before"); of its own, after its norm or before it.
-        norms: how the weights of its norms are stored: less one ("raw"), or as they multiply
-            ("shifted"); "auto" decides by those of its layer.
-    """
-
-    num_draft_tokens: int = setting(3, least=1, most=_MOST_TOKENS, option="tokens={}")
-    hidden: Hidden = setting("after", choices=("after", "before"), option="hidden={}")
-    norms: StoredNorms = setting("auto", choices=get_args(StoredNorms), option="norms={}")
-
-    def __post_init__(self) -> None:
-        check_settings(self, found='--drafter "mtp {option}"')
 
 
 class MtpHead(TextCacheOwner["PairCache"]):
@@ -89,11 +66,11 @@ class MtpHead(TextCacheOwner["PairCache"]):
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
 
-    def cached_module_for(self, stored_norms: StoredNorms) -> MtpModule:
+    def module_for(self, stored_norms: MtpNorms) -> MtpModule:
         """With norms that have the weights that they multiply with; made once for each way of
         storing."""
         if stored_norms not in self._by_norms:
-            made = copy_with_one_added_to_raw_norms(self._module, stored_norms)
+            made = resolve_norms(self._module, stored_norms)
             self._by_norms[stored_norms] = made
         return self._by_norms[stored_norms]
 
@@ -127,7 +104,7 @@ class PairCache:
     def state(self) -> list[mx.array]:
         return [one for one in (self._rows.keys, self._rows.values) if one is not None]
 
-    def set_text_keeping_shared_pairs(self, tokens: Sequence[int]) -> None:
+    def set_text(self, tokens: Sequence[int]) -> None:
         """Pairs stay within what `tokens` shares with the text before, up to the first unknown
         token."""
         shared = common_prefix_length(self.text, tokens)
@@ -151,7 +128,7 @@ class PairCache:
     def keep_first_rows(self, num_rows: int) -> None:
         self._rows.trim(self._rows.offset - num_rows)
 
-    def writer_from_pair(self, number: int) -> "_RowsAt":
+    def writer_at(self, number: int) -> "_RowsAt":
         """The cache that the head's layer is given to append rows of the pairs from `number` on;
         `places` is left to the caller."""
         return _RowsAt(self._rows, number)
@@ -201,7 +178,7 @@ class MtpDrafter:
         head.require_fits(backbone)
         self._backbone = backbone
         self._head = head
-        self._module = head.cached_module_for(config.norms)
+        self._module = head.module_for(config.norms)
         self._config = config
         self._sampling = sampling
         self._tap = len(backbone.layers)
@@ -216,22 +193,22 @@ class MtpDrafter:
 
     def start(self, tokens: Sequence[int]) -> None:
         self._cache = self._head.claim_idle_or_new_cache(tokens, self)
-        self._cache.set_text_keeping_shared_pairs(tokens)
+        self._cache.set_text(tokens)
         self._pending = []
         self._unaccepted = self._new_unaccepted_drafts()
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
+        self._unaccepted.note_accepted(len(tokens) - 1)
         self._cache.text.extend(tokens)
         if taps is None:
             return
         self._pending.append(_Pairs(position - 1, taps[self._tap]))
         waiting = self._pending[-1].end - self._pending[0].first
         if waiting > _MOST_PENDING:
-            self._process_pending_but_last_pair()
+            self._process_pending()
 
     def offer(self) -> LevelsOffer | None:
-        return None if self._unaccepted.is_told else LevelsOffer(self.largest)
+        return None if self._unaccepted.has_warned else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Pairs that wait are processed first; a bare root if the newest hidden state is not
@@ -240,22 +217,16 @@ class MtpDrafter:
         newest = len(cache.text) - 2
         if not self._pending or self._pending[-1].end != newest + 1:
             return root_tree(verified.root)
-        out = self._process_and_get_last_output(self._take_pending_as_joined_runs())
+        out = self._process(self._take_pending())
         num_rows = len(cache.places)
         chain = [verified.root]
-        size = self._sampling.context_size
-        recent = last_tokens(cache.text, size)[None]
+        ranking = ChainRanking(self._sampling, cache.text)
         for level in range(shape.levels):
             if level:
-                hidden = self._hidden_for_next_pair(out)
+                hidden = self._next_hidden(out)
                 out = self._run_head(chain[-1], hidden, newest + level)
             logits = self._backbone.lm_head(self._module.norm(out[:, -1:])).squeeze(0)
-            first = mx.array([len(cache.text) - 1 + level])
-            places = RowPositions(first, indices(1), 1, recent)
-            token = self._sampling.rank_tokens(logits, places, 1).tokens[0].astype(mx.int32)
-            chain.append(token)
-            if size:
-                recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
+            chain.append(ranking.rank(logits))
         cache.keep_first_rows(num_rows)
         self._unaccepted.note_chain(shape.levels)
         return chain_tree(mx.concatenate(chain))
@@ -265,7 +236,7 @@ class MtpDrafter:
         do = f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head"
         return UnacceptedDrafts("the MTP head", do)
 
-    def _take_pending_as_joined_runs(self) -> list[_Pairs]:
+    def _take_pending(self) -> list[_Pairs]:
         """The pairs that wait, which wait no longer; those that follow each other joined."""
         joined: list[list[_Pairs]] = []
         for pairs in self._pending:
@@ -279,20 +250,20 @@ class MtpDrafter:
             for run in joined
         ]
 
-    def _process_pending_but_last_pair(self) -> None:
+    def _process_pending(self) -> None:
         """The last one waits on, for the next draft. Waits for the device after each piece."""
-        *runs, last = self._take_pending_as_joined_runs()
+        *runs, last = self._take_pending()
         self._pending = [_Pairs(last.end - 1, evaluated(last.hidden[:, -1:]))]
         if last.hidden.shape[1] > 1:
             runs.append(_Pairs(last.first, last.hidden[:, :-1]))
         for run in runs:
             for first in range(0, run.hidden.shape[1], PREFILL_STEP_SIZE):
                 piece = run.hidden[:, first : first + PREFILL_STEP_SIZE]
-                self._process_and_get_last_output([_Pairs(run.first + first, piece)])
+                self._process([_Pairs(run.first + first, piece)])
                 # Of all but keys and values nothing is needed, and nothing is computed.
                 mx.eval(self._cache.state)
 
-    def _process_and_get_last_output(self, runs: list[_Pairs]) -> mx.array:  # [1, R, D]
+    def _process(self, runs: list[_Pairs]) -> mx.array:  # [1, R, D]
         """The layer's output for the last run, uncomputed; the cache keeps all rows."""
         cache = self._cache
         out = mx.zeros(0)
@@ -313,11 +284,9 @@ class MtpDrafter:
     ) -> mx.array:  # [1, R, D] the layer's output
         self.draft_calls += 1
         embedded = self._backbone.token_embeddings(tokens[None])
-        return self._module.run_pairs_before_norm(
-            embedded, hidden, self._cache.writer_from_pair(first_pair)
-        )
+        return self._module.run_pairs(embedded, hidden, self._cache.writer_at(first_pair))
 
-    def _hidden_for_next_pair(
+    def _next_hidden(
         self,
         out: mx.array,  # [1, R, D]
     ) -> mx.array:  # [1, 1, D]
@@ -374,8 +343,7 @@ def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> 
 
 @register_drafter(
     "mtp",
-    settings=MtpConfig,
-    loader=DrafterLoader("an MTP head", "model=MODEL", _load, default=""),
+    loader=DrafterLoader("an MTP head", _load, default=""),
     keeps_to_chains=True,
     joins_text_drafts=True,
 )

@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,21 +24,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 
 from ..errors import join_first, quoted, require
-from ..loading.head_tensors import MTP_PREFIX, is_mtp_name
-from ..loading.load import refuse_unsafe_and_explain_errors
-from ..loading.stored_tensors import tensor_names
+from ..loading.model_config import open_config
+from ..loading.stored_tensors import MTP_PREFIX, is_mtp_name, tensor_names
 from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
 from ..model.modules import clone_sharing_arrays, module_arrays
 from ..model.shapes import to_float
 from ..model.streams import StreamFusedModel
+from ..settings import MtpNorms
 
 _log = logging.getLogger("ssmlx")
-
-# How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
-# multiplied with, "shifted" by one, as mlx-lm's converter writes them; "auto": to be found out.
-StoredNorms = Literal["auto", "raw", "shifted"]
 
 _LAYER_KINDS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
 _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -73,7 +69,7 @@ class MtpModule(nn.Module):
         # Of every so many layers the last has full attention.
         self.layers = [make_layer(args, layer_idx=args.full_attention_interval - 1)]
 
-    def run_pairs_before_norm(
+    def run_pairs(
         self,
         token_embeddings: mx.array,  # [1, R, D]
         hidden: mx.array,  # [1, R, D] the hidden states before these tokens
@@ -99,7 +95,7 @@ def load_mtp_module(
     """In the target's dtype, computed; its norms' weights are as stored. If the target is quantised
     and the head is not, it is quantised as the target's layer of the same name is."""
     backbone = model.backbone
-    layer_class = _require_known_layer_class(backbone)
+    layer_class = _layer_class(backbone)
     is_beside = folder is not None
     folder = folder or backbone.origin.folder
     require(
@@ -109,7 +105,7 @@ def load_mtp_module(
         do='give --drafter "mtp model=FOLDER"',
     )
     assert folder is not None
-    with refuse_unsafe_and_explain_errors(
+    with open_config(
         folder,
         f"{folder} cannot be read as an MTP head",
         expected="whole safetensors files",
@@ -117,28 +113,28 @@ def load_mtp_module(
         config=config,
     ) as settings:
         if is_beside:
-            _require_settings_of_target(settings, folder, backbone)
+            _require_same_settings(settings, folder, backbone)
         tensors = _stack_experts(_find_head_tensors(folder, may_be_head_alone=is_beside))
-        module = _build_unloaded_module(tensors, backbone.args, layer_class, folder)
+        module = _build_module(tensors, backbone.args, layer_class, folder)
         _require_tensors_fit(tensors, module, folder)
         module.load_weights(list(tensors.items()))
         module.set_dtype(backbone.dtype)
         if not any(isinstance(one, PACKED_KINDS) for one in module.modules()):
-            quantise_in_place_like(backbone.model, module)
+            quantise_like(backbone.model, module)
         mx.eval(module_arrays(module))
     return module
 
 
-def copy_with_one_added_to_raw_norms(
+def resolve_norms(
     module: MtpModule,  # its norms' weights as they are stored
     # "auto" decides by the norms of its layer: "raw" if their weights are below 0.5 on average
-    stored_norms: StoredNorms,
+    stored_norms: MtpNorms,
 ) -> MtpModule:
     """A head whose norms have the weights that they multiply with; it shares all other arrays."""
     modules = dict(module.named_modules())
     own = [modules[path] for path in module.norm_paths() if path.startswith("layers.")]
     mean = to_float(mx.mean(mx.concatenate([one.weight.astype(mx.float32) for one in own])))
-    found: StoredNorms = "raw" if mean < 0.5 else "shifted"
+    found: MtpNorms = "raw" if mean < 0.5 else "shifted"
     _log.debug("the norms of the MTP head's layer are %.2f on average: %s", mean, found)
     copied: Any = clone_sharing_arrays(module)
     if (found if stored_norms == "auto" else stored_norms) == "raw":
@@ -149,7 +145,7 @@ def copy_with_one_added_to_raw_norms(
     return copied  # type: ignore[no-any-return]
 
 
-def _require_known_layer_class(backbone: Backbone) -> type[nn.Module]:
+def _layer_class(backbone: Backbone) -> type[nn.Module]:
     found = type(backbone.layers[0]) if backbone.layers else None
     require(
         found in _LAYER_KINDS,
@@ -161,16 +157,16 @@ def _require_known_layer_class(backbone: Backbone) -> type[nn.Module]:
     return found
 
 
-def _require_settings_of_target(
+def _require_same_settings(
     settings: Mapping[str, Any],  # the content of the head's config.json
     folder: Path,  # of the head, for messages
     backbone: Backbone,  # the target
 ) -> None:
     inner = settings.get("text_config")
     values = {**settings, **(inner if isinstance(inner, dict) else {})}
-    expected = _model_type_without_parts(getattr(backbone.args, "model_type", ""))
+    expected = _base_type(getattr(backbone.args, "model_type", ""))
     # Beside a model with experts, only the inner settings say so.
-    kind = _model_type_without_parts(str(values.get("model_type", expected)))
+    kind = _base_type(str(values.get("model_type", expected)))
     require(
         kind == expected,
         f"the MTP head in {folder} belongs to another base model: it is of the type {kind}",
@@ -188,7 +184,7 @@ def _require_settings_of_target(
         )
 
 
-def _model_type_without_parts(model_type: str) -> str:
+def _base_type(model_type: str) -> str:
     """Without what it says of parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
     return re.sub(r"(_(text|mtp|moe))+$", "", model_type)
 
@@ -258,7 +254,7 @@ def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return joined
 
 
-def _build_unloaded_module(
+def _build_module(
     tensors: Mapping[str, mx.array],  # only names and shapes are looked at
     args: Any,  # the target's settings
     layer_class: type[nn.Module],
@@ -320,7 +316,7 @@ def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, fol
     check_tensors(tensors, shapes, folder, of_any_dtype=packed)
 
 
-def quantise_in_place_like(target: nn.Module, module: nn.Module) -> None:
+def quantise_like(target: nn.Module, module: nn.Module) -> None:
     """As the layers of `target` with the same names; a layer that the target lacks, such as `fc`,
     as most of its layers. A layer stays as it is if its width is no multiple of the group size."""
     found: dict[str, dict[str, Any]] = {}

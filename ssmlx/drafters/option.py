@@ -4,16 +4,21 @@ in Python; parsed before any drafter is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from ..errors import check_choice, require
-from ..pairs import parse_pairs, split_words
-from ..settings import ATTENTIONS, DRAFT_HEADS, DRAFTERS, Attention
-
-SHARED_KEYS = "acceptance=exact|typical epsilon=0.09 delta=0.3 attention=auto|mlx|fused"
-"""What --drafter takes for every drafter, as `ListedDrafter.keys` are written."""
+from ..pairs import Key, parse_pairs, split_words
+from ..settings import (
+    DRAFTERS,
+    AcceptanceConfig,
+    DrafterLoading,
+    GenerateConfig,
+    field_of_drafter_settings,
+    key_of,
+    option_template,
+)
 
 
 @dataclass(frozen=True)
@@ -24,16 +29,68 @@ class DrafterOption:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def draft_head(self) -> str:
-        """`head=`, the weights of the draft head, as `ssmlx.load` takes it."""
-        head: str = self.values.get("head", DRAFT_HEADS[0])
-        return head
+    def loading(self) -> DrafterLoading:
+        return DrafterLoading(**self._given(DrafterLoading))
 
     @property
-    def attention(self) -> Attention:
-        """`attention=`, as `ssmlx.model.metal.choose_attention` takes it."""
-        attention: Attention = self.values.get("attention", ATTENTIONS[0])
-        return attention
+    def keys_of_loading(self) -> set[str]:
+        """The keys that act when a model, or what drafts for it, is loaded."""
+        loads = DRAFTERS[self.name].loads if self.name else ""
+        return {*map(key_of, fields(DrafterLoading)), loads.partition("=")[0]}
+
+    def generate_arguments(self) -> dict[str, Any]:
+        """The arguments of `GenerateConfig` that are given; InputError for one out of bounds."""
+        if self.name is None:
+            return {}
+        found = {"drafter": self.name, **self._given(GenerateConfig)}
+        own = DRAFTERS[self.name].settings
+        if own is not None and (given := self._given(own)):
+            found[field_of_drafter_settings(own)] = own(**given)
+        if given := self._given(AcceptanceConfig):
+            found["acceptance"] = AcceptanceConfig(**given)
+        return found
+
+    def _given(self, kind: type) -> dict[str, Any]:
+        known = [*own_settings(self.name), *shared_settings()] if self.name else []
+        values = self.values
+        return {
+            one.name: values[key_of(one)]
+            for owner, one in known
+            if owner is kind and key_of(one) in values
+        }
+
+
+def own_settings(name: str) -> Iterator[tuple[type, Field[Any]]]:
+    """(settings class, field) of each key that one drafter alone has."""
+    yield from _settings_of_options(f'--drafter "{name} ')
+    if (kind := DRAFTERS[name].settings) is not None:
+        yield from ((kind, one) for one in fields(kind) if key_of(one))
+
+
+def shared_settings() -> Iterator[tuple[type, Field[Any]]]:
+    """(settings class, field) of each key that every drafter has."""
+    for kind, one in _settings_of_options("--drafter "):
+        if '"' not in option_template(one):  # which a drafter's name stands behind
+            yield kind, one
+
+
+def _settings_of_options(start: str) -> Iterator[tuple[type, Field[Any]]]:
+    kinds: tuple[Any, ...] = (GenerateConfig, AcceptanceConfig, DrafterLoading)
+    for kind in kinds:
+        for one in fields(kind):
+            if key_of(one) and option_template(one).startswith(start):
+                yield kind, one
+
+
+def own_keys(name: str) -> list[Key]:
+    """The keys that one drafter alone has, that of what it loads first."""
+    loads = DRAFTERS[name].loads
+    own = [Key.of_field(one) for _, one in own_settings(name)]
+    return [Key.of_path(loads), *own] if loads else own
+
+
+def shared_keys() -> list[Key]:
+    return [Key.of_field(one) for _, one in shared_settings()]
 
 
 def parse_drafter_option(text: str) -> DrafterOption:
@@ -45,8 +102,7 @@ def parse_drafter_option(text: str) -> DrafterOption:
     """
     name, *words = split_words("--drafter", text) or [""]
     check_choice("--drafter", name, tuple(DRAFTERS))
-    keys = f"{DRAFTERS[name].keys} {SHARED_KEYS}".split()
-    values = parse_pairs(f"--drafter {name}", words, keys)
+    values = parse_pairs(f"--drafter {name}", words, [*own_keys(name), *shared_keys()])
     if values.get("acceptance") != "typical":
         for key in ("epsilon", "delta"):
             require(

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -13,8 +13,8 @@ from ..decoding.sampling import GREEDY, Sampling
 from ..errors import InputError, quoted, require
 from ..model.capabilities import Capability
 from ..model.streams import StreamFusedModel
-from ..settings import DRAFTERS, AcceptanceConfig, GenerateConfig, allowed_values
-from .option import DrafterOption, parse_drafter_option
+from ..settings import DRAFTERS, GenerateConfig, field_of_drafter_settings
+from .option import parse_drafter_option
 
 
 class Loaded(Protocol):
@@ -72,8 +72,8 @@ class DrafterLoader:
 
     Attributes:
         what: what a message calls it, such as "a draft model".
-        key: the key of `--drafter` that names it, such as "model=MODEL".
-        default: what the key is where it is not given; None where it has to be.
+        default: what the key of `ListedDrafter.loads` is where it is not given; None where it has
+            to be.
         load: loads it, once a process: `load(name, model, tokenizer, dtype=, progress=)`. `name` is
             the key's value, `model` and `tokenizer` are the target's, the last two are as
             `ssmlx.load` takes them. What it returns is the `loaded` of `DrafterInputs`, and is only
@@ -81,14 +81,8 @@ class DrafterLoader:
     """
 
     what: str
-    key: str
     load: Callable[..., Loaded]
     default: str | None = None
-
-    def name_or_default_in(self, values: Mapping[str, Any]) -> str | None:
-        """The key's value among those of `--drafter`, or its default."""
-        name: str | None = values.get(self.key.partition("=")[0], self.default)
-        return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +92,6 @@ class RegisteredDrafter:
     Attributes:
         name: as `GenerateConfig.drafter` and `--drafter` take it.
         build: makes one for an answer.
-        settings: the class of its own settings; a field's option "tokens={}" makes `tokens=` a key
-            of `--drafter`. None where it has none.
-        config_field: the field of `GenerateConfig` that holds them.
-        config_keys: other keys of `--drafter`, and the fields of `GenerateConfig` that they set.
         shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
         loader: how what it drafts with is loaded; None where it needs nothing beside the target.
         needs_whole_context: whether `start` has to be given every token of the text. Then an answer
@@ -113,9 +103,6 @@ class RegisteredDrafter:
 
     name: str
     build: Callable[[DrafterInputs], Drafter]
-    settings: type | None = None
-    config_field: str = "drafter_settings"
-    config_keys: Mapping[str, str] = field(default_factory=dict)
     shaped_by: Sequence[str] = ("prune",)
     loader: DrafterLoader | None = None
     needs_whole_context: bool = False
@@ -129,37 +116,39 @@ class RegisteredDrafter:
 
     def own_settings_or_default(self, config: GenerateConfig) -> Any:
         """None for a drafter without settings, whatever `config` holds."""
-        if self.settings is None:
+        kind = DRAFTERS[self.name].settings
+        if kind is None:
             return None
-        given = getattr(config, self.config_field)
+        name = field_of_drafter_settings(kind)
+        given = getattr(config, name)
         if given is None:
-            return self.settings()
+            return kind()
         require(
-            isinstance(given, self.settings),
-            f"{self.config_field} is {quoted(given)}",
-            expected=f"a {self.settings.__name__} for the drafter {self.name}",
+            isinstance(given, kind),
+            f"{name} is {quoted(given)}",
+            expected=f"a {kind.__name__} for the drafter {self.name}",
             do="make one, or leave it out",
         )
         return given
 
-    def require_key_of_loader(
-        self,
-        given_keys: Collection[str] = (),  # of `--drafter`
-    ) -> None:
-        """Before anything is loaded: refuse a drafter that needs something loaded if nothing says
-        what."""
-        if (
-            self.loader is not None
-            and self.loader.name_or_default_in(dict.fromkeys(given_keys, "")) is None
-        ):
+    def name_to_load(self, values: Mapping[str, Any]) -> str | None:
+        """What names what it drafts with, in the values of `--drafter` or by default."""
+        default = self.loader.default if self.loader else None
+        name: str | None = values.get(DRAFTERS[self.name].loads.partition("=")[0], default)
+        return name
+
+    def require_key_of_loader(self, values: Mapping[str, Any]) -> None:
+        """Before anything is loaded: refuse a drafter that needs something loaded if no value of
+        `--drafter` names it."""
+        if self.loader is not None and self.name_to_load(values) is None:
             self.refuse_without_loaded()
 
     def refuse_without_loaded(self) -> NoReturn:
         assert self.loader is not None
         raise InputError(
             f"--drafter {self.name} without {self.loader.what}",
-            expected=f"{self.loader.key} with it",
-            do=f'give --drafter "{self.name} {self.loader.key}", or choose another',
+            expected=f"{DRAFTERS[self.name].loads} with it",
+            do=f'give --drafter "{self.name} {DRAFTERS[self.name].loads}", or choose another',
         )
 
 
@@ -168,28 +157,26 @@ class RegisteredDrafter:
 DrafterArgument = str | Loaded | Sequence[str | Loaded]
 
 
-def split_drafter_arguments(
-    config: GenerateConfig,
-    *arguments: DrafterArgument | None,  # `drafter=` and the like
+def split_drafter(
+    config: GenerateConfig, drafter: DrafterArgument | None
 ) -> tuple[GenerateConfig, list[Loaded]]:
     """The settings with the drafter that is named and what is set after its name, and what was
     loaded, in order."""
     named: list[str] = []
     loaded: list[Loaded] = []
-    for argument in arguments:
-        several = isinstance(argument, Sequence) and not isinstance(argument, str)
-        for one in cast("Sequence[str | Loaded | None]", argument if several else [argument]):
-            if isinstance(one, str):
-                named.append(one)
-            elif one is not None:
-                require(
-                    hasattr(one, "drafter"),
-                    f"drafter= is {quoted(one)}",
-                    expected="a drafter's name, or what `load_draft_model`, `load_heads` or "
-                    "`load_mtp` returns",
-                    do="give one of these",
-                )
-                loaded.append(one)
+    several = isinstance(drafter, Sequence) and not isinstance(drafter, str)
+    for one in cast("Sequence[str | Loaded | None]", drafter if several else [drafter]):
+        if isinstance(one, str):
+            named.append(one)
+        elif one is not None:
+            require(
+                hasattr(one, "drafter"),
+                f"drafter= is {quoted(one)}",
+                expected="a drafter's name, or what `load_draft_model`, `load_heads` or "
+                "`load_mtp` returns",
+                do="give one of these",
+            )
+            loaded.append(one)
     require(
         len(set(named)) < 2,
         f"drafter= names {' and '.join(named)}",
@@ -201,7 +188,7 @@ def split_drafter_arguments(
 
 def _with_drafter(config: GenerateConfig, text: str) -> GenerateConfig:
     option = parse_drafter_option(text)
-    given = drafting_arguments(option)
+    given = option.generate_arguments()
     default = GenerateConfig()
     for name, value in given.items():
         require(
@@ -210,34 +197,14 @@ def _with_drafter(config: GenerateConfig, text: str) -> GenerateConfig:
             expected="these settings in one of them",
             do="drop the other",
         )
-    loader = registered_drafter(option.name or "").loader
-    of_loading = {"head", "attention", *([loader.key.partition("=")[0]] if loader else [])}
     for key in option.values:
         require(
-            key not in of_loading,
+            key not in option.keys_of_loading,
             f"{key}= in drafter={text!r}",
             expected="settings of drafts alone, of what is loaded already",
             do="give it to what loads: load, load_draft_model, load_heads or load_mtp",
         )
     return replace(config, **given)
-
-
-def drafting_arguments(option: DrafterOption) -> dict[str, Any]:
-    """The arguments of `GenerateConfig` that a drafter's name and the settings after it set."""
-    assert option.name is not None
-    drafter = registered_drafter(option.name)
-    values = option.values
-    found = {name: values[key] for key, name in drafter.config_keys.items() if key in values}
-    for name, kind in ((drafter.config_field, drafter.settings), ("acceptance", AcceptanceConfig)):
-        own = {
-            one.name: values[key]
-            for one in (fields(kind) if kind else ())
-            if (allowed := allowed_values(one))
-            and (key := str(allowed.option).partition("=")[0]) in values
-        }
-        if kind and own:
-            found[name] = kind(**own)
-    return {"drafter": option.name, **found}
 
 
 _Build = TypeVar("_Build", bound=Callable[[DrafterInputs], Drafter])

@@ -167,7 +167,7 @@ class StreamDrafter:
         if self._model.is_conditional:
             accepted = verified.acceptance
             position = verified.position + 1
-            guesses = self._copies.learn_and_mix_into_guesses(
+            guesses = self._copies.learn_and_mix(
                 guesses, accepted.new_tokens, accepted.num_accepted, position
             )
         return grow_tree(root, *guesses, tree)
@@ -203,11 +203,7 @@ class StreamDrafter:
         )
 
 
-@register_drafter(
-    "streams",
-    config_keys={"schedule": "stream_schedule"},
-    shaped_by=("num_streams", "tree", "prune"),
-)
+@register_drafter("streams", shaped_by=("num_streams", "tree", "prune"))
 def build(inputs: DrafterInputs) -> StreamDrafter:
     model = inputs.model
     config = inputs.config

@@ -57,7 +57,7 @@ class TextCacheOwner(Generic[_Cache]):
         kept.
         """
         self._caches = [  # a drafter that was started before lets go of what it had
-            (cache, _owned_by_nobody if owner() is drafter else owner)
+            (cache, (lambda: None) if owner() is drafter else owner)
             for cache, owner in self._caches
         ]
         idle = [cache for cache, owner in self._caches if owner() is None]
@@ -75,6 +75,3 @@ class TextCacheOwner(Generic[_Cache]):
         others = [pair for pair in self._caches if id(pair[0]) not in dropped]
         self._caches = [(cache, weakref.ref(drafter)), *others]
         return cache
-
-
-def _owned_by_nobody() -> None: ...

@@ -159,9 +159,7 @@ def decode_step(
     guesses = mx.array(found["candidate_tokens"]), mx.array(found["candidate_logprobs"])
     if manifest.tree.is_conditional:
         count = mx.array([len(tokens) - 1])
-        guesses = copies.learn_and_mix_into_guesses(
-            guesses, mx.array(tokens), count, cache.offset - count
-        )
+        guesses = copies.learn_and_mix(guesses, mx.array(tokens), count, cache.offset - count)
     following = grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
     draft = None
     if verified.num_nodes > 1:

@@ -21,25 +21,14 @@ _NEW_LINES = r"/\n{0,2}/"  # which models write after a thought
 
 def tool_call_grammar(
     tokenizer: TokenizerWrapper,
-    tools: Sequence[Any],
-    names: Sequence[str],
+    tools: Sequence[Any],  # all that the request offers
+    names: Sequence[str],  # those that may be called
     max_calls: int,
     begins: Begins = "text",
 ) -> str:
-    """Return the grammar of one or more tool calls, in the model's own form, with its marks.
+    """The grammar of one to `max_calls` tool calls in the model's own form, with its marks.
 
-    A thought that the prompt opened, or that has a channel of its own, is unconstrained. Otherwise
-    only what the form has there may be before, between and after the calls.
-
-    Args:
-        tokenizer: of the model, which tells the form.
-        tools: those that the request offers.
-        names: of the tools that may be called, one or more of them.
-        max_calls: the largest number of calls; at least one is made.
-        begins: what the answer begins with.
-
-    Raises:
-        InputError: the form of this model's calls is unknown, or a schema is too large or broken.
+    A thought that the prompt opened, or that has a channel of its own, is unconstrained.
     """
     format = find_format(tokenizer)
     rules = GrammarRules(tokenizer)
@@ -57,15 +46,12 @@ def tool_call_grammar(
     return rules.source(f"{before} {form.grammar(rules, tools, names, max_calls)}".strip())
 
 
-def form_grammar(grammar: str, tokenizer: TokenizerWrapper, begins: Begins) -> str:
-    """Return the grammar of an answer whose text follows another grammar, after an unconstrained
-    thought.
-
-    Args:
-        grammar: of llguidance.
-        tokenizer: of the model.
-        begins: what the answer begins with.
-    """
+def form_grammar(
+    grammar: str,  # of llguidance
+    tokenizer: TokenizerWrapper,
+    begins: Begins,
+) -> str:
+    """The grammar of an answer whose text follows `grammar`, after an unconstrained thought."""
     rules = GrammarRules(tokenizer)
     format = find_format(tokenizer)
     header = format.channels.text_header if format.channels else ""
@@ -81,16 +67,12 @@ def form_grammar(grammar: str, tokenizer: TokenizerWrapper, begins: Begins) -> s
 
 
 def _before_text(
-    rules: GrammarRules, format: AnswerFormat, begins: Begins, header: str = ""
+    rules: GrammarRules,
+    format: AnswerFormat,
+    begins: Begins,
+    header: str = "",  # of the message that has the text, in a format with channels
 ) -> str:
-    """Return the expression of what is before the text of an answer; empty for nothing.
-
-    Args:
-        rules: of the grammar, to which some are added.
-        format: the model's.
-        begins: what the answer begins with.
-        header: of the message that has the text, in a format with channels.
-    """
+    """The expression of what comes before the text of an answer; empty for nothing."""
     channels = format.channels
     if channels is None:
         if begins != "thought" or format.thought is None:
@@ -108,7 +90,7 @@ def _before_text(
 
 
 def thought_end(format: AnswerFormat) -> str:
-    """Return the mark that ends a thought; empty if the model has none."""
+    """The mark that ends a thought; empty if the model has none."""
     if format.channels is not None:
         return format.channels.ends[0]
     return format.thought[1] if format.thought else ""

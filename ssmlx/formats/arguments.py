@@ -1,6 +1,6 @@
-"""Arguments of calls by the schemas of the tools that are offered: what a written value stands for.
+"""The value that a written argument stands for, by the schema of the tool that is called.
 
-A value that may be a text is the text, as the model wrote it: "10001", "true" and "None" too.
+A value that may be a text is the text as the model wrote it: "10001", "true" and "None" too.
 """
 
 from __future__ import annotations
@@ -27,21 +27,16 @@ _TRUTH = {"true": True, "false": False}
 
 
 class OfferedTools:
-    """The tools that a request offers, by name, for those who read calls of them.
-
-    Attributes:
-        names: of the tools.
-    """
+    """The tools that a request offers, as a chat template gets them; anything else is ignored."""
 
     def __init__(self, tools: Sequence[Any] | None) -> None:
-        """Take the tools as a chat template gets them; anything else is ignored."""
         functions = [one.get("function", one) for one in tools or () if isinstance(one, Mapping)]
         known = [one for one in functions if isinstance(one, Mapping)]
         self._parameters = {str(one.get("name")): one.get("parameters") for one in known}
         self.names = tuple(self._parameters)
 
     def schema(self, tool: str, argument: str) -> Any:
-        """Return the schema of an argument, with the definitions it may refer to, or None."""
+        """Of an argument, with the definitions that it may refer to."""
         parameters = self._parameters.get(tool)
         if not isinstance(parameters, Mapping):
             return None
@@ -51,14 +46,13 @@ class OfferedTools:
         return {**definitions(parameters), **own} if isinstance(own, Mapping) else None
 
     def has_argument(self, tool: str, argument: str) -> bool:
-        """Whether the schema of a tool names an argument."""
         parameters = self._parameters.get(tool)
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         return isinstance(properties, Mapping) and argument in properties
 
 
 def inner_schema(schema: Any, name: str) -> Any:
-    """Return the schema of an object's property, or of a list's items; None if there is none."""
+    """The schema of an object's property, or of a list's items."""
     if not isinstance(schema, Mapping):
         return None
     known = referenced(schema)
@@ -69,15 +63,10 @@ def inner_schema(schema: Any, name: str) -> Any:
 
 
 def argument_value(text: str, schema: Any) -> Any:
-    """Return the value of an argument that is written without quotes.
+    """The value of an argument that is written without quotes.
 
-    If the schema allows a text, it is the text, unless it is null, a list or an object, and the
-    schema names that type as well; without a schema, unless it is a list or an object. Else it is
-    what the text says in JSON, or in Python's words, or else the text itself.
-
-    Args:
-        text: as the model wrote it.
-        schema: of the argument; anything that is not a schema allows any value.
+    A schema that allows a text makes it a text, unless it is null, a list or an object, and the
+    schema names that type as well. Without a schema, lists and objects are read as such.
     """
     listed = listed_values(schema)
     short = text.strip()
@@ -91,14 +80,14 @@ def argument_value(text: str, schema: Any) -> Any:
         kind = _TYPE_OF[type(value)]
         is_plain = kind in ("number", "boolean") or (kind == "null" and allowed == ANYTHING)
         if kind in allowed and not (is_text_allowed and is_plain):
-            return _as_whole_number_if_asked(value, schema)
+            return _as_integer(value, schema)
     if "boolean" in allowed and not is_text_allowed:
         return _TRUTH.get(short.lower(), text)
     return text
 
 
 def _written_values(text: str, *, in_python: bool = False) -> list[Any]:
-    """Return what a text says in JSON, or in Python's words; nothing if it is not such a value."""
+    """What a text says in JSON or in Python's words, as a list of at most one value."""
     for quotes in ((), PYTHON_QUOTES)[: 1 + in_python]:
         cursor = Cursor(text)
         try:
@@ -110,14 +99,14 @@ def _written_values(text: str, *, in_python: bool = False) -> list[Any]:
     return []
 
 
-def _as_whole_number_if_asked(value: Any, schema: Any) -> Any:
-    """Return 3 for 3.0 where a schema asks for an integer; else the value."""
+def _as_integer(value: Any, schema: Any) -> Any:
+    """3 for 3.0 if a schema asks for an integer."""
     is_asked = isinstance(schema, Mapping) and schema.get("type") in ("integer", "int")
     return int(value) if is_asked and isinstance(value, float) and value.is_integer() else value
 
 
 def allowed_types(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows, "number" for integers too.
+    """The JSON types that a schema allows, "number" for integers too.
 
     `ANYTHING` if it does not restrict them, refers to itself, or is not a schema.
     """
@@ -125,16 +114,13 @@ def allowed_types(schema: Any) -> frozenset[str]:
 
 
 def _allowed(
-    schema: Any, known: Mapping[str, Any], referenced: dict[str, frozenset[str]], level: int
+    schema: Any,
+    known: Mapping[str, Any],  # definitions that `schema` may refer to
+    referenced: dict[
+        str, frozenset[str]
+    ],  # types that these allow, by reference, as far as they are resolved
+    level: int,
 ) -> frozenset[str]:
-    """Return the types that a schema allows.
-
-    Args:
-        schema: any value.
-        known: definitions that it may refer to.
-        referenced: types that these allow, by reference, as far as they are resolved.
-        level: nesting depth.
-    """
     if not isinstance(schema, Mapping) or level > _MOST_LEVELS:
         return ANYTHING
 
@@ -158,7 +144,7 @@ def _allowed(
 
 
 def _types_of_keywords(schema: Mapping[str, Any]) -> list[frozenset[str]]:
-    """Return the types that `type`, listed values and keywords of one type allow, each alone."""
+    """The types that `type`, listed values and keywords of one type allow, each alone."""
     found = []
     kinds = schema.get("type")
     names = [kinds] if isinstance(kinds, str) else _listed(kinds)
@@ -173,12 +159,12 @@ def _types_of_keywords(schema: Mapping[str, Any]) -> list[frozenset[str]]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list of bounded length; an empty one if it is not a list, or longer."""
+    """Empty if it is not a list, or too long."""
     return value if isinstance(value, list) and len(value) <= _MOST_CHOICES else []
 
 
 def _definition(place: str, known: Mapping[str, Any]) -> Any:
-    """Return the definition at a place such as "#/$defs/name"; None where there is none."""
+    """The definition at a place such as "#/$defs/name"."""
     found: Any = known
     for name in place.removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -186,11 +172,10 @@ def _definition(place: str, known: Mapping[str, Any]) -> Any:
 
 
 def referenced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with the definitions that it refers to merged in; its own keywords take
-    precedence. If they refer to each other, one reference remains."""
+    """A schema with the definitions that it refers to merged in; its own keywords go first."""
     found = schema
     places = set[str]()
-    while "$ref" in found and str(found["$ref"]) not in places:
+    while "$ref" in found and str(found["$ref"]) not in places:  # they may refer to each other
         places.add(str(found["$ref"]))
         target = _definition(str(found["$ref"]), schema)
         if isinstance(target, Mapping):
@@ -199,11 +184,6 @@ def referenced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def json_text(arguments: Any) -> str:
-    """Return the JSON of a call's arguments.
-
-    Raises:
-        NotACallError: they are not an object, or contain a value that JSON cannot represent.
-    """
     try:
         if isinstance(arguments, dict):
             return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -12,7 +12,7 @@ from .arguments import OfferedTools, allowed_types, argument_value, referenced
 from .call_form import Call, CallForm, read_until_end
 from .cursor import PYTHON_QUOTES, Cursor, NotACallError, UnfinishedError
 from .json_calls import read_json_calls
-from .rules import GrammarRules, Schema, joined_arguments, parameters_required_first
+from .rules import GrammarRules, Schema, join_arguments, ordered_parameters
 from .schemas import alternatives
 
 JSON_BEGINS = regex.compile(r"\s*\[?\s*\{")
@@ -20,19 +20,13 @@ _PYTHON_CALL = regex.compile(r"\s*(?P<name>[\w.-]+)\s*\(")
 _PYTHON_NAME = regex.compile(r"\s*(?P<name>[^\s=(),'\"\[\]{}]+)\s*=(?!=)")
 
 
-def read_python_calls(cursor: Cursor, tools: OfferedTools, end: str = "") -> list[Call]:
-    """Go past [name(argument=value, ...), ...] and the mark that ends it, and return the calls.
-
-    They may be in lines of their own, without brackets, in a fence, or JSON.
-
-    Args:
-        cursor: before them.
-        tools: those that are offered.
-        end: the mark, which may be missing at the end of the text.
-
-    Raises:
-        NotACallError: there are none; see `CallReader`.
-    """
+def read_python_calls(
+    cursor: Cursor,
+    tools: OfferedTools,
+    end: str = "",  # the mark, which may be missing at the end of the text
+) -> list[Call]:
+    """Go past [name(argument=value, ...), ...] and the mark that ends it, and return the calls."""
+    # They may also be on lines of their own without brackets, in a fence, or in JSON.
     cursor.skip_space()
     if cursor.is_at_end:
         raise UnfinishedError()
@@ -64,12 +58,12 @@ def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:
 
 
 def _write_python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Return the expression of a call in Python's form, with values in JSON."""
+    """Python's form, with values in JSON."""
     items = []
-    for one in parameters_required_first(schema):
+    for one in ordered_parameters(schema):
         head = rules.literal(f"{one.name}=")
         items.append((rules.add(f"{head} {rules.json_value(one.schema)}"), one.is_required))
-    inner = joined_arguments(rules, items, rules.literal(", "))
+    inner = join_arguments(rules, items, rules.literal(", "))
     return " ".join(filter(None, [rules.literal(f"{name}("), inner, rules.literal(")")]))
 
 
@@ -123,11 +117,11 @@ def _read_gemma_call(cursor: Cursor, tools: OfferedTools, quote: str) -> Call:
 
 
 def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:
-    """Return the form of calls of one of Gemma's families, in which texts stand in `quote`."""
+    """The form of one of Gemma's families, in which texts are in `quote`."""
 
     def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         items = []
-        for argument, own, is_required in parameters_required_first(schema):
+        for argument, own, is_required in ordered_parameters(schema):
             ways = []
             for one in alternatives(own):
                 if isinstance(one, Mapping) and allowed_types(one) == {"string"}:
@@ -138,7 +132,7 @@ def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:
                     ways.append(rules.json_value(one))
             value = rules.add(" | ".join(ways))
             items.append((rules.add(f"{rules.literal(f'{argument}:')} {value}"), is_required))
-        inner = joined_arguments(rules, items, rules.literal(","))
+        inner = join_arguments(rules, items, rules.literal(","))
         parts = [rules.literal(f"call:{name}{{"), inner, rules.literal("}")]
         return " ".join(filter(None, parts))
 

@@ -14,67 +14,49 @@ from .schemas import resolved_parameters
 
 
 class Call(NamedTuple):
-    """A whole call of a tool."""
-
     name: str
     arguments: dict[str, Any]
     id: str | None = None  # that the model wrote
 
 
+# Goes past the calls after an opening mark, and past their end, and returns them; raises
+# `NotACallError` if there are none, `UnfinishedError` if more text might complete one.
 CallReader = Callable[[Cursor, OfferedTools], list[Call]]
-"""Goes past the calls after an opening mark, and past their end, and returns them; raises
-`NotACallError` if there are none, `UnfinishedError` if more text might complete one."""
+# Returns the grammar expression of one call, by the tool's name and parameters; adds the rules that
+# it needs.
 CallWriter = Callable[[GrammarRules, str, Schema], str]
-"""Returns the grammar expression of one call, by the tool's name and parameters; adds the rules
-that it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallForm:
-    """A form of calls.
+    """A format in which a family writes calls."""
 
-    Attributes:
-        opens: marks that open calls, the usual one first.
-        begins: marks that are part of a call, by which it is found if nothing opened it. Such calls
-            count only if their tools are offered.
-        ends: marks after which the calls may be complete; if empty, only the answer's end completes
-            them.
-        read: reads the calls after one of `opens`, or one from one of `begins` on.
-        signs: texts in the chat template, or tokens, that identify this form; one suffices, but all
-            of a tuple are needed.
-        stands_alone: whether calls may be an answer's whole text, without any mark.
-        call: the grammar of one call; None if there is no grammar.
-        before, between, after, end: what a grammar has after the mark that opens, between two
-            calls, after the last one, and at the end. If `between` is None, each call has marks of
-            its own.
-    """
-
-    opens: Sequence[str]
+    opens: Sequence[str]  # marks that open calls, the usual one first
+    # marks after which calls may be complete; if empty, only the answer's end completes them
     ends: Sequence[str]
-    read: CallReader
+    read: CallReader  # reads the calls after one of `opens`, or one from one of `begins` on
+    # texts in the chat template, or tokens, that identify this form; one suffices, but all of a
+    # tuple are needed
     signs: Sequence[str | tuple[str, ...]] = ()
+    # marks that are part of a call, by which it is found if nothing opened it; such a call counts
+    # only if its tool is offered
     begins: Sequence[str] = ()
-    stands_alone: bool = False
-    call: CallWriter | None = None
-    before: str = ""
-    between: str | None = None
-    after: str = ""
+    stands_alone: bool = False  # whether calls may be an answer's whole text, without any mark
+    call: CallWriter | None = None  # the grammar of one call; None if there is no grammar
+    # What a grammar has beside calls; if `between` is None, each call has marks of its own.
+    before: str = ""  # after the mark that opens
+    between: str | None = None  # two calls
+    after: str = ""  # after the last call
     end: str = ""
 
     def grammar(
-        self, rules: GrammarRules, tools: Sequence[Any], names: Sequence[str], most: int
+        self,
+        rules: GrammarRules,
+        tools: Sequence[Any],  # all that the request offers
+        names: Sequence[str],  # those that may be called
+        most: int,
     ) -> str:
-        """Return the expression of one or more calls, with their marks; rules are added.
-
-        Args:
-            rules: of the grammar.
-            tools: those that the request offers.
-            names: of the tools that may be called, one or more of them.
-            most: the largest number of calls; at least one is made.
-
-        Raises:
-            InputError: a schema is too large or broken.
-        """
+        """The expression of one to `most` calls, with their marks; rules are added."""
         open = "" if self.stands_alone or not self.opens else self.opens[0]
         start = rules.literal(open + self.before)
         end = rules.literal(self.after + self.end)
@@ -93,14 +75,6 @@ def read_until_end(cursor: Cursor, end: str, read_call: Callable[[], Call]) -> l
 
     The mark may be missing before other text, or at the end of a whole text. In a text that was
     cut, calls count up to the one that is cut.
-
-    Args:
-        cursor: before the first call.
-        end: the mark.
-        read_call: goes past one call, and returns it.
-
-    Raises:
-        NotACallError: there is none; see `CallReader`.
     """
     found: list[Call] = []
     while True:
@@ -123,19 +97,12 @@ def read_until_end(cursor: Cursor, end: str, read_call: Callable[[], Call]) -> l
 
 
 def any_call(
-    rules: GrammarRules, write: CallWriter | None, tools: Sequence[Any], names: Sequence[str]
+    rules: GrammarRules,
+    write: CallWriter | None,
+    tools: Sequence[Any],  # all that the request offers
+    names: Sequence[str],  # those that may be called
 ) -> str:
-    """Add a rule for a call of any of the tools that are named; return its name.
-
-    Args:
-        rules: of the grammar.
-        write: of one call.
-        tools: those that the request offers.
-        names: of the tools that may be called.
-
-    Raises:
-        InputError: a schema is too large or broken, or calls of this form have no grammar.
-    """
+    """Add a rule for a call of any of the tools that are named; return its name."""
     if write is None:
         raise InputError(
             "a forced tool call",

@@ -31,33 +31,20 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class Channels:
-    """The marks of messages.
+    """The marks of messages."""
 
-    Attributes:
-        begins: marks that begin or continue a header.
-        message: the mark that ends a header.
-        ends: marks that end a message.
-        end_tokens: those of them that end an answer.
-        thinks_to: recipients and channels of thoughts.
-        thought_header, text_header: the header of a thought, and of a text, at an answer's start.
-        call_header: that of a call, up to the function's name; empty if headers do not name
-            functions.
-        message_opens: what is before every header but the answer's first.
-    """
-
-    begins: Sequence[str]
-    message: str
-    ends: Sequence[str]
-    end_tokens: Sequence[str]
-    thinks_to: Sequence[str]
-    thought_header: str
-    text_header: str
-    call_header: str = ""
-    message_opens: str = "<|start|>assistant"
+    begins: Sequence[str]  # marks that begin or continue a header
+    message: str  # ends a header
+    ends: Sequence[str]  # marks that end a message
+    end_tokens: Sequence[str]  # those that end an answer
+    thinks_to: Sequence[str]  # recipients and channels of thoughts
+    thought_header: str  # at an answer's start
+    text_header: str  # at an answer's start
+    call_header: str = ""  # up to the function's name; empty if headers do not name functions
+    message_opens: str = "<|start|>assistant"  # before every header but the answer's first
 
     @property
     def calls_in_header(self) -> bool:
-        """Whether a header names the function that its message calls."""
         return bool(self.call_header)
 
     @property
@@ -72,10 +59,7 @@ class Channels:
         return regex.compile(rf"\s*(?:to=[^\s<]*\s*)?(?:(?:{marks}).*)?", regex.DOTALL)
 
     def read_header(self, text: str, tools: OfferedTools) -> Header:
-        """Return what the message of a header is.
-
-        A message to a tool that is not offered is a thought: it is not for the user.
-        """
+        """A message to a tool that is not offered is a thought: it is not for the user."""
         channel = _CHANNEL.search(text)
         recipient = _RECIPIENT.search(text)
         to = recipient[1] if recipient else ""
@@ -87,12 +71,12 @@ class Channels:
         return Header("thought" if is_thought else "text")
 
     def without_header(self, text: str) -> str:
-        """Return a text without the header that it begins with, which no mark ended."""
+        """A text without the header that it begins with, which no mark ended."""
         marks = "|".join(map(regex.escape, (*self.begins, *self.ends)))
         return str(regex.sub(rf"(?:{marks})\s*(?:\w+\b)?(?:\s*to=\S+)?\s*", "", text))
 
     def call_form(self, tool: str) -> CallForm:
-        """Return the form of a message that calls a tool: the JSON of its arguments."""
+        """A message that calls a tool: the JSON of its arguments."""
         marks = (*self.ends, *self.begins)
 
         def read(cursor: Cursor, tools: OfferedTools) -> list[Call]:

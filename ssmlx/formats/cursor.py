@@ -1,7 +1,7 @@
 """A place in a text that is read from left to right, and values written in it.
 
-JSON, Python's literals and those of Gemma's calls differ only in quoting, so one reader handles
-all of them.
+JSON, Python's literals and those of Gemma's calls differ only in quoting, so one reader handles all
+of them. What cannot be read raises `NotACallError`, or `UnfinishedError` if more text may help.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import regex  # type: ignore[import-untyped]
 
-Pattern = Any
-"""A compiled pattern of `regex`, which knows whether a text may go on to match."""
+Pattern = Any  # a compiled pattern of `regex`, which knows whether a text may go on to match
 _Item = TypeVar("_Item")
 _DECODER = json.JSONDecoder(strict=False)  # a raw line end in a text is the text's
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "True": True}
@@ -38,25 +37,16 @@ class UnfinishedError(NotACallError):
 
 
 class Cursor:
-    """A place in a text.
-
-    Attributes:
-        text: the text.
-        at: the place, in characters.
-        is_whole: whether the text is complete: marks that end a call may then be missing.
-        is_cut: whether nothing comes after the text, though it was to go on: of several calls,
-            those before the one that is cut count.
-        is_opened: whether a mark opened the calls that are read, so that another one ends them.
-    """
+    """A place in a text."""
 
     def __init__(
         self,
         text: str,
-        at: int = 0,
+        at: int = 0,  # in characters
         *,
-        is_whole: bool = True,
-        is_cut: bool = False,
-        is_opened: bool = True,
+        is_whole: bool = True,  # the text is complete: marks that end a call may then be missing
+        is_cut: bool = False,  # the text was cut: nothing more comes, and its last call is lost
+        is_opened: bool = True,  # a mark opened the calls that are read, so another one ends them
     ) -> None:
         self.text = text
         self.at = at
@@ -66,7 +56,6 @@ class Cursor:
 
     @property
     def rest(self) -> str:
-        """The text from the place on."""
         return self.text[self.at :]
 
     @property
@@ -75,11 +64,11 @@ class Cursor:
 
     @property
     def is_over(self) -> bool:
-        """Whether the place is the end of a text after which nothing comes."""
+        """Whether this is the end of a text after which nothing comes."""
         return self.is_at_end and (self.is_whole or self.is_cut)
 
     def fail(self) -> NotACallError:
-        """Return the error for unexpected text, or for the end of the text."""
+        """The error for unexpected text, or for the end of the text."""
         return UnfinishedError() if self.is_at_end else NotACallError()
 
     def skip_space(self, more: str = "") -> None:
@@ -95,27 +84,16 @@ class Cursor:
         return True
 
     def has_fence(self) -> bool:
-        """Go past white space, and past what opens a Markdown fence, if it is here; returns whether
-        it is."""
+        """Go past white space, and past what opens a Markdown fence; returns whether one does."""
         self.skip_space()
         return self.text.startswith("`", self.at) and bool(self.match(_FENCE))
 
     def take(self, mark: str) -> None:
-        """Go past `mark`.
-
-        Raises:
-            NotACallError: the text goes on differently.
-        """
         if not self.has(mark):
             raise UnfinishedError() if mark.startswith(self.rest) else NotACallError()
 
     def take_or_end(self, mark: str) -> None:
-        """Go past white space and `mark`, which may be missing, or cut, at the end of a text after
-        which nothing comes; past white space alone if it is empty.
-
-        Raises:
-            NotACallError: the text goes on differently.
-        """
+        """Go past white space and `mark`, which may be missing or cut at the end of a text."""
         self.skip_space()
         if not mark:
             return
@@ -127,11 +105,7 @@ class Cursor:
             self.at = len(self.text)
 
     def match(self, pattern: Pattern) -> Any:
-        """Go past what the pattern matches here, and return the match.
-
-        Raises:
-            NotACallError: it matches nothing here.
-        """
+        """Go past what the pattern matches here, and return the match."""
         found = pattern.match(self.text, self.at, partial=True)
         if found is None:
             raise NotACallError()
@@ -141,11 +115,7 @@ class Cursor:
         return found
 
     def text_until(self, mark: str) -> str:
-        """Go past the next `mark`, and return the text before it.
-
-        Raises:
-            UnfinishedError: there is none.
-        """
+        """Go past the next `mark`, and return the text before it."""
         end = self.text.find(mark, self.at)
         if end < 0:
             raise UnfinishedError()
@@ -154,11 +124,7 @@ class Cursor:
         return found
 
     def json(self) -> Any:
-        """Go past white space and a JSON value, and return that.
-
-        Raises:
-            NotACallError: there is none.
-        """
+        """Go past white space and a JSON value, and return that."""
         self.skip_space()
         try:
             value, self.at = _DECODER.raw_decode(self.text, self.at)
@@ -174,18 +140,14 @@ class Cursor:
             raise NotACallError() from error
         return value
 
-    def value(self, quotes: Sequence[str], *, allows_bare: bool = False, level: int = 0) -> Any:
-        """Go past white space and a value: a text in quotes, a number, true, null, a list, an
-        object, in JSON's or Python's words; return it.
-
-        Args:
-            quotes: that texts may stand in, longer ones first.
-            allows_bare: whether a text may stand without quotes, up to a comma or a bracket.
-            level: nesting depth.
-
-        Raises:
-            NotACallError: there is no valid value.
-        """
+    def value(
+        self,
+        quotes: Sequence[str],  # that texts may be in, longer ones first
+        *,
+        allows_bare: bool = False,  # whether a text may have no quotes, up to a comma or a bracket
+        level: int = 0,
+    ) -> Any:
+        """Go past white space and a value, in JSON's or Python's words, and return it."""
         self.skip_space()
         if level > _MOST_LEVELS:
             raise NotACallError()
@@ -200,12 +162,12 @@ class Cursor:
                 return self.items(closing, lambda: self.value(**inner))
         return self._word(allows_bare)
 
-    def items(self, closing: str, read: Callable[[], _Item]) -> list[_Item]:
-        """Go past items, which commas separate, and the bracket that closes them; return them.
-
-        Raises:
-            NotACallError: the items are invalid, or `read`, which goes past one, raises it.
-        """
+    def items(
+        self,
+        closing: str,
+        read: Callable[[], _Item],  # goes past one item, and returns it
+    ) -> list[_Item]:
+        """Go past items, which commas separate, and the bracket that closes them; return them."""
         found = []
         self.skip_space()
         while not self.has(closing):
@@ -230,7 +192,7 @@ class Cursor:
         return str(name)
 
     def _word(self, allows_bare: bool) -> Any:
-        """Read a number or a word up to a comma, a bracket or white space, or a bare text."""
+        """Read a number, a known word, or a bare text, up to a comma, a bracket or the end."""
         start = self.at
         ends = ",]}" if allows_bare else ",]})"
         while not self.is_at_end and self.text[self.at] not in ends:
@@ -241,8 +203,8 @@ class Cursor:
         return _word_value(word, allows_bare)
 
     def _quoted_text(self, quote: str) -> str:
-        """Read a text and the quote that ends it; in quotes of Python or JSON with its escapes."""
-        if "'" not in quote and quote.strip('"'):
+        """Read a text and the quote that ends it."""
+        if "'" not in quote and quote.strip('"'):  # a mark of Gemma's: no escapes
             return self.text_until(quote)
         found: list[str] = []
         while not self.has(quote):
@@ -255,7 +217,7 @@ class Cursor:
         return "".join(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _escaped_character(self) -> str:
-        """Read what stands after a backslash; an unknown escape stays as it is."""
+        """Read what follows a backslash; an unknown escape stays as it is."""
         if self.is_at_end:
             raise UnfinishedError()
         letter = self.text[self.at]
@@ -272,11 +234,7 @@ class Cursor:
 
 
 def _word_value(word: str, allows_bare: bool) -> Any:
-    """Return the value of a word without quotes.
-
-    Raises:
-        NotACallError: it is neither a number nor a known word, and no text may stand so.
-    """
+    """The value of a word without quotes."""
     short = word.strip()
     if short in _WORDS:
         return _WORDS[short]

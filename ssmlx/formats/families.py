@@ -69,10 +69,10 @@ _ACTION = regex.compile(r"\s*Action:\s*```json\s*")
 
 
 def _read_action(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """Read the calls of Command R, a JSON list in a fence; its template offers a tool that does
-    nothing."""
+    """Read the calls of Command R, a JSON list in a fence."""
     cursor.match(_ACTION)
     found = read_json_calls(cursor, tools, "```")
+    # The template itself offers a tool that does nothing.
     return [one for one in found if one.name in tools.names or one.name not in _NO_ACTION]
 
 
@@ -170,6 +170,7 @@ _THOUGHT_MARKS = (
     ("<mm:think>", "</mm:think>"),
     ("<|thought_start|>", "<|thought_end|>"),
 )
+# Marks that some families put around the text of an answer.
 _TEXT_MARKS = (
     "<|START_RESPONSE|>",
     "<|END_RESPONSE|>",
@@ -180,25 +181,18 @@ _TEXT_MARKS = (
     "<response>",
     "</response>",
 )
-"""Marks that some families put around the text of an answer."""
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes its answers.
+    """How a model writes its answers."""
 
-    Attributes:
-        name: of the form of its calls, in `CALL_FORMS`, or of its channels; None if unknown.
-        calls: forms to look for: its own, or all if that is unknown.
-        thought: the marks around what it thinks; None if it has none.
-        text_marks: other marks to strip from text.
-        channels: the marks of an answer's messages; None if an answer is a single message.
-    """
-
+    # of the form of its calls, in `CALL_FORMS`, or of its channels; None if unknown
     name: str | None
-    calls: Sequence[CallForm]
-    thought: tuple[str, str] | None
-    text_marks: Sequence[str] = ()
+    calls: Sequence[CallForm]  # forms to look for: its own, or all if that is unknown
+    thought: tuple[str, str] | None  # the marks around what it thinks
+    text_marks: Sequence[str] = ()  # other marks to strip from text
+    # the marks of an answer's messages; None if an answer is a single message
     channels: Channels | None = None
 
     @property
@@ -208,12 +202,7 @@ class AnswerFormat:
 
 
 def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
-    """Return how the model of a tokenizer writes its answers: by its chat templates, else as its
-    configuration, or mlx-lm, names its calls, else by its tokens.
-
-    Args:
-        tokenizer: as `load` returns it.
-    """
+    """By chat templates, else as its configuration or mlx-lm names its calls, else by tokens."""
     template = tokenizer.chat_template
     by_name = template if isinstance(template, dict) else {"default": template}
     template = "\n".join(one for one in by_name.values() if isinstance(one, str))
@@ -253,8 +242,8 @@ def _is_token(text: str, tokenizer: TokenizerWrapper) -> bool:
 
 
 def message_end_ids(tokenizer: TokenizerWrapper) -> list[int]:
-    """Return the ids of tokens that end an answer in channels: a call's end is one, whatever the
-    model's configuration says. An empty list for other models."""
+    """The tokens that end an answer in channels; none for other models."""
+    # A call's end is one of them, whatever the model's configuration says.
     channels = find_format(tokenizer).channels
     marks = channels.end_tokens if channels else ()
     return [tokenizer.convert_tokens_to_ids(one) for one in marks if _is_token(one, tokenizer)]

@@ -1,5 +1,4 @@
-"""What templates are given of earlier answers, as a family has it: ids of calls, thoughts, calls as
-text."""
+"""Earlier answers as a family's template takes them: ids of calls, thoughts, calls as text."""
 
 from __future__ import annotations
 
@@ -28,33 +27,25 @@ _WRITTEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\[0-9\][^/]*/')  # literals; the numb
 
 
 def call_id(call: Call) -> str:
-    """Return an id for a call: nine letters and digits, which every family's template takes.
-
-    Of a model whose template tells a call's function by its id, that which the model wrote.
-    """
+    """What the model wrote if its family has ids, else nine letters and digits, as any takes."""
     if call.id is not None and (_ID.fullmatch(call.id) or _KIMI_ID.fullmatch(call.id)):
         return call.id
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 def turns_for_template(
-    turns: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper
+    turns: Sequence[Mapping[str, Any]],  # normalised, see `turns.normalise_turns`
+    tokenizer: TokenizerWrapper,
 ) -> list[dict[str, Any]]:
-    """Return copies of turns, with ids of calls and thoughts as the model's template has them.
-
-    Mistral's templates take ids of nine letters and digits alone, Kimi's those that name the
-    function; others are given what the turns have. Harmony's have thoughts as "thinking".
-
-    Args:
-        turns: normalised, see `turns.normalise_turns`.
-        tokenizer: whose template it is.
-    """
+    """Copies of turns, with ids of calls and thoughts as the model's template has them."""
     found = [dict(one) for one in turns]
     has_calls = any(one.get("tool_calls") for one in found)
     has_thoughts = any(one.get("reasoning_content") for one in found)
     if not has_calls and not has_thoughts:
         return found
     name = find_format(tokenizer).name
+    # Mistral's templates take ids of nine letters and digits only, Kimi's those that name the
+    # function.
     if has_calls and name in ("mistral", "mistral_v3", "kimi_k2"):
         return _with_ids(found, in_kimis_form=name == "kimi_k2")
     if name == "harmony":
@@ -63,10 +54,7 @@ def turns_for_template(
 
 
 def _with_ids(turns: Sequence[dict[str, Any]], *, in_kimis_form: bool) -> list[dict[str, Any]]:
-    """Return the turns with other ids of calls, and of their results alike.
-
-    A call without an id gets that of its place among all.
-    """
+    """A call without an id gets that of its place among all; results get the ids of their calls."""
     answered = find_answered_calls(turns)
     ids: dict[tuple[int, int], str] = {}
     found = []
@@ -86,21 +74,21 @@ def _with_ids(turns: Sequence[dict[str, Any]], *, in_kimis_form: bool) -> list[d
 
 
 def _short_id(given: Any) -> str:
-    """Return an id of nine letters and digits: the given one, or one that belongs to it."""
+    """Nine letters and digits: the given id, or one derived from it."""
     text = str(given)
     return text if _ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def _kimi_id(call: Mapping[str, Any], number: int) -> str:
-    """Return the id of a call, which names its function; the given one if it does."""
+    """An id that names the call's function."""
     id = str(call.get("id"))
     name = call.get("function", call)["name"]
     return id if _KIMI_ID.fullmatch(id) else f"functions.{name}:{number}"
 
 
 def _with_thinking(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn with its thought as Harmony's template reads it: beside calls, the template
-    takes either a thought or a text."""
+    # Harmony's template reads thoughts as "thinking"; beside calls, it takes either a thought or a
+    # text.
     thought = turn.pop("reasoning_content", "")
     if thought and turn.get("tool_calls") and turn.get("content"):
         return {**turn, "thinking": f"{thought}{BETWEEN_TEXTS}{turn['content']}", "content": ""}
@@ -111,14 +99,12 @@ class _OneText(GrammarRules):
     """Writes out a grammar that allows one text: as the expression of that text alone."""
 
     def __init__(self) -> None:
-        """Begin with nothing: no rules are kept, and special tokens are texts too."""
+        pass  # no rules are kept, and special tokens are texts too
 
     def literal(self, text: str) -> str:
-        """Return a text as a JSON text."""
         return json.dumps(text)
 
     def json_value(self, schema: Any) -> str:
-        """Return the JSON of the schema's only value as a JSON text."""
         if "const" in schema:
             value = schema["const"]
         else:
@@ -126,26 +112,19 @@ class _OneText(GrammarRules):
         return json.dumps(json.dumps(value, ensure_ascii=False))
 
     def text_up_to(self, mark: str, schema: Any, *, in_lines: bool = False) -> str:
-        """Return the schema's only text with the mark as a JSON text."""
         line = "\n" if in_lines else ""
         return json.dumps(schema["const"] + line + mark)
 
     def add(self, body: str, options: str = "", *, is_terminal: bool = False) -> str:
-        """Return the body."""
         return body
 
 
-def write_calls(calls: Sequence[Mapping[str, Any]], format: AnswerFormat) -> str:
-    """Return the text of calls as a model writes them, for a template that does not show calls.
-
-    It is what the grammar of the family's calls allows, if the arguments are given. Of a model
-    whose form of calls is unknown, or is told by headers of messages, it is Hermes's, JSON between
-    `<tool_call>` and `</tool_call>`.
-
-    Args:
-        calls: of a turn, normalised.
-        format: of the model's answers.
-    """
+def write_calls(
+    calls: Sequence[Mapping[str, Any]],  # of a turn, normalised
+    format: AnswerFormat,
+) -> str:
+    """The text of calls as a model writes them, for a template that does not show calls."""
+    # JSON between <tool_call> and </tool_call> if the form is unknown, or is told by headers.
     form = CALL_FORMS.get(format.name or "", HERMES)
     rules = _OneText()
     write = form.call or write_json_call()
@@ -165,18 +144,13 @@ def write_calls(calls: Sequence[Mapping[str, Any]], format: AnswerFormat) -> str
     )
 
 
-def answer_turn(text: str, format: AnswerFormat, begins: Begins) -> dict[str, Any]:
-    """Return the assistant's turn of a chat for an answer.
-
-    Templates tell thoughts from text by their marks, but for those of answers in channels, which
-    take no marks: the turn then has the text alone, and the thoughts beside it.
-
-    Args:
-        text: of the answer, with all marks.
-        format: the model's.
-        begins: what the answer begins with.
-    """
-    if format.channels is None:
+def answer_turn(
+    text: str,  # with all marks
+    format: AnswerFormat,
+    begins: Begins,
+) -> dict[str, Any]:
+    """The assistant's turn of a chat for an answer."""
+    if format.channels is None:  # templates tell thoughts from text by their marks
         return {"role": "assistant", "content": text}
     reader = AnswerReader(format, begins=begins)
     pieces = [*reader.read(text), *reader.end(is_cut=False)]

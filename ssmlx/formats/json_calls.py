@@ -20,21 +20,18 @@ _NAMES = ("name", "tool_name", "function", "tool")
 _ARGUMENTS = ("arguments", "parameters", "args")
 
 
-def calls_in_json(value: Any, *, needs_arguments: bool = False) -> list[Call]:
-    """Return the calls of a JSON value: an object with a name and arguments, or a list of such.
-
-    Arguments may be the text of their JSON; missing ones are none, unless they are needed because
-    the object says more than a name.
-
-    Raises:
-        NotACallError: it is not such a value.
-    """
+def calls_in_json(
+    value: Any,
+    *,
+    needs_arguments: bool = False,  # unless an object has a name and nothing else
+) -> list[Call]:
+    """The calls of a JSON value: an object with a name and arguments, or a list of such."""
     listed = value if isinstance(value, list) else [value]
     return [_call_in_object(one, needs_arguments=needs_arguments) for one in listed]
 
 
 def _call_in_object(value: Any, *, needs_arguments: bool) -> Call:
-    """Return the call of a JSON object, possibly nested under "function" or "tool"."""
+    """It may be nested under "function" or "tool"; arguments may be the text of their JSON."""
     if not isinstance(value, dict):
         raise NotACallError()
     for key in ("function", "tool"):
@@ -53,21 +50,14 @@ def _call_in_object(value: Any, *, needs_arguments: bool) -> Call:
 
 
 def read_json_calls(
-    cursor: Cursor, tools: OfferedTools, end: str, *, needs_arguments: bool = False
+    cursor: Cursor,
+    tools: OfferedTools,
+    end: str,
+    *,
+    needs_arguments: bool = False,  # see `calls_in_json`
 ) -> list[Call]:
-    """Go past calls in JSON, one or more in a row, and past the mark that ends them.
-
-    The mark may be missing before other text, and brackets may be closed once too often.
-
-    Args:
-        cursor: after the mark that opens them.
-        tools: those that are offered.
-        end: the mark.
-        needs_arguments: whether an object is no call that says more than a name, and no arguments.
-
-    Raises:
-        NotACallError: there is none; see `CallReader`.
-    """
+    """Go past one or more calls in JSON, and past the mark that ends them."""
+    # The mark may be missing before other text, and brackets may be closed once too often.
     found: list[Call] = []
     while True:
         before = cursor.at
@@ -88,7 +78,7 @@ def read_json_calls(
 
 
 def write_json_call(name_key: str = "name", arguments_key: str = "arguments") -> CallWriter:
-    """Return the writer of calls as JSON objects with these two keys."""
+    """The writer of calls as JSON objects with these two keys."""
 
     def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         head = rules.literal(f'{{"{name_key}": {json.dumps(name)}, "{arguments_key}": ')
@@ -98,21 +88,17 @@ def write_json_call(name_key: str = "name", arguments_key: str = "arguments") ->
 
 
 def write_arguments(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Return the expression of a tool's name and the JSON of its arguments, as Harmony has them;
-    see `CallWriter`."""
+    """A tool's name and the JSON of its arguments, as Harmony has them."""
     head = rules.literal(f"{name} <|constrain|>json<|message|>")
     return f"{head} {rules.json_value(object_schema(schema))}"
 
 
-def make_json_form(open: str, end: str, **more: Any) -> CallForm:
-    """Return the form of a list of calls in JSON, as {"name": ..., "arguments": ...}, between two
-    marks, the first of which is its sign.
-
-    Args:
-        open: the mark before them.
-        end: the mark after them.
-        more: attributes of the form that differ from these.
-    """
+def make_json_form(
+    open: str,
+    end: str,
+    **more: Any,  # attributes of the form that differ
+) -> CallForm:
+    """A list of calls in JSON between two marks, the first of which is its sign."""
     own: dict[str, Any] = {
         "opens": (open,),
         "ends": (end,),
@@ -128,17 +114,14 @@ def make_json_form(open: str, end: str, **more: Any) -> CallForm:
 
 
 def _read_section(
-    cursor: Cursor, tools: OfferedTools, begin: str, end: str, section_end: str, read_one: Any
+    cursor: Cursor,
+    tools: OfferedTools,
+    begin: str,
+    end: str,
+    section_end: str,
+    read_one: Any,  # reads a call between its marks
 ) -> list[Call]:
-    """Go past calls that each have marks of their own, and past the end of their section.
-
-    Args:
-        cursor: after the mark of the section.
-        tools: those that are offered.
-        begin, end: marks of a call.
-        section_end: the mark that ends all calls.
-        read_one: reads a call between its marks.
-    """
+    """Go past calls that each have marks of their own, and past the end of their section."""
 
     def read_call() -> Call:
         cursor.take(begin)
@@ -162,11 +145,6 @@ def _read_kimi_call(cursor: Cursor) -> Call:
 
 
 def _json_object(cursor: Cursor) -> dict[str, Any]:
-    """Go past a JSON object, and return it.
-
-    Raises:
-        NotACallError: it is another value, or invalid.
-    """
     value = cursor.json()
     if not isinstance(value, dict):
         raise NotACallError()
@@ -174,11 +152,7 @@ def _json_object(cursor: Cursor) -> dict[str, Any]:
 
 
 def read_fenced_object(cursor: Cursor) -> dict[str, Any]:
-    """Go past a JSON object, which may be in a Markdown fence, and return it.
-
-    Raises:
-        NotACallError: it is another value, or invalid.
-    """
+    """Go past a JSON object, which may be in a Markdown fence, and return it."""
     is_fenced = cursor.has_fence()
     found = _json_object(cursor)
     if is_fenced:
@@ -187,8 +161,7 @@ def read_fenced_object(cursor: Cursor) -> dict[str, Any]:
 
 
 def _write_kimi_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Return the expression of a call in the form of Kimi K2, with any number: the model counts the
-    calls of a chat."""
+    # Any number is allowed: the model counts the calls of a chat.
     head = rules.literal(f"<|tool_call_begin|>functions.{name}:")
     middle = rules.literal("<|tool_call_argument_begin|>")
     arguments = rules.json_value(object_schema(schema))
@@ -213,7 +186,7 @@ _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "
 
 
 def _read_deepseek_call(cursor: Cursor) -> Call:
-    """Read a call of DeepSeek: its name and JSON; before V3.1 after "function", and in a fence."""
+    """A name and JSON; before V3.1 after "function", and in a fence."""
     name = cursor.text_until("<｜tool▁sep｜>").strip()
     cursor.skip_space()
     if name == "function" and not cursor.text.startswith("{", cursor.at):
@@ -267,7 +240,7 @@ _MISTRAL_HEAD = regex.compile(
 
 
 def _read_mistral_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """Read calls of Mistral's models: a JSON list, or a name and JSON, with or without an id."""
+    """A JSON list, or a name and JSON, with or without an id."""
     found: list[Call] = []
     while True:
         cursor.skip_space(",")
@@ -301,6 +274,7 @@ MISTRAL = CallForm(
     call=_write_mistral_call,
     between="[TOOL_CALLS]",
 )
+# Of older models, whose tokenizer has no `[ARGS]`, such as 7B v0.3 and Nemo.
 MISTRAL_V3 = replace(
     MISTRAL,
     signs=("[TOOL_CALLS]",),
@@ -309,11 +283,10 @@ MISTRAL_V3 = replace(
     between=", ",
     after="]",
 )
-"""That of older models, whose tokenizer has no `[ARGS]`, such as 7B v0.3 and Nemo."""
 
 
 def _read_apertus_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """Read [{name: arguments}, ...] and the mark that ends them."""
+    """[{name: arguments}, ...] and the mark that ends them."""
     value = cursor.json()
     if not isinstance(value, list) or not value:
         raise NotACallError()

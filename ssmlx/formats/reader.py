@@ -17,9 +17,9 @@ from .families import LLAMA, AnswerFormat, find_format
 
 _PROMPT_END = 32  # tokens at the prompt's end that are searched for an answer's header
 _TRIES = 16
+# A call is read again at each mark that may end it, at most `_TRIES` times; then whenever its text
+# has grown by this factor, so that reading takes time in proportion to its length.
 _GROWTH = 1.06
-"""A call is read again at each mark that may end it, up to so many times; then when its text has
-grown by so much, so that reading it takes time in proportion to its length."""
 
 
 class Text(NamedTuple):
@@ -30,25 +30,27 @@ class Text(NamedTuple):
 
 
 Piece = Text | Call
+# What an answer begins with: a message, with its header, of a format with channels; a thought that
+# the prompt opened; or text.
 Begins = Literal["message", "thought", "text"]
-"""What an answer begins with: a message, with its header, of a format with channels; a thought that
-the prompt opened; or text."""
 
 
-def begins_after(prompt: Sequence[int], tokenizer: TokenizerWrapper, prefill: str = "") -> Begins:
-    """Return what an answer to a prompt's tokens begins with, see `answer_begins`."""
+def begins_after(
+    prompt: Sequence[int],  # tokens
+    tokenizer: TokenizerWrapper,
+    prefill: str = "",
+) -> Begins:
+    """See `answer_begins`."""
     end = tokenizer.decode([*prompt[-_PROMPT_END:]])
     return answer_begins(find_format(tokenizer), end, prefill)
 
 
-def answer_begins(format: AnswerFormat, prompt_end: str, prefill: str = "") -> Begins:
-    """Return what an answer begins with, as its prompt has it.
-
-    Args:
-        format: the model's.
-        prompt_end: the last characters of the prompt.
-        prefill: the text of the answer that the prompt has already.
-    """
+def answer_begins(
+    format: AnswerFormat,
+    prompt_end: str,  # the last characters of the prompt
+    prefill: str = "",  # the text of the answer that the prompt has already
+) -> Begins:
+    """What an answer begins with, as its prompt leaves it."""
     end = prompt_end.rstrip()
     if channels := format.channels:
         if not end.endswith(channels.message):
@@ -65,18 +67,17 @@ def answer_begins(format: AnswerFormat, prompt_end: str, prefill: str = "") -> B
 
 @dataclass
 class _OpenCall:
-    """A call, or several, of which the text is collected."""
+    """A call, or several, whose text is collected."""
 
     form: CallForm
-    mark: str  # by which it was found
-    is_opened: bool  # whether that mark is before it, and not part of it
-    searched: int = 0  # characters in which its end was looked for
-    has_end: bool = False  # whether a mark that may end it has come since it was read
+    mark: str  # that opened it, or that it begins with
+    is_opened: bool  # the mark is before it, not part of it
+    searched: int = 0  # characters already searched for its end
+    has_end: bool = False  # a mark that may end it has come since it was last read
     tries: int = 0
-    next_try: int = 0  # characters that it is read at next, at least
+    next_try: int = 0  # least number of characters at which it is read next
 
-    def is_to_be_read(self, text: str) -> bool:
-        """Whether a mark that may end it has come in its text, and it is time to read it."""
+    def is_due(self, text: str) -> bool:
         ends = self.form.ends
         start = max(0, self.searched - max(map(len, ends), default=0))
         found = _any_of(tuple(ends)).finditer(text, start) if ends else ()
@@ -101,31 +102,21 @@ class AnswerReader:
     def __init__(
         self,
         format: AnswerFormat,
-        tools: Sequence[Any] | None = None,
+        tools: Sequence[Any] | None = None,  # that are offered; without any, nothing is a call
         begins: Begins = "text",
         *,
-        reads_calls: bool = True,
-        reads_text: bool = True,
+        reads_calls: bool = True,  # otherwise their marks are text
+        reads_text: bool = True,  # otherwise only channels, and a thought at the start, are marks
     ) -> None:
-        """Begin an answer.
-
-        Args:
-            format: the model's.
-            tools: those that are offered; without any, nothing is read as a call.
-            begins: what the answer begins with.
-            reads_calls: whether calls are read; else their marks are text.
-            reads_text: whether marks are looked for in text; if not, only a thought that the answer
-                begins with, and channels, are recognised.
-        """
         self._format = format
         self._tools = OfferedTools(tools)
         self._reads_text = reads_text
         reads_calls = reads_calls and reads_text and bool(self._tools.names)
         self._forms = [*format.calls] if reads_calls else []
         self._channels = format.channels
-        self._text = ""  # that was not read yet
+        self._text = ""  # not read yet
         self._state: str = "header" if begins == "message" else begins
-        self._call: _OpenCall | None = None  # while there is one, the state is that before it
+        self._call: _OpenCall | None = None  # while there is one, `_state` is that before it
         self._header = ""
         self._is_after_mark = False
         self._has_text = False  # since the last call; a text that names the marks opens no thought
@@ -136,23 +127,23 @@ class AnswerReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next goes on with a thought."""
+        """Whether what comes next continues a thought."""
         return self._state == "thought" and self._call is None
 
     def read(self, text: str) -> list[Piece]:
-        """Return what the next piece of the answer's text adds."""
+        """What the next piece of the answer's text adds."""
         self._text += text
         found: list[Piece] = []
         while self._step(found):
             pass
         return found
 
-    def end(self, *, is_cut: bool) -> list[Piece]:
-        """Return what is left at the end of the answer.
-
-        Args:
-            is_cut: whether the answer was cut, so that what is open is not whole.
-        """
+    def end(
+        self,
+        *,
+        is_cut: bool,  # the answer was cut, so what is open is not whole
+    ) -> list[Piece]:
+        """What is left at the end of the answer."""
         self._is_over = True
         found = self.read("")
         while self._call or self._text:
@@ -192,7 +183,7 @@ class AnswerReader:
         return True
 
     def _marks(self) -> tuple[str, ...]:
-        """Return the marks that may stand in what is read now."""
+        """The marks that may come in the present state."""
         channels = self._channels
         own: list[str] = [*channels.ends, *channels.begins] if channels else []
         thought = self._format.thought
@@ -211,7 +202,7 @@ class AnswerReader:
         return tuple(own)
 
     def _pass_mark(self, mark: str, found: list[Piece]) -> None:
-        """Change the state as a mark says that was just read."""
+        """Change the state by the mark that was just read."""
         thought = self._format.thought or ("", "")
         channels = self._channels
         if channels and mark in (*channels.ends, *channels.begins):
@@ -242,7 +233,7 @@ class AnswerReader:
 
     def _step_in_call(self, call: _OpenCall, found: list[Piece]) -> bool:
         """Read the call if it is time; returns whether it is finished, as a call or as text."""
-        if not call.is_to_be_read(self._text):
+        if not call.is_due(self._text):
             return False
         is_read = self._read_call(call, found, is_whole=False)
         if is_read is None:
@@ -254,9 +245,7 @@ class AnswerReader:
     def _read_call(
         self, call: _OpenCall, found: list[Piece], *, is_whole: bool, is_cut: bool = False
     ) -> bool | None:
-        """Read the calls that were collected; returns whether there are any, None if more text may
-        complete them.
-        """
+        """Returns whether these are calls; None if more text may complete them."""
         cursor = Cursor(self._text, is_whole=is_whole, is_cut=is_cut, is_opened=call.is_opened)
         try:
             calls = call.form.read(cursor, self._tools)
@@ -283,8 +272,7 @@ class AnswerReader:
         return True
 
     def _take_back_call(self, call: _OpenCall, found: list[Piece]) -> None:
-        """Go on as if the mark of a call, which turned out to be none, were text: what was
-        collected after it is read again."""
+        """Treat the mark of what turned out to be no call as text, and read on after it."""
         self._call = None
         if not call.is_opened:
             self._text = self._text[len(call.mark) :]
@@ -306,8 +294,7 @@ class AnswerReader:
             self._text = ""
 
     def _step_in_header(self, found: list[Piece]) -> bool:
-        """Read a header up to its end, or until it turns out not to be one; returns whether either
-        has come."""
+        """Returns whether the header has ended, or turned out not to be one."""
         channels = self._channels
         assert channels is not None
         if not self._header and not channels.header_pattern.fullmatch(self._text, partial=True):
@@ -337,8 +324,7 @@ class AnswerReader:
         self._header = ""
 
     def _say(self, text: str, found: list[Piece]) -> None:
-        """Add text, or a piece of a thought, as the state says; white space after a mark is left
-        out of text."""
+        """Add text, or a piece of a thought; white space after a mark is left out of text."""
         if self._state == "thought":
             found += [Text(text, is_thought=True)] if text else []
             return
@@ -352,13 +338,13 @@ class AnswerReader:
 
 @lru_cache
 def _any_of(marks: tuple[str, ...]) -> Any:
-    """Return the pattern of any of several marks, of longer ones first."""
+    """Longer marks are tried first."""
     return regex.compile("|".join(map(regex.escape, sorted(marks, key=len, reverse=True))))
 
 
 @lru_cache
 def _lone_calls_pattern(names: tuple[str, ...]) -> Any:
-    """Return the pattern of a text that may be calls without any mark, of tools of these names."""
+    """Matches a text that may be calls, without any mark, of tools of these names."""
     keys = "name|type|function|tool_name|id|parameters|arguments"
     tools = "|".join(map(regex.escape, names)) or r"(?!)"
     in_json = rf'\[?\s*\{{\s*"(?:{keys})"\s*:.*'

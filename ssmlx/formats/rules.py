@@ -24,12 +24,10 @@ Schema = Mapping[str, Any]
 class GrammarRules:
     """The rules of a Lark grammar for llguidance; each is called `rule_N`."""
 
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        """Begin without rules.
-
-        Args:
-            tokenizer: of the model, whose special tokens are written as ids.
-        """
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,  # of the model, whose special tokens are written as ids
+    ) -> None:
         self._rules: list[str] = []
         self._chars = 0
         added: Mapping[int, Any] = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
@@ -39,32 +37,25 @@ class GrammarRules:
         self._special = re.compile(f"({names})" if names else r"(?!)()")
 
     def literal(self, text: str) -> str:
-        """Return the grammar's expression for a text; special tokens in it become token ids. Empty
-        for an empty text.
-        """
+        """The expression of a text; special tokens in it become token ids."""
         parts = [one for one in self._special.split(text) if one]
         is_id = self._special.fullmatch
         return " ".join(f"<[{self._ids[one]}]>" if is_id(one) else json.dumps(one) for one in parts)
 
     def json_value(self, schema: Any) -> str:
-        """Add a rule for JSON in one line that follows a schema, with closed objects; return its
-        name.
-
-        Anything that is not a schema allows any JSON.
-        """
+        """Add a rule for one line of JSON by a schema, with closed objects; return its name."""
+        # Anything that is not a schema allows any JSON.
         own = with_closed_objects(schema) if isinstance(schema, Mapping) else {}
         return self.add(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
 
-    def text_up_to(self, mark: str, schema: Any, *, in_lines: bool = False) -> str:
-        """Return the expression of a text without quotes, and of the mark that ends it.
-
-        A schema's listed texts and lengths are kept.
-
-        Args:
-            mark: which the text cannot contain.
-            schema: of the text.
-            in_lines: whether a line end that is not part of the text may precede the mark.
-        """
+    def text_up_to(
+        self,
+        mark: str,  # cannot be part of the text
+        schema: Any,  # its listed texts and lengths are kept
+        *,
+        in_lines: bool = False,  # a line end that is not part of the text may come before the mark
+    ) -> str:
+        """The expression of a text without quotes, and of the mark that ends it."""
         if listed := listed_values(schema):
             texts = (self.literal(one) or '""' for one in listed if isinstance(one, str))
             end = '"\\n"?' if in_lines else ""
@@ -81,17 +72,14 @@ class GrammarRules:
         without_mark = rf"/(?s:.{size})/ & ~/(?s:.*){end}(?s:.*)/"
         return f"{self.add(without_mark, is_terminal=True)} {self.literal(mark)}"
 
-    def add(self, body: str, options: str = "", *, is_terminal: bool = False) -> str:
-        """Add a rule, even if one has the same body, and return its new name.
-
-        Args:
-            body: the rule's expression.
-            options: of the rule, in brackets.
-            is_terminal: whether its name is `RULE_N`, as a lexeme's is.
-
-        Raises:
-            InputError: all rules together get larger than `_MAX_CHARS`, or more than `_MAX_RULES`.
-        """
+    def add(
+        self,
+        body: str,
+        options: str = "",  # of the rule, in brackets
+        *,
+        is_terminal: bool = False,  # its name is `RULE_N`, as a lexeme's is
+    ) -> str:
+        """Add a rule, even if one has the same body, and return its name."""
         name = f"{'RULE' if is_terminal else 'rule'}_{len(self._rules) + 1}"
         self._rules.append(f"{name}{options}: {body}")
         self._chars += len(self._rules[-1])
@@ -104,35 +92,25 @@ class GrammarRules:
         return name
 
     def source(self, start: str) -> str:
-        """Return the text of the whole grammar, which begins with the expression `start`."""
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
 
 
 def object_schema(schema: Schema) -> dict[str, Any]:
-    """Return the schema of a tool's arguments as an object; one that names properties has no
-    others unless it says so.
-    """
+    """A tool's arguments as an object, closed if it names properties, unless it says otherwise."""
     only = {"additionalProperties": False} if "properties" in schema else {}
     return {"type": "object", **only, **schema}
 
 
 class Parameter(NamedTuple):
-    """A parameter of a tool."""
-
     name: str
-    schema: Any  # with the tool's definitions in it, where it refers to any
+    schema: Any  # with the tool's definitions in it, if it refers to any
     is_required: bool
 
 
-def parameters_required_first(schema: Schema) -> list[Parameter]:
-    """Return a tool's parameters, required ones first, else in their order.
-
-    Args:
-        schema: of the arguments, an object's.
-
-    Raises:
-        InputError: the parameters are no JSON schema of an object.
-    """
+def ordered_parameters(
+    schema: Schema,  # of the arguments, an object's
+) -> list[Parameter]:
+    """Required ones first, otherwise in their order."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     require(
@@ -150,15 +128,12 @@ def parameters_required_first(schema: Schema) -> list[Parameter]:
     return sorted(found, key=lambda one: not one.is_required)
 
 
-def joined_arguments(rules: GrammarRules, items: Sequence[tuple[str, bool]], comma: str) -> str:
-    """Return an expression of arguments in their order with a separator; those not required may be
-    left out.
-
-    Args:
-        rules: where a rule is added if no argument is required.
-        items: (expression, whether it is required) of each; required ones come first.
-        comma: the separator's expression.
-    """
+def join_arguments(
+    rules: GrammarRules,
+    items: Sequence[tuple[str, bool]],  # expression, and whether it is required; these come first
+    comma: str,
+) -> str:
+    """The expression of arguments in their order; those not required may be left out."""
     needed = [one for one, is_required in items if is_required]
     others = [one for one, is_required in items if not is_required]
     more = [f"({comma} {one})?" for one in others]

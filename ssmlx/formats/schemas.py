@@ -1,11 +1,11 @@
-"""JSON schemas as they are asked for, made ready for llguidance."""
+"""JSON schemas of requests, prepared for llguidance; other values stay as they are."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 _CHOICES = ("anyOf", "oneOf")
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
-# What is larger stays as it is, so that a request takes no longer to read than it is long.
+# Larger schemas stay as they are, so that reading takes time in proportion to a request's length.
 _MOST_KEYWORDS = 40  # of a schema
 _MOST_CHOICES = 200
 _MOST_STEPS = 8  # from reference to reference
@@ -18,17 +18,14 @@ _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "el
 
 
 def with_closed_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy of a schema in which objects that name properties may have no others.
-
-    OpenAI's, vLLM's and llama.cpp's servers read schemas so, while JSON Schema would allow any
-    others. `additionalProperties` stays as it is where there is one. Where one object, however deep
-    inside, is described by several schemas, the given schema itself is returned.
-    """
+    """A copy of a schema in which objects that name properties may have no others."""
+    # OpenAI's, vLLM's and llama.cpp's servers read schemas so, while JSON Schema allows any others.
+    # If one object is described by several schemas, none of them may be closed.
     return schema if _describes_object_by_several(schema) else _close_objects(schema)
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the schemas directly inside of a schema."""
+    """The schemas directly inside a schema."""
     for name in _NAMED:
         yield from schema[name].values() if isinstance(schema.get(name), Mapping) else ()
     for name in _LISTED:
@@ -37,10 +34,7 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _describes_object_by_several(schema: Any) -> bool:
-    """Whether a schema, or one inside of it, describes one object by several schemas.
-
-    False for what is no schema.
-    """
+    """Whether a schema, or one inside it, describes one object by several schemas."""
     if not isinstance(schema, Mapping):
         return False
     every = schema.get("allOf")
@@ -57,11 +51,6 @@ def _describes_object_by_several(schema: Any) -> bool:
 
 
 def _close_objects(schema: Any) -> Any:
-    """Return a copy of a schema in which every object that names properties forbids others, unless
-    it says otherwise.
-
-    What is no schema is returned as it is.
-    """
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
@@ -73,16 +62,15 @@ def _close_objects(schema: Any) -> Any:
             found[name] = [*map(_close_objects, every)]
     found |= {name: _close_objects(schema[name]) for name in _SINGLE if name in schema}
     names_some = "properties" in schema or "patternProperties" in schema
+    # The schema's own additionalProperties goes first.
     return {"additionalProperties": False, **found} if names_some else found
 
 
 def resolved_parameters(schema: Any) -> Any:
-    """Return a copy of a tool's parameters with references to definitions replaced by these.
-
-    It reaches the arguments and their alternatives, and gives each that has listed values of one
-    type, and no type, that type. Schemas further inside keep their references, as do those that are
-    unknown or too large, and the definitions are kept for these. What is no schema is returned as
-    it is.
+    """A copy of a tool's parameters whose arguments have types, if they can be inferred, and no
+    references.
+    It reaches the arguments and their alternatives. Schemas further inside keep their references,
+    as do those that are unknown or too large, so the definitions are kept too.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -90,65 +78,46 @@ def resolved_parameters(schema: Any) -> Any:
     for where, every in definitions(schema).items():
         names = every if isinstance(every, Mapping) else {}
         definition_by_reference |= {
-            f"#/{where}/{name}": _with_type_of_listed_values(one) for name, one in names.items()
+            f"#/{where}/{name}": _with_listed_type(one) for name, one in names.items()
         }
     found = {
         **definitions(schema),
-        **_merge_referenced_and_infer_type(schema, definition_by_reference),
+        **_resolve(schema, definition_by_reference),
     }
     properties = found.get("properties")
     if isinstance(properties, Mapping):
         found["properties"] = {
-            name: _resolve_argument_and_its_choices(one, definition_by_reference)
+            name: _resolve_argument(one, definition_by_reference)
             for name, one in properties.items()
         }
     return found
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The `$defs` and `definitions` of a schema, those that it has."""
+    """`$defs` and `definitions`, if the schema has them."""
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
-def _resolve_argument_and_its_choices(
-    schema: Any, definition_by_reference: Mapping[str, Any]
+def _resolve_argument(
+    schema: Any,
+    definition_by_reference: Mapping[str, Any],  # by references such as "#/$defs/name"
 ) -> Any:
-    """Return an argument's schema, and its alternatives, with references resolved in them.
-
-    Args:
-        schema: any value; what is no schema is returned.
-        definition_by_reference: of the tool; a reference is such as "#/$defs/name".
-    """
-    schema = _merge_referenced_and_infer_type(schema, definition_by_reference)
+    schema = _resolve(schema, definition_by_reference)
     if not isinstance(schema, Mapping):
         return schema
     lists = {name: schema[name] for name in _CHOICES if isinstance(schema.get(name), list)}
     return {
         **schema,
-        **{
-            name: [
-                _merge_referenced_and_infer_type(one, definition_by_reference)
-                for one in lists[name]
-            ]
-            for name in lists
-        },
+        **{name: [_resolve(one, definition_by_reference) for one in lists[name]] for name in lists},
     }
 
 
-def _merge_referenced_and_infer_type(
-    schema: Any, definition_by_reference: Mapping[str, Any]
+def _resolve(
+    schema: Any,
+    definition_by_reference: Mapping[str, Any],  # by references such as "#/$defs/name"
 ) -> Any:
-    """Return a schema with the definition that it refers to merged in, and with a type where that
-    can be inferred.
-
-    The schema's own keywords go before the definition's. It follows at most `_MOST_STEPS`
-    references; one that is unknown or too large stays.
-
-    Args:
-        schema: any value; what is no schema is returned.
-        definition_by_reference: of the tool; a reference is such as "#/$defs/name".
-    """
-    schema = _with_type_of_listed_values(schema)
+    """Its own keywords take precedence over the definition's."""
+    schema = _with_listed_type(schema)
     for _ in range(_MOST_STEPS):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
         target = definition_by_reference.get(place) if isinstance(place, str) else None
@@ -158,10 +127,8 @@ def _merge_referenced_and_infer_type(
     return schema
 
 
-def _with_type_of_listed_values(schema: Any) -> Any:
-    """Return a schema without a type with the type that all of its listed values have; else the
-    schema itself.
-    """
+def _with_listed_type(schema: Any) -> Any:
+    """A schema without a type gets the one that all of its listed values have."""
     if not isinstance(schema, Mapping) or "type" in schema:
         return schema
     kinds = {_TYPES.get(type(value)) for value in listed_values(schema) or ()}
@@ -170,9 +137,7 @@ def _with_type_of_listed_values(schema: Any) -> Any:
 
 
 def listed_values(schema: Any) -> list[Any] | None:
-    """Return the values of a schema's `enum` or `const`; None where it has neither, or is no
-    schema.
-    """
+    """The values of `enum` or `const`."""
     if not isinstance(schema, Mapping):
         return None
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -180,15 +145,12 @@ def listed_values(schema: Any) -> list[Any] | None:
 
 
 def alternatives(schema: Any) -> list[Any]:
-    """Return the schemas of `anyOf` or `oneOf`, or of each of several types; else the schema alone.
-
-    What stands beside `anyOf` is part of each. A schema that is too large, or none, is returned
-    alone.
-    """
+    """The schemas of `anyOf` or `oneOf`, or of each of several types; else the schema alone."""
     if not isinstance(schema, Mapping) or len(schema) > _MOST_KEYWORDS:
         return [schema]
     for name in _CHOICES:
         if isinstance(every := schema.get(name), list) and len(every) <= _MOST_CHOICES:
+            # What is beside `anyOf` is part of each.
             beside = {key: value for key, value in schema.items() if key != name}
             return [{**beside, **one} if isinstance(one, Mapping) else one for one in every]
     kinds = schema.get("type")

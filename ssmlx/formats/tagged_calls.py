@@ -24,7 +24,7 @@ from .json_calls import (
     read_json_calls,
     write_json_call,
 )
-from .rules import GrammarRules, Schema, parameters_required_first
+from .rules import GrammarRules, Schema, ordered_parameters
 from .schemas import alternatives
 
 _CDATA = regex.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", regex.DOTALL)
@@ -35,36 +35,24 @@ _PLAIN_TYPES = {"number", "boolean"}
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """The tags of such calls. In them `{}` stands for a name, `{type}` for a value's type.
+    """The tags of such calls, in which `{}` is a name, `{type}` a value's type."""
 
-    Attributes:
-        head: before the arguments.
-        argument: before an argument's value.
-        value_end: after a value; `{}` is the argument's name.
-        foot: after the arguments; may be empty.
-        end: the mark that ends all calls; empty if each call is separate.
-        gap: what separates these parts.
-        any: what replaces `{any}` in a call that is written; in one that is read, it is anything.
-        has_lines: whether a value has lines of its own.
-        types: what `{type}` is for a text, and for other values; None for the value's JSON type.
-        json_marks: around the JSON of all arguments, if that may take their place.
-        has_cdata: whether texts may be in <![CDATA[...]]>.
-        nested: what is before each tag, if lists and objects are written by tags as well.
-        needs_arguments: whether a call without arguments counts only if its tool is offered.
-    """
-
-    head: str
-    argument: str
-    value_end: str
-    foot: str = ""
-    end: str = ""
-    gap: str = "\n"
+    head: str  # before the arguments
+    argument: str  # before an argument's value
+    value_end: str  # after a value; `{}` is the argument's name
+    foot: str = ""  # after the arguments; may be empty
+    end: str = ""  # the mark that ends all calls; empty if each call is separate
+    gap: str = "\n"  # what separates these parts
+    # what replaces `{any}` in a call that is written; when a call is read, it is anything
     any: str = ""
-    has_lines: bool = False
+    has_lines: bool = False  # whether a value has lines of its own
+    # what `{type}` is for a text, and for other values; None for the value's JSON type
     types: tuple[str, str | None] = ("", "")
+    # around the JSON of all arguments, if that may take their place
     json_marks: tuple[str, str] = ("", "")
-    has_cdata: bool = False
-    nested: str = ""
+    has_cdata: bool = False  # whether texts may be in <![CDATA[...]]>
+    nested: str = ""  # what is before each tag, if lists and objects are written by tags as well
+    # whether a call without arguments counts only if its tool is offered
     needs_arguments: bool = False
 
     @cached_property
@@ -77,8 +65,7 @@ class Tags:
 
     @cached_property
     def _cut_pattern(self) -> Any:
-        """Finds where a value may end if its own end is missing: before another argument, at the
-        end of the call, or of the text."""
+        """Where a value may end if its own end is missing: at another argument, call or end."""
         line = r"\n\s*" if self.has_lines else r"\s*"
         argument = rf"(?P<argument>{line}{_pattern(self.argument, chr(92) + 'n')})"
         end = regex.escape(self.end) if self.end else r"(?!)"
@@ -88,7 +75,6 @@ class Tags:
         return regex.compile(rf"{argument}|{call}|(?P<text>\s*(?:{foot}\s*(?:{end})?|{end})\s*$)")
 
     def read(self, cursor: Cursor, tools: OfferedTools) -> list[Call]:
-        """Read calls; see `CallReader`."""
         return read_until_end(cursor, self.end, lambda: self._read_call(cursor, tools))
 
     def _read_call(self, cursor: Cursor, tools: OfferedTools) -> Call:
@@ -101,11 +87,7 @@ class Tags:
         return self.read_arguments(cursor, name, tools)
 
     def read_arguments(self, cursor: Cursor, name: str, tools: OfferedTools) -> Call:
-        """Go past the arguments of a call of the tool `name`, and return it.
-
-        Raises:
-            NotACallError: they are invalid; see `CallReader`.
-        """
+        """Go past the arguments of a call of the tool `name`, and return it."""
         found: dict[str, Any] = {}
         if cursor.has(self.json_marks[0]):
             found = calls_in_json({"name": name, "arguments": cursor.json()})[0].arguments
@@ -132,13 +114,13 @@ class Tags:
         cursor: Cursor,
         value_end: str,
         name: str,
-        given: dict[str, Any],
+        given: dict[str, Any],  # arguments that were read already
         tools: OfferedTools,
     ) -> str:
         """Go past a value and the mark that ends it, and return its text.
 
-        If the mark is missing, the value ends before the next argument of the tool's that was
-        not given yet, before the call's end, or with a whole text.
+        If the mark is missing, the value ends before the next argument of the tool that was not
+        given yet, before the call's end, or with a whole text.
         """
         end = cursor.text.find(value_end, cursor.at)
         limit = len(cursor.text) if end < 0 else end
@@ -147,7 +129,7 @@ class Tags:
             is_next = tools.has_argument(name, key) and key not in given
             is_last = cut["text"] is not None and cursor.is_whole and end < 0
             if is_next or is_last or cut["call"]:
-                # A line end that the form has before its tags is taken off with the value's.
+                # A line end before the form's tags is removed with the value's own.
                 line = 1 if self.has_lines and cut[0].startswith("\n") else 0
                 text = cursor.text[cursor.at : cut.start() + line]
                 cursor.at = cut.start() + line
@@ -160,8 +142,12 @@ class Tags:
         cursor.at = len(cursor.text)
         return text
 
-    def _value(self, text: str, type: str | None, schema: Any) -> Any:
-        """Return the value of an argument's text, of the type that the tag names, if it does."""
+    def _value(
+        self,
+        text: str,
+        type: str | None,  # that the tag names, if it does
+        schema: Any,
+    ) -> Any:
         if self.has_lines:
             text = text.removeprefix("\n").removesuffix("\n")
         if self.has_cdata and (inner := _CDATA.fullmatch(text)):
@@ -175,16 +161,15 @@ class Tags:
         return argument_value(text, schema)
 
     def write(self, rules: GrammarRules, name: str, schema: Schema) -> str:
-        """Return the expression of one call; see `CallWriter`."""
         parts = [rules.literal(self.head.replace("{any}", self.any).format(name) + self.gap)]
-        for parameter in parameters_required_first(schema):
+        for parameter in ordered_parameters(schema):
             ways = self._write_argument(rules, parameter.name, parameter.schema)
             one = f"{rules.add(' | '.join(ways))} {rules.literal(self.gap)}"
             parts.append(rules.add(one) + ("" if parameter.is_required else "?"))
         return " ".join([*parts, rules.literal(self.foot)]) if self.foot else " ".join(parts)
 
     def _write_argument(self, rules: GrammarRules, name: str, schema: Any) -> list[str]:
-        """Return the expressions of an argument with its tags, one for each way to write it."""
+        """The expressions of an argument with its tags, one for each way to write it."""
         line = "\n" if self.has_lines else ""
         value_end = self.value_end.format(name)
 
@@ -200,7 +185,7 @@ class Tags:
             if "string" in allowed:
                 text = rules.text_up_to(value_end, referenced(one), in_lines=self.has_lines)
                 ways.append(f"{before(self.types[0])} {text}")
-            # Without a type in the tag, a number is a text where that is allowed.
+            # Without a type in the tag, a number is a text if that is allowed.
             elif self.types[0] or not (has_text and allowed <= _PLAIN_TYPES):
                 kind = min(allowed) if self.types[1] is None else self.types[1]
                 after = rules.literal(line + value_end)
@@ -209,11 +194,7 @@ class Tags:
 
 
 def _nested_value(cursor: Cursor, prefix: str, schema: Any) -> Any:
-    """Return the value of the tags that a text is: <item> of a list, or others of an object.
-
-    Raises:
-        NotACallError: it is anything else.
-    """
+    """The value of the tags that a text is: <item> of a list, or others of an object."""
     tag = regex.compile(rf"\s*{regex.escape(prefix)}<(?P<name>[^<>/\s]+)>")
     end = f"{prefix}</"
 
@@ -243,14 +224,13 @@ def _nested_value(cursor: Cursor, prefix: str, schema: Any) -> Any:
     return found
 
 
-def _pattern(tag: str, not_in_name: str, *, named: bool = True) -> str:
-    """Return the regular expression of a tag, in which quotes may be others, or missing.
-
-    Args:
-        tag: as those of `Tags`.
-        not_in_name: characters that a name cannot contain.
-        named: whether the name is a group of the expression.
-    """
+def _pattern(
+    tag: str,  # as those of `Tags`
+    not_in_name: str,  # characters that a name cannot contain
+    *,
+    named: bool = True,  # the name is a group of the expression
+) -> str:
+    """The regular expression of a tag, in which quotes may be others, or missing."""
     name = rf"[^\"'<>{{}}{not_in_name}]+?"
     own = {"{}": f"(?P<name>{name})" if named else name, '"': r"[\"']?"}
     own["{any}"] = r"(?:\s[^<>\n]*)?"
@@ -290,7 +270,7 @@ def _read_tool_call(cursor: Cursor, tools: OfferedTools) -> list[Call]:
 
 
 def _make_tool_call_form(call: CallWriter, **more: Any) -> CallForm:
-    """Return a form of calls between `<tool_call>` and `</tool_call>`, which reads all of them."""
+    """Between `<tool_call>` and `</tool_call>`; reads all of the forms that these open."""
     return CallForm(
         opens=_CALL_MARKS[:1],
         ends=(_CALL_MARKS[1], "</function>"),
@@ -335,7 +315,7 @@ HUNYUAN = make_json_form("<tool_calls>", "</tool_calls>", read=_read_hunyuan_cal
 
 
 def _make_form(open: str, tags: Tags, *signs: str) -> CallForm:
-    """Return the form of calls between tags that a mark opens, which is a sign of it as well."""
+    """Calls between tags that a mark opens, which is also a sign of it."""
     return CallForm(
         opens=(open,),
         ends=(tags.end, tags.foot) if tags.foot else (tags.end,),
@@ -405,7 +385,7 @@ SEED = _make_form(
 
 
 def _deepseek_tags(section: str) -> Tags:
-    """Return the tags of DeepSeek from V3.2 on, which say of each argument whether it is a text."""
+    """DeepSeek from V3.2 on, which says of each argument whether it is a text."""
     return Tags(
         head='<｜DSML｜invoke name="{}">',
         argument='<｜DSML｜parameter name="{}" string="{type}">',

@@ -17,7 +17,7 @@ from ..drafters.registry import (
     Loaded,
     build_drafter,
     registered_drafter,
-    split_drafter_arguments,
+    split_drafter,
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import InputError, require
@@ -113,7 +113,7 @@ def make_plan(
     """
     config = replace(config or GenerateConfig(), **settings)
     config = config.following(model.backbone.origin.sampling)
-    config, given = split_drafter_arguments(config, drafter)
+    config, given = split_drafter(config, drafter)
     kind, loaded = choose_drafter(model, config, given)
     sampling = Sampling(config, model.backbone.vocab_size)
     complete = config.with_default_shape()
@@ -148,7 +148,7 @@ def make_plan(
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
     """Whether a controller decides what is drafted: the settings leave it open."""
-    # A model that is split over machines would decide by seconds of each.
+    # The machines of a split model would each decide by seconds of their own.
     return config.is_controlled and model.backbone.group is None
 
 

@@ -13,23 +13,17 @@ from ..json_files import read_json
 from .folders import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
 from .identity import stored_shapes_digest, stored_weights_digest
 
-PAYS = 1.05
-"""The speed over that without an adapter from which on it is used by itself."""
+PAYS = 1.05  # times the speed without the adapter: from here on it is used by default
 _log = logging.getLogger("ssmlx")
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run of `ssmlx.adapt` as it lies on disk, finished or not.
-
-    Attributes:
-        folder: of the run.
-        plan: the content of its plan.json.
-        figures: the content of its adapter's figures.json; empty before the run has ended.
-    """
+    """A run of `ssmlx.adapt` on disk, finished or not."""
 
     folder: Path
-    plan: Mapping[str, Any]
+    plan: Mapping[str, Any]  # the content of plan.json
+    # the content of the adapter's figures.json; empty before the run has ended
     figures: Mapping[str, Any]
 
     @property
@@ -38,7 +32,7 @@ class StoredRun:
 
     @property
     def adapter(self) -> Path:
-        """The adapter's folder, which may not be there yet."""
+        """The adapter's folder, which may not exist yet."""
         return self.folder / TRAINED_FOLDER
 
     @property
@@ -47,76 +41,62 @@ class StoredRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the adapter is there and was measured after the last round that is planned."""
+        """Whether the adapter was measured after the last planned round."""
         return self.has_adapter and self.figures.get("rounds") == len(self.plan["rounds"])
 
     @property
     def changed(self) -> float:
-        """When the settings file of the adapter, or the plan where there is no adapter, was last
-        changed; seconds since the epoch.
-        """
+        """When its adapter, or its plan before there is one, last changed: seconds since 1970."""
         file = self.adapter / CONFIG_FILE if self.has_adapter else self.folder / PLAN_FILE
         return file.stat().st_mtime
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Settings that must be the same for the run to go on, see
-        `ssmlx.training.adapt_run.fixed_settings`.
-        """
+        """What must stay the same if the run is to be continued: `adapt_run.fixed_settings`."""
         settings: Mapping[str, Any] = self.plan["settings"]
         return settings
 
     @property
     def model(self) -> str:
-        """The model as it was named."""
+        """The model as the user named it."""
         return str(self.plan["base"]["model"])
 
     @property
     def model_folder(self) -> Path:
-        """Where the model lay."""
         return Path(self.plan["base"]["folder"])
 
     @property
     def hours(self) -> float:
-        """Hours that were planned for the run in all; 0 before anything was."""
+        """Planned in all; 0 if nothing is planned yet."""
         return float(self.plan["rounds"][-1]["hours"]) if self.plan["rounds"] else 0.0
 
     @property
     def is_for_base(self) -> bool:
-        """Whether the streams draft for the model itself, not for the model with a LoRA."""
+        """Whether its streams draft for the model itself, not for the model with a LoRA."""
         return "adapter" not in self.settings
 
     @property
     def why_outdated(self) -> str:
-        """What the adapter of a run is that is not for a model's very weights.
-
-        Earlier versions noted a digest of samples of the weights, which says too little of them.
-        """
+        # Earlier versions noted a digest of samples of the weights, which is too little.
         is_digest_of_all = "-" in str(self.settings["weights"])
         weights = "from other weights than are there"
         return f"made {weights if is_digest_of_all else 'by an earlier version'}"
 
     @property
     def speed_up(self) -> float | None:
-        """The speed of whole answers with the adapter, as a multiple of plain decoding's; None
-        where it was not measured, or not on this machine.
-        """
+        """Of whole answers over plain decoding; None if it was not measured on this machine."""
         figures = self.figures.get("figures") or {}
         is_here = figures.get("machine") == ", ".join(this_machine())
         return float(figures["speed_up"]) if is_here else None
 
     @property
     def pays(self) -> bool:
-        """Whether the adapter drafts without being asked for: True where it was not measured on
-        this machine, else by `is_worth_using`.
-        """
+        """Whether the adapter drafts by default; an adapter not measured here is trusted."""
         return self.speed_up is None or is_worth_using(self.figures["figures"])
 
     @property
     def speed_up_text(self) -> str:
-        """A phrase for the user: the speed-up that was measured on this machine, and that of prompt
-        lookup where it was faster than plain decoding; or that nothing was measured here.
-        """
+        """For the user; prompt lookup's own speed-up is named if it had one."""
         if self.speed_up is None:
             return "not measured on this machine"
         text = float(self.figures["figures"]["text_speed_up"])
@@ -124,95 +104,51 @@ class StoredRun:
         return f"{self.speed_up:.2f} times plain decoding's speed{without} when it was made"
 
     def is_called(self, name: str, folder: Path) -> bool:
-        """Whether the run was made from a model in this folder, or of this name.
-
-        Names are compared without what follows an @; a name that is a path here is compared by
-        `folder` alone.
-
-        Args:
-            name: what a model is called.
-            folder: where it lies.
-        """
+        """Whether it was made from the model in `folder`, or one of this name in any revision."""
         is_same = self.model.partition("@")[0] == name.partition("@")[0]
         return self.model_folder == folder.resolve() or (is_same and not Path(name).exists())
 
 
 def is_worth_using(measured: Mapping[str, Any]) -> bool:
-    """Whether measured answers with an adapter were at least 5 % faster than both plain decoding
-    and prompt lookup.
-
-    Args:
-        measured: figures of a run, as `ssmlx.adapt` writes them: "speed_up" and "text_speed_up".
-    """
+    """By "speed_up" and "text_speed_up" of a run's figures: it must beat prompt lookup too."""
     return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
 def read_adapt_runs() -> list[StoredRun]:
-    """Read every run of `ssmlx.adapt` that is kept on this machine, see `adapters_home`.
-
-    Returns:
-        The runs with a plan, those that changed last first; those whose files cannot be read or
-        lack something are left out.
-    """
+    """Every run with a readable plan, the last changed first."""
     found = []
     for path in adapters_home().glob(f"*/{PLAN_FILE}"):
         with suppress(InputError, LookupError, TypeError, ValueError, AttributeError, OSError):
-            run = StoredRun(
-                path.parent, read_json(path, "the plan of a run"), _figures(path.parent)
-            )
-            # What is asked of every one.
+            figures = path.parent / TRAINED_FOLDER / FIGURES_FILE
+            measured = read_json(figures, "the figures of an adapter") if figures.exists() else {}
+            run = StoredRun(path.parent, read_json(path, "the plan of a run"), measured)
+
+            # A run that lacks what is asked of every run is left out.
             _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.pays
             found.append((run.changed, run))
     return [run for _, run in sorted(found, key=lambda one: one[0], reverse=True)]
 
 
-def _figures(folder: Path) -> dict[str, Any]:
-    """Read the figures.json of the adapter in a run's folder; empty where there is no such file.
-
-    Raises:
-        InputError: the file is no JSON object.
-    """
-    path = folder / TRAINED_FOLDER / FIGURES_FILE
-    return read_json(path, "the figures of an adapter") if path.exists() else {}
-
-
 @dataclass(frozen=True)
 class FoundRuns:
-    """Runs that belong to a model, in each list those that changed last first. Some may have no
-    adapter yet.
+    """Runs that belong to a model, the last changed first; some may have no adapter yet."""
 
-    Attributes:
-        fitting: made from its very weights, without a LoRA.
-        outdated: made from other weights in the same folder, or of the same name, without a LoRA;
-            or by an earlier version.
-        tuned: made from its very weights with a LoRA on them.
-    """
-
-    fitting: tuple[StoredRun, ...] = ()
+    fitting: tuple[StoredRun, ...] = ()  # made from exactly these weights, without a LoRA
+    # of the same folder or name, but made from other weights or by an earlier version
     outdated: tuple[StoredRun, ...] = ()
-    tuned: tuple[StoredRun, ...] = ()
+    tuned: tuple[StoredRun, ...] = ()  # made from exactly these weights with a LoRA on them
 
     @property
     def chosen(self) -> StoredRun | None:
-        """The run whose adapter drafts without being asked for: the newest of `fitting` that has an
-        adapter and `pays`; None where there is none.
-        """
+        """The newest run whose adapter drafts by default, if any."""
         return next((one for one in self.fitting if one.has_adapter and one.pays), None)
 
 
-def find_runs_by_weights(model_folder: Path | None, model_name: str) -> FoundRuns:
-    """Find the runs that belong to the model in a folder, by the digest of its weights.
-
-    Where a run is of weights of the same names, types and shapes, all bytes of the weights are
-    read, see `stored_weights_digest`.
-
-    Args:
-        model_folder: None for a model that was made in memory, to which no run belongs.
-        model_name: what the model is called.
-
-    Returns:
-        The runs; none where the weights cannot be read, which is logged.
-    """
+def find_runs_by_weights(
+    model_folder: Path | None,  # None: the model was made in memory, no run belongs to it
+    model_name: str,
+) -> FoundRuns:
+    """Reads all bytes of the weights if a run is of weights of the same names, types and shapes."""
     every = read_adapt_runs() if model_folder is not None else []
     if model_folder is None or not every:
         return FoundRuns()
@@ -220,7 +156,7 @@ def find_runs_by_weights(model_folder: Path | None, model_name: str) -> FoundRun
         shapes = stored_shapes_digest(model_folder)
         like = [run for run in every if str(run.settings["weights"]).startswith(shapes)]
         digest = stored_weights_digest(model_folder) if like else None
-    except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
+    except (InputError, OSError) as error:  # the model's own loader says what is wrong
         _log.debug("no adapter is looked for: %s", error)
         return FoundRuns()
     same = [run for run in like if run.settings["weights"] == digest]
@@ -232,16 +168,8 @@ def find_runs_by_weights(model_folder: Path | None, model_name: str) -> FoundRun
     )
 
 
-def log_outdated_if_none_chosen(found: FoundRuns, model_name: str) -> None:
-    """Log, at level info, that the newest outdated adapter is not used, and the option that takes
-    it all the same.
-
-    Nothing is logged where no outdated run has an adapter, or where an adapter is chosen.
-
-    Args:
-        found: the runs that belong to the model.
-        model_name: what the model is called.
-    """
+def log_outdated(found: FoundRuns, model_name: str) -> None:
+    """Says which outdated adapter is not used, and the option that uses it all the same."""
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:
         _log.info(

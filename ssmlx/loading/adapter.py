@@ -1,25 +1,24 @@
-"""What is put on a base model, LoRA, streams, or both; and the folders that hold it.
+"""What is put on a base model (LoRA, streams, or both) and the folders that hold it.
 
-LoRA alone lies in mlx-lm's files or in PEFT's, see `lora_files`. Streams, and the LoRA that comes
-with them, in those that the converter and the trainers write:
+LoRA alone is stored as mlx-lm or PEFT write it, see `lora_files`. Streams, and the LoRA that comes
+with them, are in these files:
 
     streams_config.json          settings, LoRA's scale, and what identifies the base model
-    streams.safetensors          each where the settings name it: stream_embeddings [G, D],
+    streams.safetensors          each if the settings name it: stream_embeddings [G, D];
                                  stream_init and prune_adapter, .lora_A.weight [r, D] and
                                  .lora_B.weight [D, r]; root_init, alike but for A [r, 2 D];
                                  condition, .embed.weight and .gate.weight [r, D] and .out.weight
                                  [D, r]; draft_vocab [Vd]
     adapters.safetensors         LoRA on every row, with adapter_config.json beside it: exactly
                                  what mlx-lm's own `--adapter-path` reads
-    stream_adapters.safetensors  LoRA on stream rows alone; mlx-lm, which would apply it to every
-                                 row, does not find it
+    stream_adapters.safetensors  LoRA on stream rows alone, under a name that mlx-lm does not look
+                                 for, as it would apply this LoRA to every row
 
-Streams that draft for a fine-tuned model, and leave its answers as they are, have both: the LoRA
-of the task on every row, in the first, and their own on stream rows, in the second.
-
-A fused folder is an mlx-lm model folder, LoRA merged into its weights, with the two streams
-files beside them.
+Streams that draft for a fine-tuned model have both: the LoRA of the task on every row, and their
+own on stream rows. A fused folder is an mlx-lm model folder with LoRA merged into its weights, and
+the two streams files beside them.
 """
+# The API reference shows this text as its page on the adapter format.
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import InputError, quoted, require
-from ..json_files import read_json
+from ..json_files import build_settings, read_json
 from ..model.condition import Condition
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
@@ -49,7 +48,7 @@ from .lora_files import (
     write_lora_file,
     write_uniform_lora,
 )
-from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
+from .tensors import check_tensors, read_tensors, write_tensors
 
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"
@@ -57,70 +56,56 @@ _AGAIN = "convert the checkpoint again"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """LoRA, streams, or both; this class itself is LoRA without streams.
+    """LoRA, streams, or both; this class itself is LoRA without streams."""
 
-    Attributes:
-        lora: on every row, by module path: what makes of the base the model whose answers are
-            given. Empty where these are the base's, or where it is fused into the base.
-        base_model: the name of the model that it is for; empty where its files name none.
-    """
-
+    # by module path, on every row, so it changes the answers; empty if it is fused into the base
     lora: Loras = field(default_factory=dict)
-    base_model: str = ""
+    base_model: str = ""  # the name of the model that it is for; empty if its files name none
+    name: str | None = None  # by which it was asked for
 
-    def describe_parts_and_effect(self) -> str:
-        """Return one line on what the adapter has, and whether it changes the answers."""
+    def describe(self) -> str:
+        """One line for the user."""
         return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StreamAdapter(Adapter):
-    """Streams, and the LoRA that comes with them.
-
-    Attributes:
-        config: settings of the streams, and of the base as they know it.
-        streams: weights.
-        base: identifies the base model that it belongs to.
-        stream_lora: on stream rows alone, by module path; empty of scope "all".
-    """
-
     config: StreamConfig
     streams: StreamWeights
     base: BaseIdentity
+    # by module path, on stream rows alone; empty if the scope is "all"
     stream_lora: Loras = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = (self.config.num_layers, self.config.hidden_size)
+        true = (self.base.num_layers, self.base.hidden_size)
+        require(
+            own == true,
+            f"the adapter's settings say {own[0]} layers of width {own[1]}",
+            expected=f"{true[0]} of width {true[1]}, as its base model has",
+            do=_AGAIN,
+        )
 
     @property
     def trained_lora(self) -> Loras:
-        """The LoRA that is trained with the streams: `lora` where the scope is "all", else
-        `stream_lora`.
-        """
+        """The LoRA that is trained with the streams."""
         return self.lora if self.config.adapter_scope == "all" else self.stream_lora
 
     @property
     def task_lora(self) -> Loras:
-        """The LoRA on every row that streams of scope "streams" draft beside, which is `lora`;
-        empty of scope "all".
-        """
+        """The LoRA of a task, beside which streams with a LoRA of their own draft."""
         return {} if self.config.adapter_scope == "all" else self.lora
 
     def with_trained(self, lora: Loras, **changes: Any) -> "StreamAdapter":
-        """Return a copy of the adapter with `lora` as its `trained_lora`.
-
-        `changes` are other fields to replace, by name. The adapter itself stays as it is.
-        """
+        """A copy with `lora` as its `trained_lora`, and with other fields replaced by `changes`."""
         if self.config.adapter_scope == "all":
             return replace(self, lora=lora, **changes)
         return replace(self, stream_lora=lora, **changes)
 
-    def describe_parts_and_effect(self) -> str:
-        """Return one line for the user: how many streams in how many top layers, which LoRA on
-        every row, and whether the answers change.
-
-        An adapter with 0 streams is described as LoRA alone.
-        """
+    def describe(self) -> str:
         config = self.config
         if not config.num_streams:
-            return super().describe_parts_and_effect()
+            return super().describe()
         size = f"{config.num_streams} streams in the top {config.num_msa_layers} layers"
         if self.lora:
             return f"{size}, and {describe_lora(self.lora)}, which changes the answers"
@@ -128,7 +113,7 @@ class StreamAdapter(Adapter):
 
 
 class TokenIds(Protocol):
-    """An array of MLX, or a tensor of PyTorch."""
+    """An array of MLX or a tensor of PyTorch."""
 
     @property
     def dtype(self) -> Any: ...
@@ -139,18 +124,13 @@ class TokenIds(Protocol):
     def tolist(self) -> Any: ...
 
 
-def require_ascending_draft_vocab(
-    draft_vocab: TokenIds, size: int, vocab_size: int, source: str | Path
+def check_draft_vocab(
+    draft_vocab: TokenIds,
+    size: int,  # Vd
+    vocab_size: int,  # V
+    source: str | Path,  # for messages
 ) -> None:
-    """Raise InputError unless a draft vocabulary is [Vd] int32 token ids, strictly ascending, from
-    0 to below V.
-
-    Args:
-        draft_vocab: of any type and shape; its values are read where it is of int32.
-        size: Vd, 1 or more.
-        vocab_size: V, of the base model.
-        source: named in the message.
-    """
+    """Refuse a draft vocabulary unless it is [Vd] int32, strictly ascending, from 0 to below V."""
     dtype = str(draft_vocab.dtype).rpartition(".")[2]
     tokens = draft_vocab.tolist() if dtype == "int32" else []
     if dtype != "int32" or tuple(draft_vocab.shape) != (size,):
@@ -168,22 +148,12 @@ def require_ascending_draft_vocab(
     )
 
 
-def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
-    """Read a streams file, which must have exactly the tensors that its settings ask for.
-
-    Args:
-        path: of the file.
-        config: the settings, which decide names and shapes.
-        vocab_size: V, of the base model.
-
-    Returns:
-        The weights, evaluated, in the dtypes of the file.
-
-    Raises:
-        InputError: there is no file, it cannot be read, a tensor is missing, spare, of another
-            shape, no float or not finite; or the draft vocabulary is not as
-            `require_ascending_draft_vocab` wants it.
-    """
+def read_stream_weights(
+    path: Path,
+    config: StreamConfig,
+    vocab_size: int,  # V
+) -> StreamWeights:
+    """Evaluated, in the file's dtypes; the file must have exactly the tensors of its settings."""
     size = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {}
     if config.has_embeddings:
@@ -204,22 +174,14 @@ def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> St
     tensors = read_tensors(path, "stream weights")
     check_tensors(tensors, expected, path)
     if size := config.draft_vocab_size:
-        require_ascending_draft_vocab(tensors["draft_vocab"], size, vocab_size, path)
+        check_draft_vocab(tensors["draft_vocab"], size, vocab_size, path)
     return streams_from_tensors(tensors)
 
 
 def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
-    """Build stream weights from tensors under their names in a streams file.
-
-    Parts whose tensors are not there become None. Other tensors are ignored. Shapes are not
-    checked.
-
-    Raises:
-        KeyError: a part has its first tensor and lacks another.
-    """
+    """The inverse of `stream_tensors`; shapes are not checked."""
 
     def low_rank(name: str) -> LowRank | None:
-        """Return the low-rank pair `name`; None where `tensors` has no first factor of it."""
         if f"{name}.lora_A.weight" not in tensors:
             return None
         return LowRank(tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
@@ -239,9 +201,7 @@ def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
 
 
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
-    """Return the arrays of stream weights by their names in a streams file; parts that are None are
-    left out.
-    """
+    """By their names in a streams file."""
     arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
     tensors = {name: array for name, array in arrays.items() if array is not None}
     for name, low_rank in (
@@ -259,7 +219,7 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
 
 
 def cast_stream_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Return copies of the tensors of a streams file in `dtype`; `draft_vocab` stays as it is."""
+    # draft_vocab holds token ids
     return {
         name: array if name == "draft_vocab" else array.astype(dtype)
         for name, array in tensors.items()
@@ -267,30 +227,17 @@ def cast_stream_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dic
 
 
 def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
-    """Return stream weights in `dtype`; a draft vocabulary stays int32."""
     return streams_from_tensors(cast_stream_tensors(stream_tensors(streams), dtype))
 
 
 def write_streams_and_settings(
-    folder: Path, adapter: StreamAdapter, *, lora_is_merged: bool
+    folder: Path,
+    adapter: StreamAdapter,
+    *,
+    lora_is_merged: bool,  # into a model in the same folder
 ) -> None:
-    """Write the streams file and the settings file of an adapter into a folder, in place over older
-    ones.
-
-    LoRA tensors are not written; of them the settings note the scale, None without LoRA.
-
-    Args:
-        folder: which is there.
-        adapter: its LoRA has one scale, see `unify_rank_and_scale`.
-        lora_is_merged: whether LoRA is merged into a model in the same folder; the settings note
-            it as "fused".
-
-    Raises:
-        InputError: a weight is not finite, by which time nothing is written; or the streams file
-            cannot be written.
-        OSError: the settings file cannot be written; the streams file is there by then.
-    """
-    write_finite_tensors_in_place(folder / STREAMS_FILE, stream_tensors(adapter.streams))
+    """Both files, over older ones; of LoRA, which must have one scale, the scale alone."""
+    write_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
@@ -303,17 +250,8 @@ def write_streams_and_settings(
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def write_adapter_in_place(folder: Path, adapter: StreamAdapter) -> None:
-    """Write an adapter into a folder that is there: streams, settings, and the files of its LoRA.
-
-    LoRA is written with one rank and scale, see `unify_rank_and_scale`; `adapter` itself stays as
-    it is. Older files are written over, one after the other, not as a whole. Files of a LoRA that
-    the adapter lacks are not written, and older ones are not deleted.
-
-    Raises:
-        InputError: a weight is not finite, or a file of tensors cannot be written.
-        OSError: a file of settings cannot be written.
-    """
+def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
+    """Streams, settings and LoRA files, one after the other; older LoRA files are not deleted."""
     adapter = replace(
         adapter,
         lora=unify_rank_and_scale(adapter.lora),
@@ -326,35 +264,16 @@ def write_adapter_in_place(folder: Path, adapter: StreamAdapter) -> None:
         write_uniform_lora(folder, adapter.lora, adapter.config.num_layers)
 
 
-def load_adapter(folder: Path) -> Adapter:
-    """Read an adapter folder: LoRA alone, as mlx-lm or PEFT wrote it, or streams with their LoRA.
-
-    Nothing is put on a model, nor compared with one.
-
-    Returns:
-        A `StreamAdapter` where the folder has settings of streams, else an `Adapter`.
-
-    Raises:
-        InputError: it holds neither, or what it holds is broken or cannot be used as it is.
-    """
+def load_adapter(folder: Path, name: str | None = None) -> Adapter:
+    """Reads an adapter's folder; nothing is compared with a model yet."""
     if not is_lora_folder(folder):
-        return load_stream_adapter(folder)
+        return replace(load_stream_adapter(folder), name=name)
     found = read_lora_folder(folder)
-    return Adapter(lora=found.lora, base_model=found.base_model)
+    return Adapter(lora=found.lora, base_model=found.base_model, name=name)
 
 
 def load_stream_adapter(folder: Path) -> StreamAdapter:
-    """Read an adapter folder with streams, or the streams of a fused model folder.
-
-    Returns:
-        The adapter with the LoRA that was trained with its streams, and that of a task where it has
-        one; of a fused folder, without any.
-
-    Raises:
-        InputError: the folder has LoRA and no streams, or neither; a file is missing, broken or
-            does not fit the others; or the LoRA that was trained with the streams is DoRA, or is
-            outside of the layers.
-    """
+    """Reads an adapter with streams, or the streams of a fused model folder."""
     require(
         not is_lora_folder(folder),
         f"{folder} has LoRA and no streams",
@@ -363,7 +282,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
     )
     values = _read_stream_settings(folder)
     path = folder / CONFIG_FILE
-    config = StreamConfig.from_dict(values)
+    config = build_settings(StreamConfig, values, path)
     identity = BaseIdentity.from_settings(path, values)
     adapter = StreamAdapter(
         config=config,
@@ -373,11 +292,6 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
     )
 
     def read_scaled_lora(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
-        """Read the LoRA file of a scope, with the scale that the settings have under `scale_name`.
-
-        Raises:
-            InputError: the scale is no number or out of bounds, or the file is missing or broken.
-        """
         scale: Any = values.get(scale_name)
         what = f"{path} has {scale_name} {scale!r}"
         expected = f"a number, {SCALE.in_words()}"
@@ -401,22 +315,12 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
 
 
 def read_base_identity(folder: Path) -> BaseIdentity:
-    """Read which base model an adapter with streams is for; of its folder, the settings alone.
-
-    Raises:
-        InputError: there are no such settings, or they are broken.
-    """
+    """Of an adapter's folder, reads the settings alone."""
     return BaseIdentity.from_settings(folder / CONFIG_FILE, _read_stream_settings(folder))
 
 
 def _read_stream_settings(folder: Path) -> dict[str, Any]:
-    """Read the JSON object in an adapter's `CONFIG_FILE`, with "fused" set to False where it is
-    missing.
-
-    Raises:
-        InputError: there is no folder or no such file; "format" is not `FORMAT`; or "fused" is
-            neither true nor false.
-    """
+    """The content of `CONFIG_FILE`; "fused" is False if the file does not say."""
     what = f"no adapter folder {folder}"
     do = "check --adapter, or convert a checkpoint"
     require(folder.is_dir(), what, expected="a folder with LoRA or streams", do=do)

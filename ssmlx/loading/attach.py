@@ -1,4 +1,4 @@
-"""An adapter's streams and LoRA on a loaded base, off it, and exchanged."""
+"""Putting an adapter's streams and LoRA on a loaded base, taking them off, and exchanging them."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..model.lora import (
 )
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
-from .adapt_runs import find_runs_by_weights, log_outdated_if_none_chosen
+from .adapt_runs import find_runs_by_weights, log_outdated
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
 from .folders import Fetch
 from .identity import BaseIdentity, digest_arrays
@@ -36,42 +36,19 @@ from .tensors import check_tensors
 
 
 def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
-    """Raise InputError where an adapter with streams was made for another model than `backbone`, or
-    its settings have another number of layers or hidden size than its own base.
-
-    LoRA is not looked at.
-    """
-    config = adapter.config
-    base = adapter.base
-    wanted = config.base_model or "the model it was converted for"
-    base.require_same(
+    """Refuse an adapter whose streams were made for another model; its LoRA is not looked at."""
+    wanted = adapter.config.base_model or "the model it was converted for"
+    adapter.base.require_same(
         BaseIdentity.of(backbone),
         "the adapter belongs",
         expected=f"{wanted}, not {backbone.origin.name}",
         do="choose that model with --model, or another --adapter",
     )
-    own = (config.num_layers, config.hidden_size)
-    true = (base.num_layers, base.hidden_size)
-    what = f"the adapter's settings say {own[0]} layers of width {own[1]}"
-    expected = f"{true[0]} of width {true[1]}, as its base model has"
-    require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
-def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
-    """Return an adapter's LoRA on every row, checked, by the base model's own module paths.
-
-    Wrappers such as `language_model` in front of a path are matched, and the LoRA of single experts
-    is stacked. Neither the adapter nor the model is changed.
-
-    Args:
-        adapter: of which only `lora` is looked at; it may be empty.
-        backbone: the base model.
-
-    Raises:
-        InputError: a module is missing in the model, cannot have LoRA, or is of another size; a
-            tensor is no float or not finite; or ranks share the model, and the LoRA is DoRA or acts
-            on more than linear layers.
-    """
+def match_lora(adapter: Adapter, backbone: Backbone) -> Loras:
+    """An adapter's LoRA on every row, checked, by the base model's own module paths."""
+    # Files may name the modules with other wrappers (`language_model`) in front.
     modules: dict[str, Any] = dict(backbone.model.named_modules())
     places = {_strip_wrappers(path): path for path in modules}
     lora = {
@@ -81,7 +58,7 @@ def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
     experts = {path: one.num_experts for path, one in modules.items() if isinstance(one, EXPERTS)}
     lora = stack_experts(lora, experts)
     try:
-        check_lora(backbone.model, lora, Path("the adapter"))
+        check_lora(backbone.model, lora, "the adapter")
     except InputError as error:
         trained_on = f", which was trained on {adapter.base_model}" if adapter.base_model else ""
         raise InputError(
@@ -103,9 +80,7 @@ def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
 
 
 def _strip_wrappers(module_path: str) -> str:
-    """Return a module's path without all `model` and `language_model` at its front:
-    "model.layers.0.mlp" becomes "layers.0.mlp". Empty where it has no other parts.
-    """
+    """For example "layers.0.mlp" of "model.layers.0.mlp"."""
     parts = module_path.split(".")
     names = ("model", "language_model")
     first = next((n for n, part in enumerate(parts) if part not in names), len(parts))
@@ -113,19 +88,12 @@ def _strip_wrappers(module_path: str) -> str:
 
 
 def check_lora(
-    model: nn.Module, lora: Loras, source: Path, kinds: tuple[type, ...] = LORA_KINDS
+    model: nn.Module,  # mlx-lm's, without LoRA on it
+    lora: Loras,  # by the model's module paths
+    source: str | Path,  # for messages
+    kinds: tuple[type, ...] = LORA_KINDS,
 ) -> None:
-    """Raise InputError unless each LoRA is of a module of `model` that is one of the `kinds`, has
-    the shapes that this module asks for, and is of finite floats.
-
-    Modules of the model without LoRA are fine.
-
-    Args:
-        model: mlx-lm's, without LoRA on it.
-        lora: by the model's module paths; may be empty.
-        source: named in the message.
-        kinds: classes of modules that may have LoRA.
-    """
+    """Refuse LoRA unless every module is one of `kinds` and its tensors are finite and fit it."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     modules = {path: layer for path, layer in modules.items() if isinstance(layer, kinds)}
     expected = {
@@ -137,11 +105,7 @@ def check_lora(
 
 
 def lora_digest(lora: Loras) -> str | None:
-    """Return 64 hexadecimal digits that tell a LoRA from others; None where there is no LoRA.
-
-    They are a digest of module paths, scales, shapes and all bytes of the weights, and of whether
-    that of an embedding acts on the LM head too. It waits for the device to compute the weights.
-    """
+    """64 hexadecimal digits of all that LoRA computes; waits for the device. None without LoRA."""
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
         for path, one in lora.items()
@@ -150,24 +114,15 @@ def lora_digest(lora: Loras) -> str | None:
     return digest_arrays(pairs) if lora else None
 
 
-def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
-    """Put an adapter on a copy of a base model's modules that shares its arrays.
+def attach_adapter(
+    backbone: Backbone,  # the base, or a model on it
+    adapter: Adapter,
+    *,
+    merge_lora: bool,  # into the weights of layers that are not quantised
+) -> StreamFusedModel:
+    """Put an adapter on a copy of the base's modules that shares its arrays.
 
-    `backbone` stays as it is. An adapter that is on it already is not on the copy.
-
-    Args:
-        backbone: the base, or a model on it.
-        adapter: LoRA, streams, or both; streams are cast to the backbone's dtype.
-        merge_lora: add LoRA on every row into the weights of layers that are not quantised; the
-            copy then keeps these layers' own weights only where they cannot be read again. LoRA on
-            stream rows alone is never merged.
-
-    Returns:
-        The model, its weights evaluated.
-
-    Raises:
-        InputError: the adapter is another model's, or weights that an earlier adapter was merged
-            into cannot be read again.
+    LoRA on stream rows alone is never merged. The model's weights are evaluated.
     """
     # 1. What does not fit is refused, before layers of the base are read again, or copied.
     streams = adapter if isinstance(adapter, StreamAdapter) else None
@@ -175,9 +130,9 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
         require_same_base(streams, backbone)
     # 2. LoRA is compared with the layers of the base alone: an earlier adapter's are other modules.
     base = backbone.without_adapter()
-    lora = match_lora_to_model(adapter, base)
+    lora = match_lora(adapter, base)
     stream_lora = {} if streams is None else streams.stream_lora
-    check_lora(base.model, stream_lora, Path("the adapter"), LINEARS)
+    check_lora(base.model, stream_lora, "the adapter", LINEARS)
     # 3. Layers are exchanged in a copy.
     copied = base.clone_sharing_weights()
     has_own_lora = streams is not None and streams.config.adapter_scope == "streams"
@@ -192,24 +147,19 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
         mx.eval(weights.trainable_arrays)
         fused = StreamFusedModel(copied, streams.config, weights, scope)
     fused.lora_digest = lora_digest(lora)
+    fused.adapter_name = adapter.name
     return fused
 
 
 def _exchange_layers(
-    backbone: Backbone, lora: Loras, stream_lora: Loras | None, *, merge_lora: bool
+    backbone: Backbone,  # a copy of the base, without LoRA
+    lora: Loras,  # for every row, by module path
+    stream_lora: Loras | None,  # None: streams have no LoRA of their own
+    *,
+    merge_lora: bool,
 ) -> RowScope:
-    """Put LoRA on the layers of a backbone, in place; its `replaced` then has the layers that stood
-    there, None for those that are to be read again.
-
-    Args:
-        backbone: a copy of the base, without LoRA.
-        lora: for every row, by the model's module paths.
-        stream_lora: for stream rows alone; None where streams have no LoRA of their own.
-        merge_lora: see `attach_adapter`.
-
-    Returns:
-        The rows that the streams' LoRA acts on, for the model to set; every row where they have
-        none of their own.
+    """Put LoRA on a backbone's layers, in place, and note in `replaced` what was there; returns the
+    rows that the streams' LoRA acts on, for the model to set.
     """
     model = backbone.model
     dtype = backbone.dtype
@@ -219,10 +169,10 @@ def _exchange_layers(
     if merge_lora and backbone.origin.reload is not None:
         dropped = [path for path, layer in replaced.items() if is_mergeable(layer, lora[path])]
     if stream_lora is not None:
-        # Behind the other: a layer with both is wrapped with what tunes it inside, for every row.
+        # After the other: a layer with both is wrapped with the LoRA of every row inside.
         scope = RowScope()
         of_streams = attach_lora(model, stream_lora, scope, merge=False, dtype=dtype)
-        # Of such a layer the base's own is what the first call has replaced.
+        # Of such a layer the base's own is what the first call replaced.
         replaced = {**of_streams, **replaced}
     backbone.replaced = {**replaced, **dict.fromkeys(dropped)}
     backbone.refresh_parts()
@@ -236,18 +186,18 @@ def swap_adapter(
 
     Only the layers that LoRA was merged into are read again, from the model's folder. `model` stays
     as it is, and both share what the adapters leave alone; what is no longer used is freed. A cache
-    belongs to the model that filled it, for an adapter may change keys and values.
+    belongs to the model that filled it, as an adapter may change keys and values.
 
     Args:
         model: as `load` or `swap_adapter` returned it.
-        adapter: a folder or a name as `load` takes it (fetched as that was told to), an adapter in
-            memory, "auto" for what `find_default_adapter` finds, or None (or "none") for the base
-            model. Of a fused folder, the base is the model in that folder; give the folder itself
-            for its own streams.
+        adapter: a folder or a name as `load` takes it (downloaded as `load` was asked to), an
+            adapter in memory, "auto" for the adapter that a chat takes by default, or None (or
+            "none") for the base model. Of a fused folder, the base is the model in that folder;
+            give the folder itself for its own streams.
         merge_lora: as for `load`.
 
     Returns:
-        A new model; the base alone, too, where "auto" finds nothing.
+        A new model; the base alone if "auto" finds nothing.
 
     Raises:
         InputError: the adapter is missing, broken, or belongs to another model; or the model's
@@ -256,21 +206,17 @@ def swap_adapter(
     if isinstance(adapter, str | Path):
         own = model.backbone.origin
         fetch = Fetch(cache_dir=own.cache_dir, offline=own.offline)
-        _, folder = choose_adapter(adapter, model, fetch)
-        adapter = None if folder is None else load_adapter(folder)
+        name, folder = choose_adapter(adapter, model, fetch)
+        adapter = None if folder is None else load_adapter(folder, name)
     if adapter is None:
         return StreamFusedModel(model.backbone.without_adapter())
     return attach_adapter(model.backbone, adapter, merge_lora=merge_lora)
 
 
 def find_adapters_of_base(model: StreamFusedModel) -> dict[str, Path]:
-    """Find the adapters with streams, made here or bundled, that belong to a model's base.
+    """Adapters with streams, made here or bundled, that belong to a model's base, by name.
 
-    Settings are read and no weights; an adapter whose settings cannot be read is left out.
-
-    Returns:
-        Folders by name: those made here, the newest first, then bundled ones. Of two of one name
-        the bundled one is returned.
+    Those made here come first, the newest first; a bundled adapter hides one of the same name.
     """
     identity = BaseIdentity.of(model.backbone)
     found = {}
@@ -284,20 +230,9 @@ def find_adapters_of_base(model: StreamFusedModel) -> dict[str, Path]:
 def choose_adapter(
     asked: str | Path, model: StreamFusedModel, fetch: Fetch | None = None
 ) -> tuple[str, Path | None]:
-    """Find which adapter a user means for a loaded model, "auto" included; nothing is loaded.
+    """The name and folder of the adapter that a user means, "auto" included; nothing is loaded.
 
-    Args:
-        asked: "auto" for what `find_default_adapter` finds, or else as `resolve_adapter` takes it.
-        model: whose base is looked at for "auto"; an adapter on it changes nothing, and streams
-            that are part of it are not meant.
-        fetch: how to download; None for the usual way.
-
-    Returns:
-        Its name and its folder: "none" and None for the base alone, as "auto" is where nothing is
-        found.
-
-    Raises:
-        InputError: no adapter has this name, or it cannot be fetched.
+    The base alone is "none" and None.
     """
     if asked == AUTO_ADAPTER:
         return find_default_adapter(model) or (NO_ADAPTER, None)
@@ -305,22 +240,12 @@ def choose_adapter(
 
 
 def find_default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
-    """Choose the adapter that drafts for a model where the user names none.
-
-    That is the newest one that was made here from the very weights of the model's folder, by
-    `FoundRuns.chosen`; else the bundled adapter "chat". Either has to belong to the model by its
-    settings, see `find_adapters_of_base`. Where only adapters of other weights were made here, that
-    is logged.
-
-    Args:
-        model: whose base is looked at; an adapter on it changes nothing.
-
-    Returns:
-        Its name and its folder, which is not loaded; None where there is none.
+    """The adapter that drafts by default: the newest that pays of those made here from exactly
+    these weights, else "chat" if it belongs to the model.
     """
     backbone = model.backbone
     found = find_runs_by_weights(backbone.origin.folder, backbone.origin.name)
-    log_outdated_if_none_chosen(found, backbone.origin.name)
+    log_outdated(found, backbone.origin.name)
     names = [found.chosen.name] if found.chosen else []
     fitting = find_adapters_of_base(model)
     return next(
@@ -328,19 +253,8 @@ def find_default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
     )
 
 
-def read_every_row_lora(folder: Path, backbone: Backbone) -> Loras:
-    """Read the LoRA that a model has on every row while streams learn to draft for it.
-
-    Args:
-        folder: an adapter's, given as --task-lora. It may have streams, which are not returned.
-        backbone: the base model.
-
-    Returns:
-        The LoRA by the base model's module paths, as `match_lora_to_model` returns it.
-
-    Raises:
-        InputError: there is no folder, it has no LoRA on every row, or that is another model's.
-    """
+def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
+    """The LoRA of --task-lora by module path; streams in its folder are not returned."""
     expected = "LoRA that changes what the model says"
     require(folder.is_dir(), f"no folder {folder}", expected=expected, do="check --task-lora")
     adapter = load_adapter(folder)
@@ -348,4 +262,4 @@ def read_every_row_lora(folder: Path, backbone: Backbone) -> Loras:
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         require_same_base(adapter, backbone)
-    return match_lora_to_model(adapter, backbone)
+    return match_lora(adapter, backbone)

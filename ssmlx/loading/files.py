@@ -1,4 +1,4 @@
-"""Writing folders and files whole or not at all, and keeping others out of them meanwhile."""
+"""Writing folders and files whole or not at all, and locking out other processes meanwhile."""
 
 import fcntl
 import logging
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from ..errors import (
     InputError,
     join_first,
-    name_file_in_os_errors,
+    naming_file,
     require,
     unwritable_error,
 )
@@ -24,29 +24,14 @@ logger = logging.getLogger("ssmlx")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; do nothing where it is there.
-
-    Raises:
-        InputError: it cannot be made.
-    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable_error(folder, error) from error
 
 
-def lock_without_waiting(file: int | BinaryIO, path: Path) -> None:
-    """Lock an open file or folder, without waiting, until it is closed or this process ends.
-
-    Where the file system has no locks, that is logged, and nothing is locked.
-
-    Args:
-        file: open, or its descriptor.
-        path: of it, for messages.
-
-    Raises:
-        InputError: another process has the lock.
-    """
+def lock_file(file: int | BinaryIO, path: Path) -> None:
+    """Lock an open file until it is closed or this process ends, if its file system has locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -60,39 +45,23 @@ def lock_without_waiting(file: int | BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def locked_folder_removed_if_empty(folder: Path) -> Iterator[None]:
-    """Make a folder where there is none, and lock it inside the block, see `lock_without_waiting`.
-
-    Only processes that ask for the lock are kept out. At the end of the block, also of one that
-    fails, the folder is removed if it is empty.
-
-    Raises:
-        InputError: another process has the lock, or the folder cannot be made.
-    """
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes that ask for the lock out of a folder, which is made if missing."""
     make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock_without_waiting(handle, folder)
+        lock_file(handle, folder)
         try:
             yield
         finally:
-            with suppress(OSError):  # where it is empty
+            with suppress(OSError):  # it is not empty
                 folder.rmdir()
     finally:
         os.close(handle)
 
 
 def require_nothing_else_in(folder: Path, patterns: Sequence[str], do: str) -> None:
-    """Raise InputError where a folder that is to be replaced holds what was not written there.
-
-    Args:
-        folder: which need not exist; a file in its place is refused.
-        patterns: of the names of files and folders that are written there, as `fnmatch` takes them.
-        do: what a message says is to be done.
-
-    Raises:
-        InputError: something else is in it, which would be deleted; the first names are given.
-    """
+    """Refuse to replace a folder that holds more than files of these patterns (as of `fnmatch`)."""
     if not folder.is_dir():
         is_free = not os.path.lexists(folder)
         require(is_free, f"{folder} is a file", expected="a folder, or a new one", do=do)
@@ -105,17 +74,11 @@ def require_nothing_else_in(folder: Path, patterns: Sequence[str], do: str) -> N
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `target`, which takes its place when the block ends
-    well.
+    """Yield an empty folder that takes the place of `target` when the block ends well.
 
-    An older `target` is then deleted with all that it held, see `require_nothing_else_in`; where it
-    is a link, what it leads to is replaced. If the block fails or is interrupted, the temporary
-    folder is removed and the older `target` stays. Folders above are made. The new folder's mode is
-    755.
-
-    Raises:
-        InputError: the temporary folder cannot be made.
+    If `target` is a link, what it leads to is replaced. If the block fails, nothing changes.
     """
+    # mkdtemp makes folders that only their owner can read, hence the mode below.
     target = target.resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -140,19 +103,14 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def write_whole(target: Path, content: bytes) -> None:
-    """Write a file beside `target` and rename it there: after a crash of this process it is the old
-    one or the new one.
+    """Write a file so that a crash of this process leaves the old one or the new one.
 
-    An older file's mode is kept; where `target` is a link, what it leads to is replaced. Its folder
-    must be there.
-
-    Raises:
-        OSError: it cannot be written; the error names a file.
+    If `target` is a link, what it leads to is replaced. An older file's mode is kept.
     """
     target = target.resolve()
     work = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with name_file_in_os_errors(target):
+        with naming_file(target):
             work.write_bytes(content)
         if target.exists():
             shutil.copymode(target, work)

@@ -19,23 +19,20 @@ LORA_SETTINGS = "adapter_config.json"  # of mlx-lm and of PEFT
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_PICKLE = "adapter_model.bin"
 FIGURES_FILE = "figures.json"
+# What an adapter on the Hub consists of, and all that is fetched of it.
 ADAPTER_FILES = (
     CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS, PEFT_FILE, FIGURES_FILE
 )  # fmt: skip
-"""What an adapter on the Hub consists of, and all that is fetched of it."""
+# Patterns of the files of a model folder that is written here, an adapter's files among them.
 MODEL_FILES = (
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"
 )  # fmt: skip
-"""Patterns of the files of a model folder that is written here; those of an adapter are among
-them."""
 TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
 PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
 
 
 def home() -> Path:
-    """Return the user's home folder; where the system knows none, as for a user without an account,
-    a path at which nothing can be.
-    """
+    """For a user without an account, and so without a home, a path where nothing can be."""
     try:
         return Path.home()
     except RuntimeError:
@@ -43,11 +40,7 @@ def home() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return this package's cache folder: $SSMLX_CACHE, else `ssmlx` in $XDG_CACHE_HOME or in
-    ~/.cache.
-
-    It is not made. Where it cannot be, nothing is kept, and all else works.
-    """
+    """This package's cache folder, which need not exist; if it cannot be made, nothing is kept."""
     if own := os.environ.get("SSMLX_CACHE"):
         return expand_user(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -56,41 +49,34 @@ def cache_dir() -> Path:
 
 
 def adapters_home() -> Path:
-    """Return the folder in which `ssmlx.adapt` keeps its runs, each in a folder of its own."""
+    """The folder in which `ssmlx.adapt` keeps its runs, each in a folder of its own."""
     return cache_dir() / "adapters"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """Where models and adapters are fetched to, and whether anything may be fetched.
+    """Where models and adapters are downloaded to, and whether they may be."""
 
-    Attributes:
-        cache_dir: the folder; models of the Hub lie in `hub` below it. None for the usual folders.
-        offline: fetch nothing.
-        progress: is told (bytes so far, bytes in all) of a download; None for nothing.
-    """
-
+    # models of the Hub are in `hub` below it; None for the usual folders
     cache_dir: str | Path | None = None
-    offline: bool = False
-    progress: Progress | None = None
+    offline: bool = False  # download nothing
+    progress: Progress | None = None  # called with (bytes so far, bytes in all)
 
     @property
     def folder(self) -> Path:
-        """The folder of converted models: `cache_dir`, or this package's own."""
+        """Of converted models."""
         return cache_dir() if self.cache_dir is None else expand_user(self.cache_dir)
 
     @property
     def hub(self) -> str | None:
-        """Where models of the Hub are kept; None for its own cache."""
+        """None for the Hub's own cache."""
         return None if self.cache_dir is None else str(self.folder / "hub")
 
-    def require_not_offline(self, missing: str, target: str | Path) -> None:
-        """Raise InputError where `offline` says that nothing may be fetched.
-
-        Args:
-            missing: the name of what is missing, for the message.
-            target: the folder that it would lie in, for the message.
-        """
+    def require_not_offline(
+        self,
+        missing: str,  # its name, for messages
+        target: str | Path,  # the folder that it would be in
+    ) -> None:
         require(
             not self.offline,
             f"{missing} is not in {target}",
@@ -100,37 +86,25 @@ class Fetch:
 
 
 def expand_user(path: str | Path) -> Path:
-    """Return the path with ~ or ~user expanded; as it is where there is no such user."""
     try:
         return Path(path).expanduser()
-    except RuntimeError:  # ~user, where no such user is known
+    except RuntimeError:  # ~user, and no such user is known
         return Path(path)
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder is an adapter's, of streams or of LoRA, or that of a training run that has
-    made one with streams. Only the names of its files are looked at.
-    """
+    """By the names of its files: streams, LoRA, or a training run that has made streams."""
     files = (CONFIG_FILE, LORA_SETTINGS, f"{TRAINED_FOLDER}/{CONFIG_FILE}")
     return any((folder / file).is_file() for file in files)
 
 
 def is_lora_folder(folder: Path) -> bool:
-    """Whether a folder has LoRA alone, as mlx-lm and PEFT write it."""
+    """LoRA alone, as mlx-lm and PEFT write it."""
     return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
 
 
 def adapter_weight_files(settings: dict[str, Any]) -> list[str]:
-    """Return the names of the weight files that an adapter's settings ask for, that of the streams
-    first.
-
-    Args:
-        settings: the content of its `CONFIG_FILE`. Where it says "fused" there is no LoRA file but
-            that of a task.
-
-    Raises:
-        KeyError: "adapter_scope" is none of `LORA_FILES`.
-    """
+    """The weight files that an adapter's settings (`CONFIG_FILE`) ask for, the streams' first."""
     scopes = [] if settings.get("fused") else [settings.get("adapter_scope", "all")]
     if settings.get("task_lora_scale") is not None:
         scopes.append("all")
@@ -138,16 +112,8 @@ def adapter_weight_files(settings: dict[str, Any]) -> list[str]:
 
 
 def first_missing_adapter_file(folder: Path) -> str | None:
-    """Return the name of the first weight file that an adapter's folder lacks; None where it is
-    whole.
-
-    LoRA alone needs mlx-lm's file or PEFT's; where it has neither, both names are returned as one
-    text.
-
-    Raises:
-        InputError: the folder has no settings that can be read.
-        KeyError: as `adapter_weight_files`.
-    """
+    """The first weight file that an adapter's folder lacks; None if it is whole."""
+    # LoRA alone is in mlx-lm's file or in PEFT's.
     if is_lora_folder(folder):
         weights = (LORA_FILES["all"], PEFT_FILE)
         return None if any((folder / file).is_file() for file in weights) else " or ".join(weights)
@@ -156,14 +122,7 @@ def first_missing_adapter_file(folder: Path) -> str | None:
 
 
 def first_missing_model_file(folder: Path) -> str | None:
-    """Return the name of the first file that a model folder lacks; None where it is whole.
-
-    It needs config.json, and the files of weights that its index names, or without an index any
-    model*.safetensors.
-
-    Raises:
-        InputError: the index of its weights cannot be read.
-    """
+    """The first file that a model folder lacks; None if it is whole."""
     if not (folder / "config.json").is_file():
         return "config.json"
     indexed = files_in_weight_index(folder)
@@ -174,12 +133,7 @@ def first_missing_model_file(folder: Path) -> str | None:
 
 
 def files_in_weight_index(folder: Path) -> list[Path] | None:
-    """Return the files of weights that a model folder's index names, there or not, by name; None
-    without an index.
-
-    Raises:
-        InputError: the index cannot be read, or names something else than files of its folder.
-    """
+    """The weight files that a folder's index names, which may not exist; None without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return None
@@ -195,12 +149,7 @@ def files_in_weight_index(folder: Path) -> list[Path] | None:
 
 
 def require_model_folder(folder: Path) -> Path:
-    """Return `folder` if it is a folder with config.json and all files of weights.
-
-    Raises:
-        InputError: it is missing, is a file, or lacks a file; weights that only PyTorch reads are
-            pointed out.
-    """
+    """`folder` itself, if it has config.json and all weights."""
     do = "check the path, or give an alias or a Hub name (org/name)"
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"

@@ -1,7 +1,7 @@
 """How a model's generation_config.json asks for its tokens to be sampled.
 
-Temperature, top-p, top-k, min-p and the repetition penalty are followed, as vLLM follows them; all
-else that the file may have is not.
+Temperature, top-p, top-k, min-p and the repetition penalty are followed, as vLLM follows them;
+nothing else in the file is.
 """
 
 import logging
@@ -21,13 +21,7 @@ logger = logging.getLogger("ssmlx")
 
 
 def read_model_sampling(folder: Path) -> ModelSampling:
-    """Read how a model's folder asks for tokens to be sampled: greedily if it says nothing.
-
-    A file that cannot be read is logged, and followed in nothing.
-
-    Args:
-        folder: of the model.
-    """
+    """Greedy if the file says nothing or cannot be read."""
     path = folder / GENERATION_FILE
     if not path.is_file():
         return ModelSampling()
@@ -38,16 +32,13 @@ def read_model_sampling(folder: Path) -> ModelSampling:
         return ModelSampling()
 
 
-def sampling_asked_for(values: Mapping[str, Any], source: str = GENERATION_FILE) -> ModelSampling:
-    """Return what the content of a generation_config.json asks for.
-
-    It is greedy if `do_sample` is false, or missing beside no temperature and no filter. Else a
-    missing temperature is 1, a missing filter or penalty is off; null is as good as missing. A
-    value that sampling may not have is logged, and counts as missing.
-
-    Args:
-        values: the content.
-        source: the file, for what is logged.
+def sampling_asked_for(
+    values: Mapping[str, Any],  # the content of generation_config.json
+    source: str = GENERATION_FILE,  # the file, for logs
+) -> ModelSampling:
+    """Greedy if `do_sample` is false, or if there is no `do_sample`, temperature or filter.
+    Otherwise a missing temperature is 1, and a missing filter or penalty is off. Null and
+    invalid values count as missing.
     """
     found = {
         own: _valid_or_none(source, name, own, values.get(name)) for name, own in _NAMES.items()
@@ -63,18 +54,14 @@ def sampling_asked_for(values: Mapping[str, Any], source: str = GENERATION_FILE)
     return ModelSampling(**{"temp": 1.0, _PENALTY: penalty or 1.0, **given})
 
 
-def _valid_or_none(source: str, name: str, own: str, value: Any) -> Any:
-    """Return the value of a file's entry as `ModelSampling` has it; None where it has none that can
-    be followed.
-
-    Args:
-        source: the file, for what is logged.
-        name: of the entry.
-        own: its name in `ModelSampling`.
-        value: as the file has it.
-    """
+def _valid_or_none(
+    source: str,
+    name: str,  # of the entry in the file
+    own: str,  # its name in `ModelSampling`
+    value: Any,
+) -> Any:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 50.0 is as good as 50
+        value = int(value)  # 50.0 counts as 50
     if value is None or (name == "top_k" and value == -1):  # off, as some write it
         return None
     try:

@@ -1,7 +1,7 @@
 """Turning a Llama-architecture GGUF file into a folder in mlx-lm's layout, without PyTorch.
 
-It reads the files of `names.ALIASES`, which are pinned by their checksums: one model of SmolLM2's
-family, its weights packed as Q4_1. Another file needs a look at what it has instead.
+Only the files of `names.ALIASES` are read, which are pinned by their checksums: one model of
+SmolLM2's family, its weights quantised as Q4_1. Nothing else was tried.
 """
 
 import json
@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from .tensors import write_finite_tensors_in_place
+from .tensors import write_tensors
 
 _Tensors = dict[str, mx.array]
 _Metadata = dict[str, Any]
@@ -31,34 +31,21 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL = 3  # of tokenizer.ggml.token_type: tokens that stand for themselves, and never merge
+_CONTROL = 3  # of tokenizer.ggml.token_type: tokens that are never made by merges
 
 
 def convert_trusted_gguf(gguf_path: Path, out_dir: Path) -> None:
-    """Convert a GGUF file of the Llama architecture into a model folder of mlx-lm's layout.
-
-    Weights keep the bits that the file stores, also the packed ones; norms become float16. Names
-    change, and the rows of the query and key projections go back to Hugging Face's order. Nothing
-    is checked but that weights are finite: see the top of this file for what may be given.
-
-    Args:
-        gguf_path: the file.
-        out_dir: made where it is missing; gets config.json, model.safetensors, tokenizer.json and
-            tokenizer_config.json, over older ones.
-
-    Raises:
-        InputError: a weight is not finite, or the weights cannot be written.
-    """
+    """Weights keep the bits of the file; nothing is checked but that they are finite."""
     loaded = mx.load(str(gguf_path), format="gguf", return_metadata=True)
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
     config = _tied_llama_config(meta)
     weights = _to_hugging_face_tensors(tensors, config)
-    config |= _vocab_and_quantisation_config(weights)
+    config |= _config_of_tensors(weights)
     tokenizer = _build_tokenizer(meta)
     tokenizer_config = _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_finite_tensors_in_place(out_dir / "model.safetensors", weights, {"format": "mlx"})
+    write_tensors(out_dir / "model.safetensors", weights, {"format": "mlx"})
     tokenizer.save(str(out_dir / "tokenizer.json"))
     for name, settings in (("tokenizer_config", tokenizer_config), ("config", config)):
         text = json.dumps(settings, indent=2, ensure_ascii=False)
@@ -66,10 +53,7 @@ def convert_trusted_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def _tied_llama_config(meta: _Metadata) -> dict[str, Any]:
-    """Return the config.json of a Llama model with tied embeddings, from a GGUF file's metadata.
-
-    Vocabulary size and quantisation are not in it, see `_vocab_and_quantisation_config`.
-    """
+    """config.json of a Llama model with tied embeddings; vocabulary and quantisation come later."""
     width = meta["llama.embedding_length"]
     heads = meta["llama.attention.head_count"]
     return {
@@ -100,16 +84,11 @@ def _shortest_decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _to_hugging_face_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
-    """Return the tensors under Hugging Face's names.
-
-    The rows of query and key projections are put into its order, and one-dimensional tensors, the
-    norms, become float16. The dict given stays as it is.
-
-    Args:
-        tensors: by their names in the GGUF file.
-        config: has the numbers of heads.
-    """
+def _to_hugging_face_tensors(
+    tensors: _Tensors,  # by their names in the GGUF file
+    config: dict[str, Any],
+) -> _Tensors:
+    """By Hugging Face's names, with its order of rows; norms become float16."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, tensor in tensors.items():
@@ -122,25 +101,17 @@ def _to_hugging_face_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tens
 
 
 def _unpermute(rows: mx.array, heads: int) -> mx.array:
-    """Return rows [heads * head_dim, ...] with each head's rotary pairs half a head apart.
-
-    llama.cpp puts the two values that one angle rotates side by side; Hugging Face, and mlx-lm with
-    it, half a head apart. Scales and biases of packed weights go by rows too.
-    """
+    """Rows [heads * head_dim, ...] with each head's rotary pairs half a head apart."""
+    # llama.cpp stores the two values that one angle rotates side by side; Hugging Face, and so
+    # mlx-lm, half a head apart. Scales and biases of quantised weights go by rows too.
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _vocab_and_quantisation_config(weights: _Tensors) -> dict[str, Any]:
-    """Return what the tensors say for config.json: "vocab_size", and "quantization" where some are
-    packed.
-
-    The latter has the group size, the bits of most modules, and an entry for each module of other
-    bits.
-
-    Args:
-        weights: by Hugging Face's names; a packed module is one with a tensor "scales".
-    """
+def _config_of_tensors(
+    weights: _Tensors,  # by Hugging Face's names
+) -> dict[str, Any]:
+    """For config.json: "vocab_size", and "quantization" with an entry for each unusual module."""
     bits = {}
     for name, scales in weights.items():
         module, _, part = name.rpartition(".")
@@ -160,10 +131,7 @@ def _vocab_and_quantisation_config(weights: _Tensors) -> dict[str, Any]:
 
 
 def _build_tokenizer(meta: _Metadata) -> Tokenizer:
-    """Build the byte-level BPE tokenizer of a GGUF file's metadata.
-
-    It splits numbers into digits, as SmolLM's does. Control tokens become special tokens.
-    """
+    """Byte-level BPE that splits numbers into digits, as SmolLM's does."""
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -182,12 +150,6 @@ def _build_tokenizer(meta: _Metadata) -> Tokenizer:
 
 
 def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json from a GGUF file's metadata: special tokens,
-    context length and chat template.
-
-    Raises:
-        KeyError: the metadata lack one of these.
-    """
     tokens = meta["tokenizer.ggml.tokens"]
     names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     return {

@@ -1,6 +1,6 @@
 """Models and adapters of the Hugging Face Hub: found in its cache, or downloaded into it.
 
-The Hub's client is imported when it is needed, which takes a while.
+The Hub's client is imported only when it is needed, as that takes a while.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from .folders import (
     first_missing_model_file,
 )
 
+# A name on the Hub, and the revision after it, if any: org/name@revision.
 HUB_NAME = re.compile(r"(?!.*\.\.)([\w.-]+/[\w.-]+)(?:@(\w[\w./-]*))?")
-"""A name on the Hub, and the revision behind it, if any: org/name@revision."""
 # mlx-lm's own list, but for code.
 ALLOW_PATTERNS = [
     "*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt",
@@ -38,82 +38,33 @@ _HUB_TIMEOUT = 5  # seconds until a Hub that does not answer counts as out of re
 logger = logging.getLogger("ssmlx")
 
 
-def find_or_download_model(name: str, revision: str | None, fetch: Fetch) -> Path:
-    """Return the folder of a model of the Hub, from its cache where that has all files, a tokenizer
-    among them, else downloaded. Which it was, and the commit, is logged.
-
-    Args:
-        name: on the Hub.
-        revision: a commit, tag or branch; None for the newest.
-        fetch: where to, and whether anything may be fetched.
-
-    Returns:
-        The folder in the cache. What was downloaded is not checked to be whole.
-
-    Raises:
-        InputError: it is not whole in the cache, and may not or cannot be fetched.
-    """
-    return _find_or_download(
-        name, revision, fetch, ALLOW_PATTERNS, _first_missing_file_or_tokenizer, _download_model
-    )
+def fetch_model(name: str, revision: str | None, fetch: Fetch) -> Path:
+    """Its folder in the Hub's cache; a download is not checked to be whole."""
+    return _fetch_whole(name, revision, fetch, ALLOW_PATTERNS, _first_missing_file, _download_model)
 
 
-def find_or_download_adapter(name: str, revision: str | None, fetch: Fetch) -> Path:
-    """Return the folder of an adapter of the Hub, from its cache where that has all files of
-    weights, else downloaded, see `_download_adapter`. Which it was, and the commit, is logged.
-
-    Args:
-        name: on the Hub.
-        revision: a commit, tag or branch; None for the newest.
-        fetch: where to, and whether anything may be fetched.
-
-    Raises:
-        InputError: it is not whole in the cache, and may not or cannot be fetched; or what came is
-            no adapter, too large, or other than what was listed.
-    """
+def fetch_adapter(name: str, revision: str | None, fetch: Fetch) -> Path:
+    """Its folder in the Hub's cache."""
     download = partial(_download_adapter, name)
-    return _find_or_download(
-        name, revision, fetch, ADAPTER_FILES, first_missing_adapter_file, download
-    )
+    return _fetch_whole(name, revision, fetch, ADAPTER_FILES, first_missing_adapter_file, download)
 
 
-def _first_missing_file_or_tokenizer(path: Path) -> str | None:
-    """Return the name of the first file that a model folder lacks, or "tokenizer" where no file
-    looks like one; None where it is whole.
-
-    Other tools may have cached a model without its tokenizer.
-
-    Raises:
-        InputError: the index of its weights cannot be read.
-    """
+def _first_missing_file(path: Path) -> str | None:
+    # Other tools may have cached a model without its tokenizer.
     names = ("*token*", "vocab*", "*.model", "tekken.json")
     has_words = any(one for name in names for one in path.glob(name))
     return first_missing_model_file(path) or (None if has_words else "tokenizer")
 
 
-def _find_or_download(
+def _fetch_whole(
     name: str,
-    revision: str | None,
+    revision: str | None,  # a commit, tag or branch; None for the newest
     fetch: Fetch,
-    patterns: Sequence[str],
-    missing_file: Callable[[Path], str | None],
-    download: Callable[..., Path],
+    patterns: Sequence[str],  # of the files to download
+    missing_file: Callable[[Path], str | None],  # the first one that a folder lacks
+    download: Callable[..., Path],  # of revision, progress and `snapshot_download` of `name`
 ) -> Path:
-    """Return the folder of a model or adapter of the Hub, from its cache where that is whole, else
-    downloaded. Which it was, and the commit, is logged.
-
-    Args:
-        name: on the Hub.
-        revision: a commit, tag or branch; None for the newest.
-        fetch: where to, and whether anything may be fetched.
-        patterns: of the files to fetch.
-        missing_file: names the first file that a folder lacks; None where it is whole.
-        download: called with revision, progress and a `snapshot_download` that has name and
-            patterns; returns the folder.
-
-    Raises:
-        InputError: it is not whole in the cache, and may not or cannot be fetched.
-    """
+    """The folder in the Hub's cache, downloaded if the cache does not have all of it."""
     from huggingface_hub import constants, snapshot_download
 
     options = {"allow_patterns": list(patterns), "etag_timeout": _HUB_TIMEOUT}
@@ -128,25 +79,18 @@ def _find_or_download(
     target = fetch.hub or constants.HF_HUB_CACHE
     fetch.require_not_offline(asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
-    with _all_errors_as_input_errors(name, revision):
+    with _explained_errors(name, revision):
         path = download(revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
     return path
 
 
-def find_whole_model_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
-    """Return the folder of a model in the Hub's cache; None where it is not there or not whole.
-
-    It is the commit that its branch "main" meant when it was fetched last. Nothing is fetched.
-
-    Args:
-        name: on the Hub, without a revision.
-        fetch: says where the cache is.
-    """
+def find_cached_model(name: str, fetch: Fetch) -> Path | None:
+    """Its folder, at the commit that "main" meant when it was last downloaded."""
     from huggingface_hub import snapshot_download
 
     patterns = ["config.json", "model.safetensors.index.json", "model*.safetensors"]
-    with suppress(Exception):  # whatever is wrong with the cache: then it is not here
+    with suppress(Exception):  # whatever is wrong with the cache, it is not here then
         folder = Path(
             snapshot_download(
                 name, cache_dir=fetch.hub, allow_patterns=patterns, local_files_only=True
@@ -159,39 +103,17 @@ def find_whole_model_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
 def _download_model(
     revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
 ) -> Path:
-    """Download a model's files from the Hub; return their folder in its cache.
-
-    Args:
-        revision: a commit, tag or branch; None for the newest.
-        progress: is told (bytes so far, bytes in all).
-        snapshot: `snapshot_download` with the name and the files given.
-    """
     tqdm_class = _byte_progress_bar(progress)
     return Path(snapshot(revision=revision, local_files_only=False, tqdm_class=tqdm_class))
 
 
 def _download_adapter(
-    name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
+    name: str,
+    revision: str | None,
+    progress: Progress | None,
+    snapshot: Callable[..., str],  # `snapshot_download` of `name` and the adapter's files
 ) -> Path:
-    """Fetch an adapter of the Hub at one commit, after its size was checked.
-
-    Only `ADAPTER_FILES` are fetched. One whose size the Hub does not say counts as too large. Files
-    whose contents are not those that the Hub has listed are deleted, and an error raised. What
-    commit a branch or tag meant is noted in the Hub's cache.
-
-    Args:
-        name: on the Hub.
-        revision: a commit, tag or branch; None for the newest.
-        progress: is told (bytes so far, bytes in all).
-        snapshot: `snapshot_download` with the name and the files given.
-
-    Returns:
-        The folder in the Hub's cache.
-
-    Raises:
-        InputError: it is no adapter, is too large (`_MOST_BYTES`, `_MOST_IN_ALL`), or other
-            contents came. The Hub's own errors are raised as they are.
-    """
+    """Download at one commit, after a check of sizes; contents other than listed are deleted."""
     from huggingface_hub import HfApi, constants
 
     from .files import write_whole
@@ -209,14 +131,8 @@ def _download_adapter(
     )
     require(is_there, found, expected="an adapter", do="check the name")
 
-    def check_size_and_tell(
-        done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files"
-    ) -> None:
-        """Raise InputError where `done` or `total` is more than `most` bytes; else tell `progress`,
-        if there is one, both, unless `done` is 0.
-
-        `what` is the message's word for what has so many bytes.
-        """
+    def check_size(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
+        """`what` is the message's word for what has so many bytes."""
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
         do = "do not trust it; or fetch it yourself, and give the folder"
         require(max(done, total) <= most, told, expected=f"{most} at most", do=do)
@@ -225,9 +141,9 @@ def _download_adapter(
 
     sizes = {file: one.size if (one.size or 0) > 0 else 2**63 for file, one in listed.items()}
     for file, size in sizes.items():
-        check_size_and_tell(0, size, _MOST_BYTES[Path(file).suffix], file)
-    check_size_and_tell(0, sum(sizes.values()))
-    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check_size_and_tell)))
+        check_size(0, size, _MOST_BYTES[Path(file).suffix], file)
+    check_size(0, sum(sizes.values()))
+    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check_size)))
     others = [
         folder / file for file, one in listed.items() if not _matches_listing(folder / file, one)
     ]
@@ -238,20 +154,14 @@ def _download_adapter(
     do = "try again; if it stays so, do not trust it"
     require(not others, f"other contents of {told} came", expected="what was listed", do=do)
     ref = folder.parents[1] / "refs" / (revision or constants.DEFAULT_REVISION)
-    if ref.name != commit:  # what a branch or a tag meant, where the Hub's client keeps it too
+    if ref.name != commit:  # what a branch or a tag meant, in the file that the Hub's client reads
         ref.parent.mkdir(parents=True, exist_ok=True)
         write_whole(ref, commit.encode())
     return folder
 
 
 def _matches_listing(path: Path, listed: Any) -> bool:
-    """Whether a file's content is what the Hub has listed: by the SHA-256 of a large file, by git's
-    SHA-1 of others.
-
-    Args:
-        path: of the file, which is there.
-        listed: the Hub's entry, with `lfs`, or else `size` and `blob_id`.
-    """
+    """The Hub lists SHA-256 of large files (`lfs`), git's SHA-1 of others."""
     with path.open("rb") as file:
         if listed.lfs:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"])
@@ -261,17 +171,10 @@ def _matches_listing(path: Path, listed: Any) -> bool:
 
 
 @contextmanager
-def _all_errors_as_input_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn every exception of the block into an InputError of one line; an InputError is raised as
-    it is.
-
-    The message tells an unknown revision, an unknown or private name and a gated one from other
-    faults.
-
-    Args:
-        name: on the Hub.
-        revision: that was asked for; None for the newest.
-    """
+def _explained_errors(
+    name: str,
+    revision: str | None,  # as the user asked for it; None for the newest
+) -> Iterator[None]:
     from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     expected = "a name there that you may read, and a network"
@@ -299,25 +202,17 @@ def _all_errors_as_input_errors(name: str, revision: str | None) -> Iterator[Non
 
 
 def _byte_progress_bar(progress: Progress | None) -> type:
-    """Return a subclass of the Hub client's tqdm that draws nothing, and calls `progress`, if any,
-    with (bytes so far, bytes in all).
-    """
+    """A subclass of the Hub client's tqdm that draws nothing and reports the bytes of files."""
     from huggingface_hub.utils import tqdm
 
     class Telling(tqdm):  # type: ignore[misc]  # mypy skips the Hub's client
-        """A bar that is never drawn."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            """Take tqdm's arguments; `progress` is called only if they are of a bar that counts the
-            bytes of files.
-            """
-            # Beside it may stand a bar of files, and one of what came over the network for them.
+            # There may also be a bar that counts files, and one of bytes that came by the network.
             is_of_files = "transfer" not in str(kwargs.get("name"))
             self._progress = progress if kwargs.get("unit") == "B" and is_of_files else None
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            """Add `n` to the count, and call `progress` where the bytes in all are known."""
             with self.get_lock():
                 self.n += n or 0
                 if self._progress is not None and self.total:

@@ -1,12 +1,9 @@
-"""What tells models from each other, by three relations.
+"""Which models are the same, by three relations.
 
-* The same stored bytes, all of them: `stored_weights_digest`, by which an adapter that was made
-  here is found.
-* The same base, in whatever precision: `BaseIdentity`, for which streams and heads draft.
-* The same keys and values of the same tokens: `CacheKey`, under which prompts are kept.
-
-Reading all bytes of a large model takes time, so the digests of folders are remembered, by the
-stamps of their files; what lives in one process goes by the stamps alone.
+* The same stored bytes, all of them: `stored_weights_digest`, which finds adapters made here, and
+  `folder_digest`, settings included, by which interrupted work is resumed.
+* The same base in any precision: `BaseIdentity`, which streams and heads draft for.
+* The same keys and values of the same tokens: `CacheKey`, under which prompts are cached.
 """
 
 from __future__ import annotations
@@ -47,11 +44,12 @@ if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
 
 NORM_PROBE_LENGTH = 32
-_PROBE_TOLERANCE = 0.02
+_PROBE_TOLERANCE = 0.02  # of a norm weight, for precision; relative if the weight is above 1
 _WEIGHTS = "model*.safetensors"  # as mlx-lm reads them
 _SETTINGS = ("config.json", "hf_quant_config.json")  # all that it reads of a model's settings
-_CLOCK_TICK = 0.02  # seconds, more than the kernel's clock takes from one time of files to the next
-_COARSE_TICK = 2.05  # the same where times of files are whole seconds, or even ones (FAT)
+# Seconds; files that are changed closer together than the kernel's tick may have the same time.
+_CLOCK_TICK = 0.02
+_COARSE_TICK = 2.05  # the same if times of files are whole seconds, or even ones (FAT)
 _MOST_WAITS = 3  # for a file that is being written
 _PIECE_BYTES = 2**22
 _MOST_THREADS = 4
@@ -67,17 +65,12 @@ _One = TypeVar("_One")
 def stamp_model_files(folder: Path) -> tuple[FileStamp, ...]:
     """Stamp the files that decide what a folder's model computes: weights and settings.
 
-    As long as the stamps are the same, so are the bytes: no program can set the time of a file's
-    last change of state. exFAT and FAT keep no such time: there a program that changes a file and
-    sets the time of its content back, as some that copy do, leaves the stamp as it was.
-
-    If a file was changed a moment ago, the clock's next tick is waited for, so that the next change
-    has another time: 0.02 s, or 2 s where the file system has times of whole seconds.
-
-    Args:
-        folder: the model's; files that are missing or cannot be looked at have no stamp.
+    Files with the same stamps have the same bytes.
     """
 
+    # No program can set the time of a file's last change of state (ctime). exFAT and FAT keep no
+    # such time: there a program that changes a file and sets the time of its content back, as some
+    # that copy do, leaves the stamp as it was.
     def stamps() -> tuple[FileStamp, ...]:
         found = []
         for path in sorted({path for one in (_WEIGHTS, *_SETTINGS) for path in folder.glob(one)}):
@@ -101,13 +94,11 @@ def stamp_model_files(folder: Path) -> tuple[FileStamp, ...]:
     return found
 
 
-def require_unchanged(folder: Path, files: tuple[FileStamp, ...] | None) -> None:
-    """Raise InputError unless a model's folder has the files that the model was loaded from.
-
-    Args:
-        folder: the model's.
-        files: their stamps then; None where they were changed meanwhile.
-    """
+def require_unchanged(
+    folder: Path,
+    files: tuple[FileStamp, ...] | None,  # None: they were changed while it was loaded
+) -> None:
+    """Refuse a folder whose files are not those that the model was loaded from."""
     require(
         stamp_model_files(folder) == files,
         f"{folder} was changed after the model was loaded from it",
@@ -117,25 +108,11 @@ def require_unchanged(folder: Path, files: tuple[FileStamp, ...] | None) -> None
 
 
 def stored_weights_digest(folder: Path) -> str:
-    """A digest of the weights that are stored in a model's folder, and of nothing beside them.
+    """`stored_shapes_digest`, a dash, and 64 hexadecimal digits of all bytes of a folder's weights.
 
-    It is of names, types, shapes and all bytes of all tensors, whichever files they are in. So a
-    copy of the folder has the same, whatever its configuration says and in whatever type it is
-    loaded, and no other weights have.
-
-    All bytes are read, with a bar where bars are shown; docs/decisions.md says how long that takes.
-    The digests of the last 256 folders are remembered in the cache folder, by their files' names,
-    inodes, sizes and times.
-
-    Args:
-        folder: with `model*.safetensors`, as mlx-lm reads them.
-
-    Returns:
-        `stored_shapes_digest`, a dash, and 64 hexadecimal digits.
-
-    Raises:
-        InputError: there are no weights, a file of them is broken, or they were changed meanwhile.
-        OSError: a file cannot be read.
+    A copy of the folder has the same digest, whatever its configuration says and however it is
+    split into files. Reading all bytes takes time, so digests are remembered by the stamps of the
+    files; docs/decisions.md says how long it takes.
     """
     stamps = _stamp_weights(folder)
     known = _read_remembered().get(str(folder.resolve()))
@@ -152,23 +129,12 @@ def stored_weights_digest(folder: Path) -> str:
 
 
 def stored_shapes_digest(folder: Path) -> str:
-    """16 hexadecimal digits of the names, types and shapes of a folder's weights, with which
-    `stored_weights_digest` begins; no weights are read.
-
-    Raises:
-        InputError: there are no weights, or a file of them is broken.
-        OSError: a file cannot be read.
-    """
+    """16 hexadecimal digits of the names, types and shapes of a folder's weights; none is read."""
     return _shapes_digest(_stored_tensors(folder))
 
 
-def weights_and_configs_digest(folder: Path | None) -> str:
-    """Return the SHA-256, in hexadecimal, over names and contents of the files `*.safetensors` and
-    `*config.json` in a folder.
-
-    All bytes are read, each time. Other files and folders inside do not count. For None, and for a
-    folder without such files, it is the digest of nothing.
-    """
+def folder_digest(folder: Path | None) -> str:
+    """SHA-256 over all bytes of `*.safetensors` and `*config.json`; that of nothing for None."""
     digest = hashlib.sha256()
     if folder is not None:
         for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
@@ -179,14 +145,7 @@ def weights_and_configs_digest(folder: Path | None) -> str:
 
 
 def digest_arrays(named: Iterable[tuple[str, mx.array]]) -> str:
-    """64 hexadecimal digits of named arrays: of names, types, shapes and all bytes.
-
-    Waits for the device to compute them, so it has to run on the thread that runs MLX. Arrays that
-    are no rows one after the other in memory are copied.
-
-    Args:
-        named: in any order, but for arrays of one name.
-    """
+    """64 hexadecimal digits of names, types, shapes and all bytes; on the MLX thread."""
     rows: list[tuple[str, Any]] = [
         (f"{name} {one.dtype} {one.shape}", mx.contiguous(one)) for name, one in named
     ]
@@ -199,9 +158,7 @@ def _stamp_weights(folder: Path) -> list[FileStamp]:
 
 
 def _read_remembered() -> dict[str, Any]:
-    """Read the digests that were made before: {"files", "sha256"} by folder, the newest last;
-    nothing where the file is missing or broken.
-    """
+    """{"files", "sha256"} by folder, the newest last."""
     path = cache_dir() / _REMEMBERED_FILE
     with suppress(InputError):
         if path.exists():
@@ -210,17 +167,15 @@ def _read_remembered() -> dict[str, Any]:
 
 
 def _remember(folder: Path, digest: Mapping[str, Any]) -> None:
-    """Write a folder's digest as the newest; where that cannot be, it is made again."""
     place = str(folder.resolve())
     others = [pair for pair in _read_remembered().items() if pair[0] != place]
     content = {**dict(others[-_MOST_REMEMBERED + 1 :]), place: digest}
-    with suppress(OSError):
+    with suppress(OSError):  # what is not remembered is computed again
         cache_dir().mkdir(parents=True, exist_ok=True)
         write_whole(cache_dir() / _REMEMBERED_FILE, json.dumps(content).encode())
 
 
 def _stored_tensors(folder: Path) -> list[StoredTensor]:
-    """Find the tensors of a folder's weights; errors as `stored_shapes_digest`."""
     files = sorted(folder.glob(_WEIGHTS))
     if not files:
         raise InputError(
@@ -236,7 +191,7 @@ def _shapes_digest(tensors: Iterable[StoredTensor]) -> str:
 
 
 def _digest_each(named: Sequence[tuple[str, _One]], digest_one: Callable[[_One], str]) -> str:
-    """Digest all things by threads, and their names and digests together, sorted by names."""
+    """Digest things in threads, then all names and digests together, sorted by name."""
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         found = pool.map(digest_one, (one for _, one in named))
         digests = list(bar(found, "reading all weights, once", total=len(named)))
@@ -246,7 +201,6 @@ def _digest_each(named: Sequence[tuple[str, _One]], digest_one: Callable[[_One],
 
 
 def _sha256_of_stored(tensor: StoredTensor) -> str:
-    """The SHA-256 of a tensor's bytes; InputError where its file ends before they do."""
     digest = hashlib.sha256()
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(tensor.begin)
@@ -274,23 +228,21 @@ def _digest_json(values: Any) -> str:
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """What tells one base model from another, in whatever precision it is stored.
+    """What distinguishes one base model from another, in whatever precision it is stored.
 
-    No token depends on it: what it is asked for only drafts.
+    It only decides what may draft, so no token depends on it.
     """
 
-    model_type: str  # mlx-lm's name of the architecture; "" where it has none
+    model_type: str  # mlx-lm's name of the architecture; "" if it has none
     num_layers: int
     hidden_size: int
     vocab_size: int
-    # the first weights of its final norm, which no quantisation touches
+    # the first weights of the final norm, which is never quantised, to 6 digits after the point
     norm_probe: tuple[float, ...]
 
     @classmethod
     def of(cls, backbone: Backbone) -> BaseIdentity:
-        """The identity of a loaded model: the first `NORM_PROBE_LENGTH` weights of its final norm
-        are rounded to 6 digits after the point. Waits for the device.
-        """
+        """Waits for the device."""
         probe = backbone.final_norm_weight[:NORM_PROBE_LENGTH].astype(mx.float32)
         return cls(
             str(getattr(backbone.model, "model_type", "")),
@@ -301,17 +253,12 @@ class BaseIdentity:
         )
 
     @classmethod
-    def from_settings(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
-        """The identity of the base model that a settings file names in its entry `base`.
-
-        Args:
-            path: of the file, for the message; it is not read.
-            values: its content, whose entry `base` is a mapping with exactly this class's fields.
-
-        Raises:
-            InputError: `base` is missing or has other fields; a size is no int; or `norm_probe` is
-                no list of finite numbers.
-        """
+    def from_settings(
+        cls,
+        path: Path,  # for messages
+        values: Mapping[str, Any],
+    ) -> BaseIdentity:
+        """Of the base model that a settings file describes in its entry `base`."""
         base: Any = values.get("base")
         sizes = ("num_layers", "hidden_size", "vocab_size")
         try:
@@ -328,29 +275,20 @@ class BaseIdentity:
                 do="convert it again",
             ) from error
 
-    def require_same(self, other: BaseIdentity, found: str, *, expected: str, do: str) -> None:
-        """Raise an error unless `other` is the same base model, see `find_difference`.
-
-        Args:
-            other: the identity of the model in use; this one's is what something was made for.
-            found: the beginning of the message, subject and verb, such as "the heads belong".
-            expected: what was expected, for the message.
-            do: what the user can do, for the message.
-
-        Raises:
-            InputError: the models differ; the message names the first difference.
-        """
+    def require_same(
+        self,
+        other: BaseIdentity,  # the model in use
+        found: str,  # begins the message: subject and verb, such as "the heads belong"
+        *,
+        expected: str,
+        do: str,
+    ) -> None:
         difference = self.find_difference(other)
         found += f" to another base model: this one has {difference}"
         require(difference is None, found, expected=expected, do=do)
 
     def find_difference(self, other: BaseIdentity) -> str | None:
-        """Say in words what is other in the model `other`; None if they are the same model.
-
-        The first difference of model type, number of layers, D, V and final norm. Each norm weight
-        may differ by 0.02, or by 2 % where it is larger than 1, for precision; their number may
-        not.
-        """
+        """The first difference in words; None if they are the same model in some precision."""
         for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
             mine = getattr(self, name)
             theirs = getattr(other, name)
@@ -369,48 +307,26 @@ class BaseIdentity:
 class CacheKey:
     """What decides the keys and values of a token sequence beside its tokens.
 
-    Models with equal keys may continue each other's caches. LoRA that acts on every row counts,
-    merged into the weights or not, as that differs by rounding alone. Streams, and LoRA of the
-    scope "streams", leave a prompt's rows as they are and do not count.
-
-    A model is taken to be what it was when its backbone was made: who changes its arrays or
-    settings afterwards makes a new `Backbone` of it.
-
-    Attributes:
-        model: the model type, its number of layers and its width, in words.
-        dtype: of the activations, such as "float32".
-        weights: digest of the base model's weights and settings, and of how they were loaded.
-        lora: digest of the LoRA that acts on every row, or "none".
-        computed_by: versions of this package, mlx-lm and MLX, and what computes: a GPU by its name,
-            or a CPU's kind and its BLAS.
+    Models with equal keys may continue each other's caches. Streams, and LoRA on stream rows alone,
+    leave a prompt's rows as they are and do not count. Who changes a model's arrays or settings
+    makes a new `Backbone` of it.
     """
 
-    model: str
-    dtype: str
-    weights: str
-    lora: str
+    model: str  # model type, number of layers and width, in words
+    dtype: str  # of the activations, such as "float32"
+    weights: str  # digest of the base's weights and settings, and of how they were loaded
+    lora: str  # digest of the LoRA on every row, or "none"; merged LoRA differs by rounding alone
+    # versions of ssmlx, mlx-lm and MLX; the GPU's name, or the CPU's kind and its BLAS
     computed_by: str
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> CacheKey:
-        """The key of a model in this process, as it answers now; no weights are read for it.
-
-        Models have the same that were loaded alike from the same files, unchanged, and that stand
-        on one `Backbone`.
-        """
+        """The key within this process, for which no weights are read."""
         return cls._with_weights(model, _weights_in_process(model.backbone))
 
     @classmethod
     def in_files(cls, model: StreamFusedModel) -> CacheKey:
-        """The key of a model in every process, as it answers now.
-
-        All weights are read for it, once: those of the folder that the model was loaded from, see
-        `stored_weights_digest`, or else those in memory. Any thread may call it.
-
-        Raises:
-            InputError: the folder was changed after the model was loaded from it, so that nothing
-                tells what it was.
-        """
+        """The key in every process, for which all weights are read once; any thread may call it."""
         return cls._with_weights(model, _weights_in_files(model.backbone))
 
     @classmethod
@@ -432,11 +348,8 @@ def _versions() -> str:
 
 
 def _device() -> str:
-    """What computes, such as "Metal on Apple M4" or "CPU x86_64, OpenBLAS 0.3.33 (SkylakeX)".
-
-    Others round in another way, so that a prompt which one of them has processed may get another
-    answer from the next.
-    """
+    """For example "Metal on Apple M4" or "CPU x86_64, OpenBLAS 0.3.33 (SkylakeX)"."""
+    # Each rounds in its own way, so a prompt processed by one may get another answer from the next.
     if mx.default_device() == mx.gpu:
         backend = "Metal" if mx.metal.is_available() else "CUDA"
         return f"{backend} on {mx.device_info(mx.gpu).get('device_name', 'an unknown GPU')}"
@@ -444,17 +357,13 @@ def _device() -> str:
 
 
 def _weights_in_process(backbone: Backbone) -> str:
-    """Digest the stamps of the files that a model was loaded from, and how; of a model in memory, a
-    number of its own that stays with its weights.
-    """
+    # A model in memory has no files: it gets a number of its own, which stays with its weights.
     own = backbone.kept_with_weights.setdefault("number", secrets.token_hex(16))
     return _digest_json([backbone.origin.files or own, *_how_loaded(backbone)])
 
 
 def _weights_in_files(backbone: Backbone) -> str:
-    """Digest all bytes of a base model's weights, and how they were loaded, once for all that stand
-    on them; InputError where they are no longer stored as they were loaded.
-    """
+    """Of all bytes, and how they were loaded; computed once for all models on the same weights."""
     kept = backbone.kept_with_weights
     if "digest" not in kept:
         if backbone.origin.folder is None:
@@ -465,16 +374,14 @@ def _weights_in_files(backbone: Backbone) -> str:
 
 
 def _how_loaded(backbone: Backbone) -> list[Any]:
-    """JSON values that say what a base model computes with its stored weights."""
+    """JSON values that decide what a base computes with its stored weights."""
     group = backbone.group
     part = None if group is None else [group.rank(), group.size()]
     return [backbone.origin.dtype, part, getattr(backbone.args, "__dict__", {})]
 
 
 def _digest_as_loaded(folder: Path, files: tuple[FileStamp, ...] | None) -> str:
-    """Digest the weights and settings of a folder, of which a model was loaded when its files had
-    these stamps; InputError unless they have them before and afterwards.
-    """
+    """Refuses a folder that has changed since the model was loaded from it."""
     require_unchanged(folder, files)
     paths = [folder / name for name in _SETTINGS]
     settings = {one.name: _sha256(one.read_bytes()) for one in paths if one.exists()}
@@ -484,9 +391,9 @@ def _digest_as_loaded(folder: Path, files: tuple[FileStamp, ...] | None) -> str:
 
 
 def _digest_in_memory(backbone: Backbone) -> str:
-    """Digest all arrays and plain settings of a base model's modules. On the MLX thread."""
+    """All arrays and plain settings of a base's modules; on the MLX thread."""
     model = backbone.without_adapter().model
-    leaves: Any = tree_flatten(model)  # among them what its lists, tuples and dicts hold
+    leaves: Any = tree_flatten(model)  # including those in lists, tuples and dicts
     others = [
         (f"{path}.{name}", one)
         for path, module in model.named_modules()

@@ -1,7 +1,6 @@
 """From a model's name to the pieces that decode: weights, tokenizer, adapter."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import Progress
-from ..errors import InputError, check_choice, first_line, quoted, require
+from ..errors import InputError, check_choice, quoted, require
 from ..formats.families import message_end_ids
 from ..json_files import read_json
 from ..mlx_thread import claim_process
@@ -23,42 +22,32 @@ from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
 from ..model.rope import rope_settings
 from ..model.streams import StreamFusedModel
-from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
+from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES
 from .adapter import load_adapter
-from .attach import attach_adapter, swap_adapter
+from .attach import swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .generation_config import read_model_sampling
-from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .identity import require_unchanged, stamp_model_files
+from .model_config import explain_errors, open_config
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
-from .stored_types import refuse_other_types, require_known_packing
+from .stored_tensors import MEDUSA_PREFIX, is_head_name, is_mtp_name, tensor_names
+from .stored_types import refuse_other_types, require_known_quantisation
 from .tokenizer_files import require_no_code, tokenizer_arguments
 
+# Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
+# mlx-lm's own are.
 OWN_FAMILIES = {"opt": opt}
-"""Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
-mlx-lm's own are."""
 
+# From the content of config.json to the class of the model and that of its arguments.
 ModelClasses = Callable[[dict[str, Any]], tuple[Any, Any]]
-"""From the content of config.json to the class of the model and that of its arguments."""
 
-_MOST = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), MAX_LAYERS),
-    **dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads", "head_dim"), MAX_SIZE),
-    "max_position_embeddings": 2**31,
-}
 _WHOLE = "a whole model folder that mlx-lm can load"
 _AGAIN = "download or convert it again"
 
 
 def resolve_dtype(name: str) -> str:
-    """Return `name`, or where it is "auto" what that means here: "stored" on a GPU, "float32" on
-    the CPU.
-
-    MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal and CUDA do not.
-
-    Raises:
-        InputError: the name is none of `DTYPES`.
-    """
+    """What "auto" means here; other names are returned as they are."""
+    # MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal and CUDA do not.
     check_choice("--dtype", name, DTYPES)
     if name != "auto":
         return name
@@ -66,41 +55,26 @@ def resolve_dtype(name: str) -> str:
 
 
 def resolve_draft_bits(name: str) -> int | None:
-    """Return 8 where the draft head's weights are to be packed in 8 bits, else None: they stay as
-    stored.
-
-    "auto" packs them on a GPU, where a call of few rows takes as long as its weights take to read.
-    MLX's CPU backend multiplies packed weights slowly.
-
-    Args:
-        name: one of `DRAFT_HEADS`.
-
-    Raises:
-        InputError: it is none of these.
-    """
+    """8 if the draft head's weights are to be quantised to 8 bits; None if they stay as stored."""
+    # On a GPU, a call of few rows takes as long as its weights take to read. MLX's CPU backend
+    # multiplies quantised weights slowly.
     check_choice("draft_head", name, DRAFT_HEADS)
-    is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
-    return 8 if is_packed else None
+    is_8bit = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
+    return 8 if is_8bit else None
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether some of a model's modules have packed weights."""
     return any(isinstance(module, PACKED_KINDS) for module in model.modules())
 
 
-def unpack_and_cast_model(model: nn.Module, dtype: str) -> nn.Module:
-    """Return a model whose floating weights have `dtype`, with quantised weights unpacked.
-
-    "stored" changes nothing. For other types the model given is changed, and may be the one
-    returned. What was stored is cast to float32 first, so that unpacking loses nothing.
-
-    Args:
-        model: mlx-lm's; its weights may be lazy.
-        dtype: "stored", "float32", "float16" or "bfloat16"; not "auto".
-    """
+def cast_model(
+    model: nn.Module,  # mlx-lm's; its weights may be lazy
+    dtype: str,  # "stored", which changes nothing, or a float type; not "auto"
+) -> nn.Module:
+    """The model with weights of `dtype`, quantised ones dequantised; changes the model given."""
     if dtype == "stored":
         return model
-    # Unpack in float32: scales multiplied in half precision would not be the stored weights.
+    # In float32, as scales multiplied in half precision would not give the stored weights.
     model.set_dtype(mx.float32)
     if is_quantised(model):
         model = utils.dequantize_model(model)
@@ -108,149 +82,56 @@ def unpack_and_cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
+def may_have_drafting_heads(folder: Path) -> bool:
+    """By the tensors' names; True too if they cannot be read."""
+    try:
+        return any(map(is_head_name, tensor_names(folder)))
+    except (InputError, OSError):  # mlx-lm's loader says what is wrong with them
+        return True
+
+
+def _without_drafting_heads(model_class: Any) -> Any:
+    """A subclass of a model class of mlx-lm that drops drafting heads when it loads weights."""
+
+    class WithoutHeads(model_class):  # type: ignore[misc]  # known at run time
+        __module__ = model_class.__module__  # messages name the model by it
+
+        def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
+            kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
+            kept = super().sanitize(kept) if hasattr(model_class, "sanitize") else kept
+            # After mlx-lm's own function, which may infer from these how norms are stored.
+            return {name: tensor for name, tensor in kept.items() if not is_mtp_name(name)}
+
+    return WithoutHeads
+
+
 def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasses:
-    """Choose the function by which mlx-lm's loader finds the classes of a folder's model.
+    """The `get_model_classes` of mlx-lm's loader for a folder.
 
-    For architectures that mlx-lm lacks and this package has, the classes are this package's. Else
-    they are mlx-lm's; where the weights have drafting heads among them, its model leaves these out.
-    Either refuses weights in types that it does not compute with.
-
-    Args:
-        folder: the model's.
-        config: the content of its config.json.
+    Classes of mlx-lm drop drafting heads among the weights. Every class refuses weights in types
+    that it does not compute with.
     """
     file = OWN_FAMILIES.get(config.get("model_type", ""))
     has_heads = file is None and may_have_drafting_heads(folder)
 
     def find_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         model, args = (file.Model, file.ModelArgs) if file else utils._get_classes(config)
-        model = without_drafting_heads(model) if has_heads else model
+        model = _without_drafting_heads(model) if has_heads else model
         return refuse_other_types(model, folder), args
 
     return find_classes
 
 
-@contextmanager
-def refuse_unsafe_and_explain_errors(
-    folder: Path,
-    failure: str,
-    *,
-    expected: str,
-    do: str,
-    config: Mapping[str, Any] | None = None,
-) -> Iterator[Mapping[str, Any]]:
-    """Turn every error over a model folder in the block into an InputError, see `explain_errors`.
-
-    Before the block, folders are refused whose config asks to run code of their own (`model_file`),
-    or gives sizes that are no numbers or too large to build. `auto_map` is allowed, as it is never
-    followed.
-
-    Args:
-        folder: the model's.
-        failure: begins the message.
-        expected: what the folder should be.
-        do: what to do about it.
-        config: the content of its config.json if that was read before; it is read if this is None
-            or empty.
-
-    Yields:
-        The content of config.json; empty if there is no such file.
-
-    Raises:
-        InputError: the folder is refused, or the block fails.
-    """
-    path = folder / "config.json"
-    with explain_errors(failure, expected=expected, do=do):
-        if not config:
-            config = read_json(path, "settings") if path.exists() else {}
-        _require_safe(path, config)
-        yield config
-
-
-@contextmanager
-def explain_errors(failure: str, *, expected: str, do: str) -> Iterator[None]:
-    """Turn every error in the block into an InputError of one line.
-
-    Any exception is turned, an InputError excepted, and SystemExit too, which one of mlx-lm's
-    models raises; KeyboardInterrupt is not.
-
-    Args:
-        failure: begins the message.
-        expected: what was expected in the place of what failed.
-        do: what to do about it.
-
-    Raises:
-        InputError: the block fails.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # libraries raise many kinds
-        # mlx-lm's OLMo ends Python where a package of its own is missing.
-        cause = error.__context__ if isinstance(error, SystemExit) else error
-        found = f"{failure} ({first_line(cause or error)})"
-        raise InputError(found, expected=expected, do=do) from error
-
-
-def _require_safe(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise InputError if a model's settings ask to run code, or have sizes out of bounds.
-
-    Args:
-        path: of the settings, for the message.
-        settings: the JSON object.
-    """
-    require(
-        not settings.get("model_file"),
-        f"{path} asks to run code that came with the model (model_file)",
-        expected="a class that mlx-lm has",
-        do="choose another model; ssmlx never runs such code",
-    )
-    _require_sizes_in_bounds(path, settings)
-    inner = settings.get("text_config")
-    _require_sizes_in_bounds(path, inner if isinstance(inner, dict) else {})
-
-
-def _require_sizes_in_bounds(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise InputError where one of the sizes in a model's settings (layers, widths, heads,
-    vocabulary, positions; see `_MOST`) is no number, or is below 1 or above its bound there.
-
-    Sizes that are missing or null are fine.
-
-    Args:
-        path: of the settings, for the message.
-        settings: the JSON object.
-    """
-    for name, most in _MOST.items():
-        value: Any = settings.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        what = f"{path} has {quoted(value)} for {name}"
-        is_fine = is_number and 1 <= value <= most
-        require(value is None or is_fine, what, expected=f"1 to {most}", do=_AGAIN)
-
-
 def load_base(
     path: Path,
-    dtype: str = "auto",
-    draft_head: str = "stored",
-    group: Group | None = None,
-    origin: Origin | None = None,
+    dtype: str = "auto",  # one of `DTYPES`
+    draft_head: str = "stored",  # one of `DRAFT_HEADS`
+    group: Group | None = None,  # processes that share the model
+    origin: Origin | None = None,  # its name, and how it was fetched; the rest is set here
 ) -> tuple[Backbone, dict[str, Any]]:
     """Load a model folder of mlx-lm's or Hugging Face's layout, without an adapter.
 
-    Args:
-        path: the folder.
-        dtype: of the weights, one of `DTYPES`.
-        draft_head: weights of the draft head, one of `DRAFT_HEADS`.
-        group: processes that share the model; None, or one process, for no sharing.
-        origin: the model's name, and what is known of fetching; the rest is set here.
-
-    Returns:
-        The backbone, its weights evaluated, and the folder's config.json. The backbone can read its
-        modules again from the folder.
-
-    Raises:
-        InputError: the folder cannot be loaded, or a name is none of those listed.
+    Returns the backbone, its weights evaluated, and the content of config.json.
     """
     draft_bits = resolve_draft_bits(draft_head)
     dtype = resolve_dtype(dtype)
@@ -273,27 +154,12 @@ def load_base(
 
 def reload_modules(
     path: Path,
-    files: tuple[FileStamp, ...],
+    files: tuple[FileStamp, ...],  # the folder's stamps when it was first loaded
     dtype: str,
     group: Group | None,
     module_paths: Collection[str],
 ) -> dict[str, nn.Module]:
-    """Load some modules of a model folder again, by their paths in the model, as `load_base` loads
-    them.
-
-    Args:
-        path: the folder.
-        files: its stamps as it was loaded, see `stamp_model_files`.
-        dtype: one of `DTYPES`.
-        group: processes that share the model, of which this rank takes its part; None for none.
-        module_paths: of the modules that are wanted.
-
-    Returns:
-        New modules, evaluated, by path.
-
-    Raises:
-        InputError: the folder cannot be loaded, or has other files now.
-    """
+    """Load some modules of a folder again, by path, as `load_base` loaded them."""
     require_unchanged(path, files)
     model, _ = load_weights(path, dtype, f"{path} cannot be read again", module_paths, group)
     require_unchanged(path, files)
@@ -304,34 +170,21 @@ def reload_modules(
 def load_weights(
     path: Path,
     dtype: str,
-    failure: str,
-    evaluated_modules: Collection[str] = ("",),
-    group: Group | None = None,
+    failure: str,  # begins the message if it cannot be loaded
+    evaluated_modules: Collection[str] = ("",),  # paths, "" is all; others stay lazy and unread
+    group: Group | None = None,  # processes that share the model; this rank keeps its part
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model of a folder with mlx-lm's loader, cast its weights, and evaluate some or all.
+    """Build a folder's model with mlx-lm's loader, cast its weights, and evaluate some or all.
 
-    Args:
-        path: the folder.
-        dtype: one of `DTYPES`.
-        failure: begins the message where it cannot be loaded.
-        evaluated_modules: paths of the modules whose weights are evaluated, and so read; others
-            stay lazy. "" is the whole model.
-        group: processes that share the model, of which this rank keeps its part; None for the
-            whole.
-
-    Returns:
-        The model, and the folder's config.json.
-
-    Raises:
-        InputError: the folder cannot be loaded, or `dtype` is none of `DTYPES`.
+    Returns the model and the content of config.json.
     """
     claim_process()
     dtype = resolve_dtype(dtype)
-    with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
+    with open_config(path, failure, expected=_WHOLE, do=_AGAIN) as settings:
         if not settings:  # there is no file, which this says, or an empty one
             read_json(path / "config.json", "a model's settings")
         require_no_code(path)  # before weights are read
-        require_known_packing(path, settings)
+        require_known_quantisation(path, settings)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -339,7 +192,7 @@ def load_weights(
             trust_remote_code=False,
             get_model_classes=choose_model_classes(path, settings),
         )
-    model = unpack_and_cast_model(model, dtype)
+    model = cast_model(model, dtype)
     if group is not None:
         shard_over_ranks(model, group)
     modules = dict(model.named_modules())
@@ -348,18 +201,12 @@ def load_weights(
     return model, config
 
 
-def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """Load the tokenizer of a folder, by its own files, see `tokenizer_files`.
-
-    Args:
-        path: the folder.
-        config: the model's config.json, whose "eos_token_id" are the end tokens; if it has none,
-            the tokenizer's own are.
-
-    Raises:
-        InputError: there is none that can be loaded, or the end tokens are no ids.
-    """
-    with refuse_unsafe_and_explain_errors(
+def load_tokenizer(
+    path: Path,
+    config: dict[str, Any],  # the content of the model's config.json
+) -> TokenizerWrapper:
+    """End tokens are those of the model's config, if it has any, else the tokenizer's own."""
+    with open_config(
         path,
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",
@@ -392,50 +239,48 @@ def load(
     """Load a model that drafts for itself, and its tokenizer.
 
     Args:
-        model: a folder, an alias or a Hub name; see `ssmlx.loading.names.resolve_model`.
+        model: a folder, an alias such as "smollm2-135m", or a name on the Hub (`org/name`, or
+            `org/name@revision`).
         adapter: an adapter folder, the name of one that ships with the package
-            (`ssmlx.bundled_adapters`) or lies on the Hub, or "none" for the base alone, of a fused
-            folder too; see `ssmlx.loading.names.resolve_adapter`. LoRA or DoRA that mlx-lm or PEFT
-            trained is one, too: it drafts what its text says again. "auto" is what a chat takes: an
-            adapter that `ssmlx.adapt` made here from these very weights, or else a bundled one for
-            chats that belongs to the model. By default (None) it is the base alone. With None and
-            "auto" alike, a fused folder has its own streams.
+            (`ssmlx.bundled_adapters`), that was made here, or that is on the Hub, or "none" for the
+            base alone, of a fused folder too. LoRA or DoRA that mlx-lm or PEFT trained is an
+            adapter as well: it drafts by prompt lookup. "auto" is what a chat takes: an adapter
+            that `ssmlx.adapt` made here from these very weights, or else a bundled one for chats
+            that belongs to the model. By default (None) it is the base alone. With None and "auto",
+            a fused folder has its own streams.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU, float32 on
-            the CPU backend. Quantised weights are unpacked for the float types.
+            the CPU backend. Quantised weights are dequantised for the float types.
         merge_lora: add LoRA that acts on every row into unquantised weights, which makes it free at
             run time; `swap_adapter` reads the original weights of these layers again. False keeps
             the LoRA apart.
         draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
-            as the head's own; "8bit", packed, a quarter of float32's memory, which may change a
-            guess but no answer; or "auto": packed on a GPU.
+            as the head's own; "8bit", quantised, a quarter of float32's memory, which may change a
+            guess but no answer; or "auto": quantised on a GPU.
         group: processes that share the model, such as `mx.distributed.init()` gives: each keeps its
             part of every layer, and all must do the same calls, one answer at a time.
-        cache_dir: the folder to keep what is fetched in; by default ssmlx's cache folder for
-            aliases, and the Hub's own for what lies there.
-        offline: fetch nothing.
-        progress: told (bytes so far, bytes in all) of a download, from any thread; what it raises
-            stops the download.
+        cache_dir: the folder for what is downloaded; by default ssmlx's cache folder for aliases,
+            and the Hub's own for models of the Hub.
+        offline: download nothing.
+        progress: called with (bytes so far, bytes in all) of a download, from any thread; what it
+            raises stops the download.
 
     Returns:
         The model, its weights evaluated, and mlx-lm's tokenizer.
 
     Raises:
-        InputError: something given is missing, broken, or does not fit the rest; or the model would
-            have to be fetched, and cannot be.
+        InputError: an argument is missing, broken, or does not fit the others; or the model has to
+            be downloaded, and cannot be.
     """
     fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-    is_named = adapter not in (None, AUTO_ADAPTER)
-    folder = resolve_adapter(adapter, fetch) if adapter is not None and is_named else None
+    name = None if adapter in (None, AUTO_ADAPTER) else adapter
+    # A named adapter is read first, as the base takes long to load.
+    folder = None if name is None else resolve_adapter(name, fetch)
     path = resolve_model(model, fetch)
-    if not is_named and (path / CONFIG_FILE).exists():
+    if name is None and (path / CONFIG_FILE).exists():  # a fused folder has streams of its own
         folder = path
-    loaded = load_adapter(folder) if folder is not None else None
+    found = None if folder is None else load_adapter(folder, None if name is None else str(name))
     origin = Origin(name=str(model), cache_dir=cache_dir, offline=offline)
     backbone, config = load_base(path, dtype, draft_head, group, origin)
     tokenizer = load_tokenizer(path, config)
-    if loaded is None:
-        base = StreamFusedModel(backbone)
-        is_found = adapter == AUTO_ADAPTER
-        found = swap_adapter(base, AUTO_ADAPTER, merge_lora=merge_lora) if is_found else base
-        return found, tokenizer
-    return attach_adapter(backbone, loaded, merge_lora=merge_lora), tokenizer
+    asked = AUTO_ADAPTER if found is None and adapter == AUTO_ADAPTER else found
+    return swap_adapter(StreamFusedModel(backbone), asked, merge_lora=merge_lora), tokenizer

@@ -1,129 +1,93 @@
 """The adapters that an engine has loaded: all on one base, whose weights they share."""
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import require
 from ..model.streams import StreamFusedModel
 from .adapter import load_adapter
-from .attach import attach_adapter, choose_adapter
+from .attach import choose_adapter, swap_adapter
 from .folders import Fetch
-from .names import AUTO_ADAPTER, NO_ADAPTER
-
-
-@dataclass(frozen=True)
-class _LoadedAdapter:
-    """The base with an adapter, or alone."""
-
-    name: str  # by which it was first asked for
-    model: StreamFusedModel
+from .names import AUTO_ADAPTER
 
 
 class LoadedAdapters:
-    """One base alone and with any of its adapters, each loaded when it is first asked for.
+    """One base, alone and with any of its adapters, each loaded when it is first asked for.
 
-    Any thread may ask. The same folder gives the same model, under whatever name it is asked for.
-
-    Args:
-        loaded: the base; where it has streams, as of a fused folder, these are what "auto" means.
-        merge_lora: as `ssmlx.load` takes it.
-        fetch: how to fetch what is not here.
+    Any thread may ask. One folder gives one model, under whatever name it is asked for.
     """
 
-    def __init__(self, loaded: StreamFusedModel, *, merge_lora: bool, fetch: Fetch) -> None:
-        """Begin with the base alone.
-
-        The arguments are explained at the class.
-        """
+    def __init__(
+        self,
+        loaded: StreamFusedModel,  # if it has streams (a fused folder), these are what "auto" means
+        *,
+        merge_lora: bool,
+        fetch: Fetch,
+    ) -> None:
         self._merge_lora = merge_lora
         self._fetch = fetch
         self._lock = threading.Lock()  # of all below
         self._own_streams = loaded if loaded.config is not None else None
-        alone = StreamFusedModel(loaded.backbone.without_adapter())
-        self._loaded: dict[Path | None, _LoadedAdapter] = {  # by resolved folder
-            None: _LoadedAdapter(NO_ADAPTER, alone)
-        }
-        # What a name was found to be: the adapter's own name, and its folder. Not of a `Path`,
-        # which is another folder in another working directory.
+        # By resolved folder; None for the base alone.
+        self._models: dict[Path | None, StreamFusedModel] = {None: swap_adapter(loaded, None)}
+        # The own name and the folder that a name was found to mean. Not of a `Path`, which is
+        # another folder in another working directory.
         self._chosen: dict[str, tuple[str, Path | None]] = {}
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._loaded
+        return not self._models
 
     @property
     def names(self) -> list[str]:
-        """What is loaded, by the names that it was first asked for by, and "none" for the base
-        alone; nothing when it is closed."""
-        return [one.name for one in list(self._loaded.values())]
+        """Those under which adapters were first asked for, and "none" for the base alone."""
+        return [str(one.adapter_name) for one in list(self._models.values())]
 
     def model(self, asked: str | Path) -> StreamFusedModel:
-        """The base with an adapter, which is loaded unless it is there; others who ask wait.
+        """The base with an adapter; others who ask meanwhile wait.
 
-        What a name is first found to mean, "auto" too, it means until all is closed.
-
-        Args:
-            asked: as `choose_adapter` takes it; "auto" is the streams that the base has of its own,
-                if it has any.
-
-        Raises:
-            InputError: there is no such adapter, it is broken, or another model's; or all is
-                closed.
+        What a name is first found to mean, "auto" too, it means until `close`.
         """
         name, folder = self._choose(asked)
         key = None if folder is None else folder.resolve()
         with self._lock:
-            self._require_open()  # it may have been closed meanwhile
+            self._require_open()  # again, as it may have been closed meanwhile
             if name is None:
                 assert self._own_streams is not None
                 return self._own_streams
-            if folder is not None and key not in self._loaded:
-                backbone = self._loaded[None].model.backbone
-                adapter = load_adapter(folder)
-                model = attach_adapter(backbone, adapter, merge_lora=self._merge_lora)
-                self._loaded[key] = _LoadedAdapter(name, model)
+            if folder is not None and key not in self._models:
+                adapter = load_adapter(folder, name)
+                alone = self._models[None]
+                self._models[key] = swap_adapter(alone, adapter, merge_lora=self._merge_lora)
             if isinstance(asked, str):
                 self._chosen[asked] = name, folder
-            return self._loaded[key].model
+            return self._models[key]
 
     def name_of(self, asked: str | Path) -> str | None:
-        """The name of an adapter: `asked` itself, which is not checked; of "auto", of what that is
-        found to be, which is not loaded, and which it means until all is closed.
-
-        Returns:
-            "none" for the base alone, None for the base's own streams.
-
-        Raises:
-            InputError: "auto" is asked for, and all is closed.
+        """`asked` itself, unchecked; of "auto", the adapter's own name: "none" for the base alone,
+        None for the base's own streams.
         """
         if asked != AUTO_ADAPTER:
             return str(asked)
         name, folder = self._choose(asked)
         if name is not None:
-            with self._lock:  # so that it stays what it is
+            with self._lock:  # what it means now, it means until `close`
                 self._chosen[AUTO_ADAPTER] = name, folder
         return name
 
     def _choose(self, asked: str | Path) -> tuple[str | None, Path | None]:
-        """The name and the folder of an adapter, see `choose_adapter`; both None for the base's own
-        streams. The lock is free while one is fetched or looked for.
-
-        Raises:
-            InputError: there is no such adapter, or all is closed.
-        """
+        """See `choose_adapter`; both None for the base's own streams."""
         with self._lock:
             self._require_open()
             if asked == AUTO_ADAPTER and self._own_streams is not None:
                 return None, None
             if isinstance(asked, str) and asked in self._chosen:
                 return self._chosen[asked]
-            alone = self._loaded[None].model
+            alone = self._models[None]
+        # The lock is free meanwhile, as a download takes long.
         return choose_adapter(asked, alone, self._fetch)
 
     def _require_open(self) -> None:
-        """Raise InputError where it is closed."""
         require(
             not self.is_closed,
             "the engine is closed",
@@ -135,6 +99,6 @@ class LoadedAdapters:
         """Let go of all models; returns whether it was open."""
         with self._lock:
             was_open = not self.is_closed
-            self._loaded = {}
+            self._models = {}
             self._own_streams = None
             return was_open

@@ -9,8 +9,8 @@
                                        [out, r], and of DoRA lora_magnitude_vector.weight [out]; of
                                        embeddings lora_embedding_A [r, V], lora_embedding_B [D, r]
 
-Of an embedding that is the LM head too, mlx-lm's LoRA acts on both, PEFT's where tokens are
-embedded alone. Our own files call the latter lora_embedding_a and lora_embedding_b.
+If an embedding is the LM head too, mlx-lm's LoRA acts on both, PEFT's on the embedding alone. Our
+own files call the latter lora_embedding_a and lora_embedding_b.
 """
 
 import json
@@ -29,7 +29,7 @@ from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
 from .folders import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
 from .module_patterns import ModulePatterns
-from .tensors import check_tensors, read_tensors, write_finite_tensors_in_place
+from .tensors import check_tensors, read_tensors, write_tensors
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 LORA_FILE = LORA_FILES["all"]
@@ -41,8 +41,7 @@ _WHAT = "LoRA or DoRA, as mlx-lm and PEFT write it"
 _MERGE = "merge it into its model with PEFT (merge_and_unload), and give that folder to --model"
 _FUSE = "python -m mlx_lm fuse --model MODEL --adapter-path {} --save-path OUT, then --model OUT"
 
-Loras = Mapping[str, LoraWeights]
-"""LoRA by the paths of its modules."""
+Loras = Mapping[str, LoraWeights]  # by module path
 
 
 def _is_whole(value: Any) -> bool:
@@ -62,7 +61,6 @@ def _is_flag(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    """Whether a value is a text, or a list with one text or more, and nothing else."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
     return isinstance(value, str)
@@ -73,13 +71,13 @@ def _are_layers(value: Any) -> bool:
 
 
 def _each_value(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check of one argument: True for a value that is empty or None, or a dict whose
-    values all pass `is_fit`.
-    """
+    """Whether a setting is unset, or a dict whose values all pass `is_fit`."""
     return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
 
 
 _A_NUMBER = f"a number, {SCALE.in_words()}"
+# PEFT's settings that are followed: the default, whether a value is valid, and the words for a
+# message.
 _TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda kind: kind == "LORA", "'LORA'"),
     "bias": ("none", lambda kind: kind == "none", "'none'"),
@@ -98,20 +96,17 @@ _TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
         "a start that leaves the base's weights alone",
     ),
 }
-"""PEFT's settings that are followed: the default, what is fine, and what a message says of it."""
 
+# PEFT's settings that change nothing of what a trained LoRA computes. All others must be unset.
 _ASIDE = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
 }  # fmt: skip
-"""PEFT's settings that change nothing of what a trained LoRA computes. Any other must be unset."""
 
 
 def lora_tensors(lora: Loras) -> dict[str, mx.array]:
-    """Return the arrays of LoRA by mlx-lm's names: MODULE.lora_a, MODULE.lora_b, and of DoRA
-    MODULE.m, its norms.
-    """
+    """By mlx-lm's names; of DoRA also MODULE.m, its norms."""
     found: dict[str, mx.array] = {}
     for path, weights in lora.items():
         parts = zip(_LEAVES, (weights.a, weights.b, weights.magnitude), strict=True)
@@ -120,22 +115,12 @@ def lora_tensors(lora: Loras) -> dict[str, mx.array]:
 
 
 def write_uniform_lora(folder: Path, lora: Loras, num_layers: int) -> None:
-    """Write LoRA on every row, adapters.safetensors and adapter_config.json, as mlx-lm's own
-    `--adapter-path` takes it.
+    """Both files of LoRA on every row, over older ones, as mlx-lm's `--adapter-path` takes them.
 
-    The settings' "num_layers" counts from the lowest layer that has LoRA to the top, and is 1 where
-    no layer has any; their "keys" are module paths inside of a layer, or whole ones outside.
-
-    Args:
-        folder: which is there; older files are written over, in place.
-        lora: one module or more, all LoRA or all DoRA, of one scale and rank, see
-            `unify_rank_and_scale`.
-        num_layers: of the model.
-
-    Raises:
-        InputError: a weight is not finite, or the tensors cannot be written.
-        OSError: the settings cannot be written.
+    All modules have LoRA, or all DoRA, of one scale and rank: see `unify_rank_and_scale`.
     """
+    # mlx-lm counts "num_layers" from the top; "keys" are paths inside a layer, or whole ones
+    # outside.
     write_lora_file(folder / LORA_FILE, lora)
     weights = next(iter(lora.values()))
     places = [split_layer_path(path) for path in lora if in_layer(path)]
@@ -154,33 +139,23 @@ def write_uniform_lora(folder: Path, lora: Loras, num_layers: int) -> None:
 
 
 def write_lora_file(path: Path, lora: Loras) -> None:
-    """Write the tensors of LoRA into a safetensors file; scales are not written.
-
-    The factors of an embedding's LoRA that does not act on the LM head are called lora_embedding_a
-    and lora_embedding_b, all others as `lora_tensors` calls them.
-
-    Raises:
-        InputError: a weight is not finite, or the file cannot be written.
-    """
+    """Scales are not written."""
+    # LoRA of an embedding that does not act on the LM head has names of its own.
     apart = tuple(f"{module}.lora_" for module, one in lora.items() if not one.acts_on_head)
     tensors = {
         name.replace(".lora_", f".{_EMBEDS}") if name.startswith(apart) else name: array
         for name, array in lora_tensors(lora).items()
     }
-    write_finite_tensors_in_place(path, tensors)
+    write_tensors(path, tensors)
 
 
 def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
-    """Return LoRA that computes the same with one scale and one rank, as mlx-lm's format has them.
-
-    Smaller ranks are padded with zeros. Where scales differ, each is multiplied into its second
-    factor, and all become 1; else the scale stays. The LoRA given stays as it is; it may be empty.
-    """
+    """LoRA that computes the same with one scale and one rank, as mlx-lm's format needs."""
     scales = {weights.scale for weights in lora.values()}
     rank = max((weights.rank for weights in lora.values()), default=0)
     found = {}
     for path, weights in lora.items():
-        more = rank - weights.rank
+        more = rank - weights.rank  # filled up with zeros
         is_of_experts = weights.a.ndim == 3
         pad_a = [(0, 0), (0, more), (0, 0)][: weights.a.ndim]
         pad_b = [(0, 0), (0, 0), (0, more)] if is_of_experts else [(0, more), (0, 0)]
@@ -192,18 +167,15 @@ def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
     return found
 
 
-def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
+def stack_experts(
+    lora: Loras,
+    num_experts: Mapping[str, int],  # E, by the path of each expert layer of the model
+) -> dict[str, LoraWeights]:
     """Stack the LoRA of single experts, as PEFT has it, into one for each of mlx-lm's expert
     layers.
 
-    Args:
-        lora: by path; `mlp.experts.3.up_proj` is that of expert 3 of `mlp.switch_mlp.up_proj`.
-            Mixtral's w1, w2 and w3 are gate_proj, down_proj and up_proj.
-        num_experts: E, by the path of each expert layer of the model.
-
-    Returns:
-        LoRA by path, with factors [E, r, in] and [E, out, r]; experts without any have factors of
-        zeros. What is no expert's of this model, or has DoRA, is returned as it is.
+    For example, mlp.experts.3.up_proj is expert 3 of mlp.switch_mlp.up_proj. Factors become [E, r,
+    in] and [E, out, r], of zeros for experts without LoRA. DoRA and other modules stay as they are.
     """
     found = {}
     alone: dict[str, dict[int, str]] = {}
@@ -225,28 +197,16 @@ def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, Lora
 
 
 def scale_of_first(lora: Loras) -> float | None:
-    """Return the scale of the first module's LoRA; None without LoRA. Others are not compared."""
+    """All modules of a file have one scale; None without LoRA."""
     return next((weights.scale for weights in lora.values()), None)
 
 
-def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
-    """Read LoRA by module path from a safetensors file in mlx-lm's names or ours, in the file's
-    dtypes.
-
-    Args:
-        path: of the file.
-        what: it should hold, for messages.
-        scale: of this LoRA, as the settings have it.
-
-    Returns:
-        The LoRA by module path, with norms where the file has some; empty of a file without
-        tensors.
-
-    Raises:
-        InputError: the file cannot be read; a module lacks a factor, or norms that others have; a
-            tensor has another number of dimensions, is no float or not finite; or there is a tensor
-            of another kind.
-    """
+def read_lora_file(
+    path: Path,
+    what: str,  # the file should hold, for messages
+    scale: float,  # from the settings
+) -> dict[str, LoraWeights]:
+    """By module path, in the file's dtypes, under mlx-lm's names of tensors or ours."""
     tensors = read_tensors(path, what)
     split = {name: name.rpartition(".")[::2] for name in tensors}
     apart = {path for path, leaf in split.values() if leaf.startswith(_EMBEDS)}
@@ -268,19 +228,13 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
 
 
 def _require_all_factors(
-    tensors: Mapping[str, mx.array], modules: Iterable[str], path: Path, *, has_norms: bool
+    tensors: Mapping[str, mx.array],  # by mlx-lm's names
+    modules: Iterable[str],
+    path: Path,  # for messages
+    *,
+    has_norms: bool,  # it is DoRA
 ) -> None:
-    """Raise InputError unless every module has both factors, of 2 or 3 dimensions, and with
-    `has_norms` its norms, of 1, and there is no other tensor.
-
-    All must be finite floats. Sizes are not compared.
-
-    Args:
-        tensors: by mlx-lm's names.
-        modules: paths.
-        path: of the file, for the message.
-        has_norms: whether it is DoRA.
-    """
+    """Refuse missing factors or norms, and tensors of other kinds; sizes are not compared."""
     expected: dict[str, tuple[int, ...]] = {}
     for module in modules:
         for leaf in _LEAVES if has_norms else _LEAVES[:2]:
@@ -292,29 +246,12 @@ def _require_all_factors(
 
 
 class FolderLora(NamedTuple):
-    """What a folder of LoRA alone holds.
-
-    Attributes:
-        lora: by module path, as the files call the modules.
-        base_model: the name of the model that it is for, empty where the files have none.
-    """
-
-    lora: dict[str, LoraWeights]
-    base_model: str
+    lora: dict[str, LoraWeights]  # by module path, as the files call the modules
+    base_model: str  # the name of the model that it is for; empty if the files name none
 
 
 def read_lora_folder(folder: Path) -> FolderLora:
-    """Read LoRA or DoRA as mlx-lm or PEFT wrote it.
-
-    It is PEFT's where the settings have a "peft_type" or the folder has PEFT's file of weights.
-
-    Args:
-        folder: with adapter_config.json and the weights.
-
-    Raises:
-        InputError: the folder holds something else or no factors, or what cannot be put on a model
-            as it is.
-    """
+    """LoRA or DoRA alone, as mlx-lm or PEFT wrote it."""
     settings = read_json(folder / LORA_SETTINGS, _WHAT)
     is_pefts = "peft_type" in settings or (folder / PEFT_FILE).exists()
     lora = _read_peft(folder, settings) if is_pefts else _read_mlx_lm(folder, settings)
@@ -324,17 +261,10 @@ def read_lora_folder(folder: Path) -> FolderLora:
     return FolderLora(lora, name if isinstance(name, str) else "")
 
 
-def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
-    """Read a LoRA folder of mlx-lm's, by module path.
-
-    Args:
-        folder: with adapters.safetensors.
-        settings: its adapter_config.json.
-
-    Raises:
-        InputError: the whole model was trained; the settings have no scale or another kind than
-            lora and dora; or they disagree with the tensors on norms, rank or modules.
-    """
+def _read_mlx_lm(
+    folder: Path,
+    settings: Mapping[str, Any],  # the content of adapter_config.json
+) -> dict[str, LoraWeights]:
     path = folder / LORA_SETTINGS
     kind = settings.get("fine_tune_type", "lora")
     require(
@@ -363,19 +293,13 @@ def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWei
 
 
 def _check_module_settings(
-    path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any
+    path: Path,  # of the settings
+    module: str,
+    weights: LoraWeights,
+    rank: Any,  # of the settings; None is not compared
+    keys: Any,  # of the settings, ends of module paths; None names every module
 ) -> None:
-    """Raise InputError where mlx-lm's settings give another rank than a module's LoRA has, or do
-    not name the module.
-
-    Args:
-        path: of the settings, for the message.
-        module: its path in the model.
-        weights: its LoRA.
-        rank: of the settings; None is not compared.
-        keys: of the settings: a list of ends of module paths. None names every module, any other
-            value none.
-    """
+    """Refuse LoRA whose rank or module is not the one that mlx-lm's settings name."""
     do = "use the files that belong together"
     found = f"LoRA of rank {weights.rank} for {module}"
     expected = f"rank {quoted(rank)}, as {path} says"
@@ -387,20 +311,11 @@ def _check_module_settings(
     require(is_named, found, expected="modules of these keys", do=do)
 
 
-def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
-    """Read a LoRA folder of PEFT's, by module path, with factors transposed to mlx-lm's layout.
-
-    The scale is alpha / rank, or alpha / sqrt(rank) with `use_rslora`; rank and alpha may differ
-    from module to module. LoRA of an embedding does not act on the LM head.
-
-    Args:
-        folder: with adapter_model.safetensors.
-        settings: its adapter_config.json.
-
-    Raises:
-        InputError: the settings ask for more than LoRA or DoRA; the weights are a pickle; or
-            settings and tensors disagree on modules, ranks or norms.
-    """
+def _read_peft(
+    folder: Path,
+    settings: Mapping[str, Any],  # the content of adapter_config.json
+) -> dict[str, LoraWeights]:
+    """With factors transposed to mlx-lm's layout."""
     path = folder / LORA_SETTINGS
     _check_peft_settings(path, settings)
     given = {name: settings.get(name, default) for name, (default, _, _) in _TAKEN.items()}
@@ -408,8 +323,9 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     do = "save it again with PEFT's save_pretrained, which writes safetensors"
     found = f"{folder / PEFT_PICKLE} is a pickle, which may run code"
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
-    tensors = _rename_lora_and_drop_base_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
-    modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
+    tensors = _with_mlx_names(read_tensors(folder / PEFT_FILE, _WHAT))
+    split = (name.rpartition(".") for name in tensors)
+    modules = sorted({module for module, _, leaf in split if leaf in _LEAVES})
     _require_all_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     ranks, alphas = (
         ModulePatterns(f"{path} has the {name}", given[name] or {})
@@ -418,7 +334,7 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     lora = {}
     for module in modules:
         plain = module.removesuffix(_OF_EMBEDDING)
-        _require_listed_peft_target(path, plain, given)
+        _require_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
         rank = ranks.find(plain, given["r"])
@@ -433,17 +349,11 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     return lora
 
 
-def _check_peft_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise InputError where PEFT's settings ask for more than LoRA or DoRA.
-
-    A setting that is unknown must be unset: false, empty or null. One of `_TAKEN` must have a value
-    that is allowed there; a missing one counts as PEFT's default. One of `_ASIDE` may have any
-    value.
-
-    Args:
-        path: of the settings, for the message.
-        settings: the JSON object.
-    """
+def _check_peft_settings(
+    path: Path,  # for messages
+    settings: Mapping[str, Any],
+) -> None:
+    """Refuse settings of PEFT that ask for more than LoRA or DoRA."""
     for name, value in settings.items():
         is_taken = name in _TAKEN or name in _ASIDE
         found = f"{path} has {name} {quoted(value)}"
@@ -468,18 +378,10 @@ _PEFT_LEAVES = {
 }
 
 
-def _has_unknown_leaf(name: str) -> bool:
-    """Whether a tensor's name ends with none of mlx-lm's names of LoRA."""
-    return name.rpartition(".")[2] not in _LEAVES
-
-
-def _rename_lora_and_drop_base_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return PEFT's tensors by mlx-lm's names, as they are stored, not transposed; paths of
-    embeddings get ".embedding" behind them.
-
-    PEFT writes the base's own weights of embeddings and heads beside their LoRA: these are left
-    out. Tensors of other names that are unknown keep their names.
-    """
+def _with_mlx_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """PEFT's tensors by mlx-lm's names, not transposed; embeddings are marked `_OF_EMBEDDING`."""
+    # PEFT also writes the base's own weights of embeddings and heads that have LoRA: these are
+    # dropped. Tensors of unknown names keep them, and are refused later.
     found = {name: _PEFT_NAME.fullmatch(name) for name in tensors}
     matches = [match for match in found.values() if match is not None]
     embeddings = {one["path"] for one in matches if one["leaf"].startswith(_EMBEDS)}
@@ -497,18 +399,14 @@ def _rename_lora_and_drop_base_tensors(tensors: Mapping[str, mx.array]) -> dict[
     return named
 
 
-def _require_listed_peft_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
-    """Raise InputError where PEFT's settings do not name a module for which there is LoRA.
-
-    Args:
-        path: of the settings, for the message.
-        module: its path.
-        given: the settings: "target_modules", a list of ends of paths, or a text (all-linear, or a
-            regular expression), with which nothing is compared; and beside a list
-            "layers_to_transform", which numbers of layers are allowed, None or empty for all.
-    """
+def _require_target(
+    path: Path,  # of the settings
+    module: str,
+    given: Mapping[str, Any],
+) -> None:
+    """Refuse LoRA of a module that PEFT's settings do not name."""
     targets = given["target_modules"]
-    if isinstance(targets, str):
+    if isinstance(targets, str):  # all-linear, or a regular expression
         return
     is_named = any(module == name or module.endswith(f".{name}") for name in targets)
     layers = given["layers_to_transform"]
@@ -524,16 +422,11 @@ def _require_listed_peft_target(path: Path, module: str, given: Mapping[str, Any
 
 
 def num_parameters(lora: Loras) -> int:
-    """Return how many numbers LoRA has."""
     return sum(array.size for weights in lora.values() for array in weights.arrays)
 
 
 def describe_lora(lora: Loras) -> str:
-    """Describe LoRA in a few words, such as "LoRA of rank 8 on 9 modules (1,024 parameters)".
-
-    Different ranks are given as the smallest and the largest. It is called DoRA where some module
-    has norms. There must be one module or more.
-    """
+    """For example "LoRA of rank 8 on 9 modules (1,024 parameters)"."""
     ranks = sorted({weights.rank for weights in lora.values()})
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     is_dora = any(weights.magnitude is not None for weights in lora.values())

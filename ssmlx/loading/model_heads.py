@@ -1,6 +1,6 @@
 """Which heads were trained to draft for a loaded model, and which of them are on this machine.
 
-Nothing is fetched here, and no weights are read.
+Nothing is downloaded here, and no weights are read.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 from ..errors import InputError
 from ..model.backbone import Backbone
 from .folders import Fetch
-from .head_tensors import is_mtp_name
-from .hub import find_whole_model_in_hub_cache
+from .hub import find_cached_model
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
-from .stored_tensors import tensor_names
+from .stored_tensors import is_mtp_name, tensor_names
 
 OWN_HEAD = "its own MTP head"
 _GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")
@@ -25,27 +24,15 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True)
 class LocalHead:
-    """A head that lies on this machine, whole by the names of its files; it was not loaded yet.
+    """A head on this machine, complete by the names of its files; it was not loaded yet."""
 
-    Attributes:
-        name: what users call it: its name on the Hub, or `OWN_HEAD`.
-        folder: where it lies; None for tensors among the model's own files.
-    """
-
-    name: str
-    folder: Path | None
+    name: str  # for users: its name on the Hub, or `OWN_HEAD`
+    folder: Path | None  # None for tensors among the model's own files
 
 
-def known_heads_by_sizes(backbone: Backbone) -> tuple[KnownHead, ...]:
-    """Return the rows of `KNOWN_HEADS` for a model, by its class and its sizes.
-
-    Where models of several generations have these sizes, the model's name decides: what it was
-    loaded by, its folder's name, or the repository of a folder in a Hub cache. Where that says no
-    generation, every row is returned, and which is the model's is not known.
-
-    Args:
-        backbone: of the model, in any precision.
-    """
+def find_known_heads(backbone: Backbone) -> tuple[KnownHead, ...]:
+    """The rows of `KNOWN_HEADS` for a model: several if its generation cannot be known."""
+    # Models of several generations have the same sizes: then the model's name decides.
     family = _family(backbone)
     sizes = (backbone.hidden_size, len(backbone.layers), backbone.vocab_size)
     rows = tuple(
@@ -55,7 +42,7 @@ def known_heads_by_sizes(backbone: Backbone) -> tuple[KnownHead, ...]:
     )
     said = {
         "".join(found)
-        for name in _names_of_model_and_folders(backbone)
+        for name in _names_of_model(backbone)
         for found in _GENERATION.findall(name.lower())
     }
     return tuple(row for row in rows if not (row.generation and said) or row.generation in said)
@@ -68,13 +55,13 @@ def can_have_head(backbone: Backbone) -> bool:
 
 
 def _family(backbone: Backbone) -> str:
-    """The file of mlx-lm that has a model's class, such as "qwen3_5"."""
+    """The file of mlx-lm that has the model's class, such as "qwen3_5"."""
     modules = [kind.__module__.rpartition(".") for kind in type(backbone.model).__mro__]
     return next((file for package, _, file in modules if package == "mlx_lm.models"), "")
 
 
-def _names_of_model_and_folders(backbone: Backbone) -> list[str]:
-    """What a model is called: as it was loaded, by its folder, and by a Hub cache's repository."""
+def _names_of_model(backbone: Backbone) -> list[str]:
+    """As it was loaded, and its folder's; of a folder in a Hub cache, the repository's too."""
     names = [Path(backbone.origin.name).name]
     if backbone.origin.folder is not None:
         folder = backbone.origin.folder.resolve()
@@ -85,37 +72,26 @@ def _names_of_model_and_folders(backbone: Backbone) -> list[str]:
 
 
 def find_local_head(backbone: Backbone) -> LocalHead | None:
-    """Find the head that a model drafts with where nothing is asked for; None where none is here.
-
-    That is the model's own, where its files still have one; else the first of the known
-    repositories that is whole in the Hub's cache, in the commit that was fetched last. None where
-    rows of several models fit, of which one alone can be right.
-
-    Args:
-        backbone: as `load_base` returns it; it says where the Hub's cache is.
-    """
+    """The head that drafts by default; None if there is none here, or if the model is not known."""
     if _family(backbone) in OWN_HEAD_FAMILIES and has_own_mtp_head(backbone.origin.folder):
         return LocalHead(OWN_HEAD, None)
-    rows = known_heads_by_sizes(backbone)
-    if len(rows) != 1:
+    rows = find_known_heads(backbone)
+    if len(rows) != 1:  # of several, one alone can be right
         return None
     fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)
     for name in rows[0].repositories:
-        folder = find_whole_model_in_hub_cache(name, fetch)
+        folder = find_cached_model(name, fetch)
         if folder is not None:
             return LocalHead(name, folder)
     return None
 
 
 def has_own_mtp_head(model_folder: Path | None) -> bool:
-    """Whether a model's files have tensors of an MTP head, by the tensors' names.
-
-    False where there is no folder, or where a header cannot be read, which is logged.
-    """
+    """By the tensors' names."""
     if model_folder is None:
         return False
     try:
         return any(is_mtp_name(name) for name in tensor_names(model_folder))
-    except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
+    except (InputError, OSError) as error:  # the model's own loader says what is wrong
         _log.debug("no MTP head is looked for in %s: %s", model_folder, error)
         return False

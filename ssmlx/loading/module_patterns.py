@@ -1,9 +1,9 @@
 """Regular expressions of strangers, by which PEFT names modules, matched in bounded time.
 
-Python's matcher tries one way after another, and may take for ever: 60 optional letters are enough.
-Here all ways are followed at once, as in Thompson's construction: a set of places in the text goes
-into a part of the expression, and the set of places where that part may end comes out. A set is an
-int: bit n stands for the place before character n.
+Python's matcher backtracks and may take for ever: 60 optional letters are enough. Here all ways are
+followed at once (Thompson's construction): the set of places where a part of the expression may
+begin gives the set of places where it may end. A set is an int: bit n is the place before character
+n.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Any
 
 from ..errors import InputError, quoted
 
-MAX_LENGTH = 1000
-"""Characters of an expression, and of a module's path."""
-MAX_STEPS = 1_000_000
-"""Of all expressions of one setting, on all modules: some seconds."""
+MAX_LENGTH = 1000  # characters of an expression, and of a module's path
+MAX_STEPS = 1_000_000  # of all expressions of one setting, on all modules: some seconds
 
 
 def _is_word(one: str) -> bool:
@@ -38,37 +36,24 @@ _CLASSES: dict[Any, Callable[[str], bool]] = {
 
 
 class _RefusedError(Exception):
-    """An expression asks for something that is not followed, or for too many steps."""
+    """An expression has a part that is not supported, or takes too many steps."""
 
 
 class ModulePatterns:
-    """Values by regular expressions of module paths, as PEFT's `rank_pattern` and `alpha_pattern`
-    have them.
-    """
+    """Values by regular expressions of module paths: PEFT's `rank_pattern` and `alpha_pattern`."""
 
-    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
-        """Parse the expressions.
-
-        Args:
-            source: the file and the setting, for messages.
-            values: by expression.
-
-        Raises:
-            InputError: one is no regular expression, has flags such as (?i), or is too long.
-        """
+    def __init__(
+        self,
+        source: str,  # the file and the setting, for messages
+        values: Mapping[str, Any],  # by expression
+    ) -> None:
         self._source = source
         self._steps_left = MAX_STEPS
         self._parsed = {text: self._parse(text) for text in values}
         self._values = values
 
     def find(self, module: str, default: Any) -> Any:
-        """Return the value of the first expression that matches a module's path, or the part of it
-        after one of its dots; `default` where none does.
-
-        Raises:
-            InputError: an expression has a part that is not followed, such as a look-ahead; all
-                have taken `MAX_STEPS`; or the path is too long.
-        """
+        """Of the first expression that matches the path, or what follows one of its dots."""
         for text, parsed in self._parsed.items():
             if len(module) > MAX_LENGTH:
                 raise self._refusal(text, f"a module's path has {len(module)} characters")
@@ -103,8 +88,6 @@ class ModulePatterns:
 
 
 class _Matching:
-    """Matches parts of an expression with one text."""
-
     def __init__(self, text: str, steps: int) -> None:
         self.steps_left = steps
         self._text = text
@@ -114,7 +97,7 @@ class _Matching:
         self.starts = 1 | self._before.get(".", 0) << 1
 
     def ends(self, parts: Iterable[tuple[Any, Any]], starts: int) -> int:
-        """Return where a sequence of parts may end that begins at one of `starts`."""
+        """Where a sequence of parts may end that begins at one of `starts`."""
         for kind, value in parts:
             if not starts:
                 break
@@ -132,7 +115,7 @@ class _Matching:
             return found
         if kind is op.SUBPATTERN and not (value[1] or value[2]):  # flags of its own
             return self.ends(value[3], starts)
-        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):  # which differ in what is tried first
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):  # they differ in what is tried first
             least, most, parts = value
             return self._repeat_ends(least, most, parts, starts)
         if kind is op.AT:
@@ -143,7 +126,6 @@ class _Matching:
         return sum(starts & places for one, places in self._before.items() if fits(one)) << 1
 
     def _repeat_ends(self, least: int, most: Any, parts: Any, starts: int) -> int:
-        """Return where `least` to `most` repetitions may end."""
         found = starts if least == 0 else 0
         times = 0
         while starts and times < most:
@@ -159,7 +141,7 @@ class _Matching:
         return found
 
     def _anchors(self, value: Any) -> int:
-        """Return the places where an anchor holds."""
+        """The places where an anchor holds."""
         text = self._text
         if value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
             return 1
@@ -174,11 +156,7 @@ class _Matching:
 
 
 def _character_test(kind: Any, value: Any) -> Callable[[str], bool]:
-    """Return whether a part of an expression matches a character.
-
-    Raises:
-        _RefusedError: it is no part of one character.
-    """
+    """The test of a part that matches one character."""
     if kind is op.ANY:
         return lambda one: one != "\n"
     if kind is op.LITERAL:

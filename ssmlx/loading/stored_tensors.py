@@ -11,32 +11,29 @@ from ..errors import InputError
 from ..json_files import parse_json
 from .folders import files_in_weight_index
 
-_MOST_HEADER = 2**28
+MEDUSA_PREFIX = "medusa_head."  # of Medusa heads that are among the model's own weights (Medusa-2)
+MTP_PREFIX = "mtp."  # of a head for multi-token prediction; another prefix may come first
+_MOST_HEADER = 2**28  # bytes
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the bytes of a tensor lie: from `begin` to below `end` of the file `path`."""
+    """The bytes of a tensor: from `begin` to below `end` of the file `path`."""
 
     name: str
-    kind: str  # its type and shape, as the header says them
+    kind: str  # type and shape, as in the header
     path: Path
     begin: int
     end: int
 
     @property
     def dtype(self) -> str:
-        """The name of its type, such as "BF16"."""
+        """For example "BF16"."""
         return self.kind.partition(" ")[0]
 
 
 def read_header(path: Path) -> Iterator[StoredTensor]:
-    """Yield where each tensor of a safetensors file lies, from the file's header, in its order.
-
-    Raises:
-        InputError: the header cannot be read, or is larger than `_MOST_HEADER` bytes.
-        OSError: the file cannot be read.
-    """
+    """The tensors of a safetensors file, in the header's order."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -57,15 +54,9 @@ def read_header(path: Path) -> Iterator[StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that hold the tensors of a model's folder, or a head's, by name.
-
-    They are those that its index names, there or not; `model*.safetensors`, which mlx-lm reads
-    whatever the index says; and files with "mtp" in their names, by which heads are added to a
-    folder whose index does not know them. Without an index, all that are there.
-
-    Raises:
-        InputError: the index cannot be read.
-    """
+    """The safetensors files of a model's or a head's folder; its index may name missing ones."""
+    # mlx-lm reads model*.safetensors whatever the index says. Heads are added to a folder by files
+    # with "mtp" in their names, which its index does not know.
     indexed = files_in_weight_index(folder)
     if indexed is None:
         return sorted(folder.glob("*.safetensors"))
@@ -74,12 +65,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_names(folder: Path) -> dict[str, Path]:
-    """Return the names of all tensors in a folder's `weight_files`, each with its file.
-
-    Of a name that stands in several files, the last of these is returned.
-
-    Raises:
-        InputError: the index, or a file's header, cannot be read.
-        OSError: a file is missing or cannot be read.
-    """
+    """All tensors in a folder's `weight_files`, each with the last file that has it."""
     return {one.name: path for path in weight_files(folder) for one in read_header(path)}
+
+
+def is_mtp_name(name: str) -> bool:
+    return name.startswith(MTP_PREFIX) or f".{MTP_PREFIX}" in name
+
+
+def is_head_name(name: str) -> bool:
+    """Whether a tensor of a model's own weights is a drafting head's: a Medusa or an MTP head."""
+    return name.startswith(MEDUSA_PREFIX) or is_mtp_name(name)

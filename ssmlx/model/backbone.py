@@ -27,24 +27,26 @@ from .capabilities import Capabilities, Reason
 from .capability_checks import (
     CHECK_TOKENS,
     check_stages,
-    hook_and_try_tree_masks,
     try_batches,
     try_chains,
     try_last_hidden,
+    try_tree_masks,
 )
 from .family import find_available_parts, model_type, no_stages_error
-from .final_norm import hook_final_norm, noting_norm_inputs
-from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_weights, select_rows
-from .modules import clone_sharing_arrays, module_arrays
+from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise, row_weights, select_rows
+from .modules import Notes, clone_sharing_arrays, module_arrays, note_inputs
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
 from .rope import context_length, keep_positions_in_table
 from .shapes import to_float
-from .stages import CallOutput, Stages, make_ropes_take_positions
+from .stages import CallOutput, Stages, wrap_ropes
 from .state_cache import StateCache
 from .text_cache import TextCache
 
 _log = logging.getLogger("ssmlx")
+# [1, R, D] what enters the final norm of models that are called as a whole: their last hidden
+# states, which stages give as the output of the last layer.
+_norm_inputs = Notes()
 
 # Reads modules from the base model's files: their paths, to the modules by path.
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
@@ -112,7 +114,7 @@ class Backbone(Stages):
         wrapped_ropes: list[tuple[Any, nn.Module]] = []
         try:
             super().__init__(model)
-            wrapped_ropes = make_ropes_take_positions(self)
+            wrapped_ropes = wrap_ropes(self)
             mx.eval(module_arrays(model))
             check_stages(self)
         except Exception as error:  # of many kinds, since classes differ in how they are built
@@ -205,7 +207,7 @@ class Backbone(Stages):
                 self.capabilities.require("last_hidden", "hidden states before the final norm")
             else:
                 self.capabilities.require("taps", "hidden states between layers")
-            with noting_norm_inputs() as norm_inputs:
+            with _norm_inputs.taken() as norm_inputs:
                 logits = append_or_verify(self.parts.outer, tokens)
             found = {last: norm_inputs[0]}
         return CallOutput(logits.squeeze(0), taps=found)
@@ -220,7 +222,7 @@ class Backbone(Stages):
         self._require_row_per_token(layer, "a draft vocabulary")
         rows = select_rows(layer, tokens)
         if self.draft_bits is not None:
-            rows = quantise_if_possible(rows, self.draft_bits)
+            rows = quantise(rows, self.draft_bits)
         mx.eval(rows.parameters())
         return self._head_with_layer(rows)
 
@@ -272,7 +274,7 @@ class Backbone(Stages):
     def takes_tree_masks(self) -> bool:
         """Whether every layer's attention takes a `metal.TreeMask`. Its first reading replaces the
         attention function of the layers' modules."""
-        return hook_and_try_tree_masks(self)
+        return try_tree_masks(self)
 
     @cached_property
     def _no_batches(self) -> Reason:
@@ -291,9 +293,9 @@ class Backbone(Stages):
         keep_positions_in_table(self.model)
         outer = self.parts.outer
         if self.final_norm is not None:
-            hook_final_norm(self.final_norm)
+            note_inputs(self.final_norm, _norm_inputs.add)
         try:
-            with noting_norm_inputs() as norm_inputs:
+            with _norm_inputs.taken() as norm_inputs:
                 logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
             size = getattr(self.args, "hidden_size", 0)
             if norm_inputs:

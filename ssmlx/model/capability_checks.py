@@ -54,7 +54,7 @@ def check_stages(stages: Stages) -> None:
         )
 
 
-def hook_and_try_tree_masks(stages: Stages) -> bool:
+def try_tree_masks(stages: Stages) -> bool:
     """Whether every layer's attention takes a `metal.TreeMask`. The attention function of their
     modules is replaced for it, for the whole process and for good, if `metal.hook_layers` can."""
     tokens = mx.array(CHECK_TOKENS)

@@ -56,8 +56,8 @@ class Parts:
 def find_parts(model: nn.Module) -> Parts:
     """Nothing is run: whether the parts put together are the model is for `check_stages` to say."""
     outer = language_model(model)
-    decoder = _find_decoder_or_raise(model)
-    norm_name = _find_norm_name_or_raise(model, decoder)
+    decoder = _find_decoder(model)
+    norm_name = _find_norm_name(model, decoder)
     head_name = _first_name(outer, _HEAD_NAMES)
     args = settings_of(outer)
     layers = list(model.layers)
@@ -87,8 +87,8 @@ def find_available_parts(model: nn.Module, vocab_size: int) -> Parts:
     final_norm = None
     norm_name = ""
     try:
-        decoder = _find_decoder_or_raise(model)
-        norm_name = _find_norm_name_or_raise(model, decoder)
+        decoder = _find_decoder(model)
+        norm_name = _find_norm_name(model, decoder)
         int(args.vocab_size)
         final_norm = getattr(decoder, norm_name)
     except (InputError, AttributeError, TypeError, ValueError):
@@ -154,7 +154,7 @@ def _first_name(module: Any, names: Sequence[str]) -> str:
     return next((name for name in names if hasattr(module, name)), "")
 
 
-def _find_decoder_or_raise(model: nn.Module) -> Any:
+def _find_decoder(model: nn.Module) -> Any:
     """The norm is not looked for."""
     inner = getattr(language_model(model), "model", None)
     decoder = getattr(inner, "decoder", inner)
@@ -165,7 +165,7 @@ def _find_decoder_or_raise(model: nn.Module) -> Any:
     return decoder
 
 
-def _find_norm_name_or_raise(model: nn.Module, decoder: Any) -> str:
+def _find_norm_name(model: nn.Module, decoder: Any) -> str:
     name = _first_name(decoder, _NORM_NAMES)
     if not name:
         raise no_stages_error(model, "it has no final norm")

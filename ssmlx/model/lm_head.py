@@ -35,7 +35,7 @@ class ScaledHead:
         return logits
 
 
-def quantise_if_possible(layer: nn.Module, bits: int) -> nn.Module:
+def quantise(layer: nn.Module, bits: int) -> nn.Module:
     """In MLX's affine mode, in groups of 64 weights, or of 32; unchanged if it is quantised already
     or neither divides its width."""
     width = int(layer.weight.shape[-1])

@@ -212,7 +212,7 @@ class RowLora(LoraLayer):
             return self.product_without_lora(x)
         if x.ndim == 1:  # a single row, as some experts are given
             return self.product_with_lora(x[None])[0]
-        rows, z = self._flatten_and_multiply_by_a(x, first)
+        rows, z = self._rows_and_product(x, first)
         y = self.product_without_lora(rows)
         # A cast only in training, where LoRA stays in float32.
         b = self.lora_b.astype(x.dtype)
@@ -246,7 +246,7 @@ class RowLora(LoraLayer):
             layer.bias = self.linear.bias[tokens]
         return layer
 
-    def _flatten_and_multiply_by_a(
+    def _rows_and_product(
         self,
         x: mx.array,  # [..., in]
         first_row: int,  # that LoRA acts on
@@ -406,7 +406,7 @@ def share_products(
                 group[index].index = index
 
 
-def linear_out_and_in(linear: nn.Module) -> tuple[int, int]:
+def linear_sizes(linear: nn.Module) -> tuple[int, int]:
     """Outputs and inputs, of all ranks together if the layer is split over ranks."""
     out_size, in_size = linear.weight.shape
     if "scales" in linear:
@@ -431,7 +431,7 @@ def expected_lora_shapes(
     if isinstance(layer, EXPERTS):
         experts, out_size, in_size = layer.num_experts, layer.output_dims, layer.input_dims
         return {"lora_a": (experts, rank, in_size), "lora_b": (experts, out_size, rank)}
-    out_size, in_size = linear_out_and_in(layer)
+    out_size, in_size = linear_sizes(layer)
     norms = {} if weights.magnitude is None else {"m": (out_size,)}
     if isinstance(layer, LINEARS):
         return {"lora_a": (in_size, rank), "lora_b": (rank, out_size), **norms}

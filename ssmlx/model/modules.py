@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -56,10 +58,30 @@ def _clone_modules_in(
     return value
 
 
+class Notes(threading.local):
+    """A list of its own on each thread, filled only inside of `with notes.taken() as found`. Nested
+    blocks end together."""
+
+    found: list[Any] | None = None
+
+    @contextmanager
+    def taken(self) -> Iterator[list[Any]]:
+        found: list[Any] = []
+        self.found = found
+        try:
+            yield found
+        finally:
+            self.found = None
+
+    def add(self, one: Any) -> None:
+        if self.found is not None:
+            self.found.append(one)
+
+
 def note_inputs(module: nn.Module, note: Callable[[mx.array], None]) -> None:
     """Call `note` with the first argument of `module` before each of its calls, for good: the
     module gets another class. A second `note` is never called. The class is kept by `note`, so that
-    should be a module-level function."""
+    should live as long as the process."""
     if not hasattr(module, "_notes_input"):
         module.__class__ = _noting_class(type(module), note)
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .modules import note_inputs
+from .modules import Notes, note_inputs
 
 
 @dataclass(frozen=True)
@@ -69,29 +68,21 @@ class Recurrence:
 class Recording:
     """What recurrences and convolutions were given in a call, in the order of the call."""
 
-    recurrences: list[Recurrence] = field(default_factory=list)
+    recurrences: list[Recurrence]
     # [1, K - 1 + R, C] inputs of convolutions over K tokens: the window that the call before left,
     # then R rows
-    convolutions: list[mx.array] = field(default_factory=list)
+    convolutions: list[mx.array]
 
 
-_here = threading.local()  # `recording`: where this thread notes what is given, if it does
+_recurrences = Notes()
+_convolutions = Notes()
 
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Notes on this thread what the models that `hook_recurrences` has seen give their recurrences.
-    Nested blocks end together."""
-    found = Recording()
-    _here.recording = found
-    try:
-        yield found
-    finally:
-        _here.recording = None
-
-
-def _recording_of_this_thread() -> Recording | None:
-    return getattr(_here, "recording", None)
+    """Of the models that `hook_recurrences` has seen, on this thread."""
+    with _recurrences.taken() as recurrences, _convolutions.taken() as convolutions:
+        yield Recording(recurrences, convolutions)
 
 
 def hook_recurrences(model: nn.Module) -> None:
@@ -100,19 +91,13 @@ def hook_recurrences(model: nn.Module) -> None:
     `model`."""
     for module in model.modules():
         if isinstance(module, nn.Conv1d):
-            note_inputs(module, _note_convolution)
+            note_inputs(module, _convolutions.add)
         for kind in type(module).__mro__:
             home = sys.modules[kind.__module__]
             for name, signature in RECURRENCES.items():
                 function = getattr(home, name, None)
                 if function is not None and not hasattr(function, _HOOKED):
                     setattr(home, name, _noting_recurrence(function, signature))
-
-
-def _note_convolution(entering: mx.array) -> None:
-    noted = _recording_of_this_thread()
-    if noted is not None:
-        noted.convolutions.append(entering)
 
 
 def _noting_recurrence(
@@ -123,10 +108,9 @@ def _noting_recurrence(
     @wraps(function)
     def call(*given: Any, **named: Any) -> tuple[mx.array, mx.array]:
         outputs, state = function(*given, **named)
-        noted = _recording_of_this_thread()
-        if noted is not None:
+        if _recurrences.found is not None:
             bound = parameters.bind(*given, **named)
-            noted.recurrences.append(Recurrence(state, function, bound.arguments, signature))
+            _recurrences.add(Recurrence(state, function, bound.arguments, signature))
         return outputs, state
 
     setattr(call, _HOOKED, True)

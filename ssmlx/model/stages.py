@@ -271,7 +271,7 @@ class _NoCache:
     offset = 0
 
 
-def make_ropes_take_positions(stages: Stages) -> list[tuple[Any, nn.Module]]:
+def wrap_ropes(stages: Stages) -> list[tuple[Any, nn.Module]]:
     """In place. Returns the attention modules that were changed, with their former rotary
     embeddings."""
     found: list[tuple[Any, nn.Module, PositionedRope]] = []

@@ -149,6 +149,7 @@ class StreamFusedModel:
     ) -> None:
         self.backbone = backbone
         self.config = config
+        self.adapter_name: str | None = "none"  # as it was asked for; None for streams of its own
         self.streams = streams
         self._scope = scope or RowScope()
         self.lora_digest: str | None = None  # of LoRA on every row, if there is any
@@ -199,12 +200,18 @@ class StreamFusedModel:
 
     @property
     def starts_from_root(self) -> bool:
-        """Whether streams start from the root too, so that drafting is a pass of its own."""
+        """Whether streams start from the root too, where it is known."""
         return self.streams is not None and self.streams.root_init is not None
 
     @property
+    def needs_root(self) -> bool:
+        """Whether streams were never trained to start without the root."""
+        return self.starts_from_root and not (self.config and self.config.starts_without_root)
+
+    @property
     def schedules(self) -> tuple[StreamSchedule, ...]:
-        return STREAM_SCHEDULES if not self.starts_from_root else ("second-pass",)
+        # In the fused pass the root is not decided yet.
+        return ("second-pass",) if self.needs_root else STREAM_SCHEDULES
 
     @property
     def draft_vocab_size(self) -> int:
@@ -330,9 +337,9 @@ class StreamFusedModel:
             start = self.streams.init(hidden)
             if self.config.stream_init == "residual":
                 start = hidden + start
-        if self.streams.root_init is not None:
-            if root_states is None:
-                raise ValueError("these streams start from the root too, which is not known here")
+        if self.needs_root and root_states is None:
+            raise ValueError("these streams start from the root too, which is not known here")
+        if self.streams.root_init is not None and root_states is not None:
             start = start + self.streams.root_init(root_states)
         if self.streams.embeddings is None:
             rows = mx.repeat(start, num_streams, axis=1)

@@ -196,7 +196,7 @@ def full_topology(width: int, levels: int) -> Topology:
 
 
 @lru_cache(maxsize=64)
-def topology_of_possible_nodes(
+def candidate_topology(
     size: int,  # nodes of the tree that is chosen later, including the root
     width: int | None,  # most children of a node; None for any number
     levels: int,  # below the root
@@ -237,7 +237,7 @@ def draft_topology(
     if config.kind == "full":
         config.num_nodes(num_streams)
         return full_topology(config.full_width, num_streams)
-    return topology_of_possible_nodes(config.size, config.width, num_streams)
+    return candidate_topology(config.size, config.width, num_streams)
 
 
 def count_candidates(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import name_file_in_os_errors
+from ..errors import naming_file
 
 _UNFINISHED = ".unfinished"
 _LOCKED_AFTER = 5  # seconds
@@ -28,7 +28,7 @@ def atomic_file(
             # `delete_unfinished_files` of other processes leaves a locked file alone.
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
-            with name_file_in_os_errors(target):
+            with naming_file(target):
                 file.flush()
                 os.fsync(file.fileno())
             work.replace(target)

@@ -218,7 +218,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         from .app import LOCAL, make_app
         from .connections import (
             ACCEPTED_AT_ONCE,
-            log_each_refused_connection_once,
+            log_refused_connections_once,
             make_connection_class,
         )
     except ImportError as error:
@@ -232,14 +232,14 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listen_at(args.host, args.port)
-    metal.choose_attention(drafter.attention)
+    metal.choose_attention(drafter.loading.attention)
     prompt_caches = make_prompt_cache_for_each_key(args.prompt_cache, keys)
     engine = Engine(
         args.model,
         prompt_cache=prompt_caches[0],
         memory_gb=args.memory,
         dtype=args.dtype,
-        draft_head=drafter.draft_head,
+        draft_head=drafter.loading.draft_head,
         progress=DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
@@ -271,7 +271,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
 
         async def startup(self, sockets: Any = None) -> None:
             """Begin to accept connections; as many as the system allows may wait for that."""
-            log_each_refused_connection_once(asyncio.get_running_loop())
+            log_refused_connections_once(asyncio.get_running_loop())
             await super().startup(sockets)
             sock.listen(_MOST_UNACCEPTED)
 

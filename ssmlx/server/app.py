@@ -25,140 +25,93 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import ContextLengthError, InputError, NoRoomError, require
+from ..errors import InputError, require
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig
-from ..turns import TurnError
 from . import completions, messages, responses
 from .concurrency import READING, BodyBytes
 from .connections import SLOWEST
-from .fields import check_fields_and_list_ignored
+from .fields import Body, Fields
 from .handler import RequestHandler
+from .refusals import AGAIN, as_http_error, error_object
 from .requests import (
-    AGAIN,
     AnswerRequest,
     Begun,
-    Body,
-    DetailedHTTPException,
-    RequestError,
     StreamItem,
     Waiting,
 )
 
 Result = TypeVar("Result")
+# Writes an answer's parts as events, at least one a part; `reply` is then the whole answer.
 ResponseWriter = (
     completions.TextCompletionWriter | messages.MessagesWriter | responses.ResponsesWriter
 )
-"""Writes an answer's parts as events, at least one a part; `reply` is then the whole answer."""
+# Reads a request's body, by the server's settings for what it does not say.
 RequestReader = Callable[[Body, GenerateConfig], AnswerRequest]
-"""Reads a request's body, by the server's settings for what it does not say."""
+# For each route of answers, the function that reads a request and the class that writes them.
 APIS: dict[str, tuple[RequestReader, type[ResponseWriter]]] = {
     "/v1/chat/completions": (completions.read_chat, completions.ChatCompletionWriter),
     "/v1/completions": (completions.read_completion, completions.TextCompletionWriter),
     "/v1/messages": (messages.read_message, messages.MessagesWriter),
     "/v1/responses": (responses.read_response, responses.ResponsesWriter),
 }
-"""For each route of answers, the function that reads a request and the class that writes them."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _POLICY = (
     "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "style-src 'sha256-{}'; script-src 'sha256-{}'"
 )
+# The header that names the fields of a request that are ignored: unknown ones, and hints.
 IGNORED = "X-Ignored-Fields"
-"""The header that names the fields of a request that are ignored: unknown ones, and hints."""
+# The header that says that the form of this model's calls is not known.
 TOOL_CALLS = "X-Tool-Calls"
-"""The header that says that the form of this model's calls is not known."""
-_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    504: "timeout_error",
-}
-"""What Anthropic's API calls an error, by its status; OpenAI's has kinds of its own for few."""
 _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
 _READ_ON = 8  # bodies of how many times the largest that is read are read to their end
+# Objects and lists inside each other in a body, which is read by recursion.
 _DEEPEST = 100
-"""Objects and lists inside each other in a body: what reads them may go deeper by recursion."""
-_NEVER = {"x-should-retry": "false"}
-"""The header by which OpenAI's and Anthropic's clients do not repeat what would fail again."""
 _AT_ONCE = 100  # items of a long list of a reply that are made into JSON at once
-# Both phrases are looked for: Anthropic's, and OpenAI's.
-_TOO_LONG = (
-    "prompt is too long: {}{} tokens > {} maximum; expected less than the model's maximum context "
-    "length; shorten it"
-)
+# Where a request's scope has its part of `BodyBytes`.
 _HELD = "ssmlx.held"
-"""Where a request's scope has its part of `BodyBytes`."""
 _log = logging.getLogger("ssmlx")
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The handlers of all routes, with the checks of host, origin and API key.
-
-    `hosts` are names of this server, and origins of pages that may use it, in lower case; without
-    `keys` nobody needs one.
-    """
+    """The handlers of all routes, with the checks of host, origin and API key."""
 
     handler: RequestHandler
     config: GenerateConfig
-    hosts: Sequence[str]
-    keys: Sequence[bytes]
+    hosts: Sequence[str]  # names of this server, and origins of pages that may use it; lower case
+    keys: Sequence[bytes]  # without any, nobody needs one
 
     async def get_page(self, request: Request) -> Response:
-        """Answer GET of the chat page, which needs no key.
-
-        Raises:
-            HTTPException: the host or origin is refused.
-        """
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         return _chat_page()
 
     async def get_health(self, request: Request) -> Response:
-        """Answer GET of /health, which needs no key, and comes from probes under any name."""
+        """Answer without a key and under any name, as probes ask."""
         return JSONResponse({"status": "ok"})
 
     async def get_metrics(self, request: Request) -> Response:
-        """Answer GET of the counters, in Prometheus's form.
-
-        Raises:
-            HTTPException: the host, origin or key is refused.
-        """
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         counts = generate_latest(self.handler.metrics.registry)
         return Response(counts, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def list_models(self, request: Request) -> Response:
-        """Answer GET of the list of models.
-
-        Raises:
-            HTTPException: the host, origin or key is refused.
-        """
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         names = [*self.handler.models]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
 
     async def get_model(self, request: Request) -> Response:
-        """Answer GET of one model.
-
-        Raises:
-            HTTPException: the model is unknown (404), or the host, origin or key is refused.
-        """
-        self._check_access_and_find_prompt_cache(request)
+        self._admit(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
             raise self.handler.unknown_model_error(name)
         return JSONResponse(self._model_entry(name))
 
     def _model_entry(self, name: str) -> dict[str, Any]:
-        """Return a model's object, with the fields that OpenAI's, Anthropic's and vLLM's clients
-        read.
-
-        Times are the epoch, as a model has none here.
-        """
+        """Return a model's object, as OpenAI's, Anthropic's and vLLM's clients read it."""
         size = self.handler.context_length
         return {
             "id": name,
@@ -166,7 +119,7 @@ class Routes:
             "type": "model",
             "display_name": name,
             "owned_by": "ssmlx",
-            "created": 0,
+            "created": 0,  # a model has no time here
             "created_at": "1970-01-01T00:00:00Z",
             "shutdown_date": None,
             "deprecated_at": None,
@@ -180,16 +133,8 @@ class Routes:
         }
 
     async def answer(self, request: Request) -> Response:
-        """Answer a POST with a whole answer, or a stream of it.
-
-        The answer begins when the response is sent, so what it raises is not raised here.
-
-        Raises:
-            HTTPException, InputError: as `_read_request` does, or the host, origin or key is
-                refused.
-            TimeoutError: to read it took more than `limits.time` seconds.
-        """
-        prompt_cache = self._check_access_and_find_prompt_cache(request)
+        """Answer with one object or a stream; the answer begins when the response is sent."""
+        prompt_cache = self._admit(request)
         read, writer = APIS[request.url.path]
         deadline = self._deadline()
         async with asyncio.timeout_at(deadline):
@@ -200,14 +145,8 @@ class Routes:
         return reply
 
     async def count_tokens(self, request: Request) -> Response:
-        """Answer a POST with the number of tokens of its prompt, as Anthropic's API does.
-
-        Raises:
-            HTTPException, InputError: as `_read_request` does, the host, origin or key is refused,
-                or as `RequestHandler.count_prompt_tokens` does.
-            TimeoutError: that took more than `limits.time` seconds.
-        """
-        self._check_access_and_find_prompt_cache(request)
+        """Answer with the number of tokens of a prompt, as Anthropic's API does."""
+        self._admit(request)
         async with asyncio.timeout_at(self._deadline()):
             ask, headers = await self._read_request(request, messages.read_message)
             counting = self.handler.count_prompt_tokens(ask)
@@ -215,44 +154,27 @@ class Routes:
         return JSONResponse({"input_tokens": num_tokens}, headers=headers)
 
     def _deadline(self) -> float:
-        """Return when a request that begins now has to be answered, by the clock of the loop."""
+        """When a request that begins now has to be answered, by the clock of the event loop."""
         return asyncio.get_running_loop().time() + self.handler.limits.time
 
     async def _read_request(
         self, request: Request, read: RequestReader
     ) -> tuple[AnswerRequest, dict[str, str]]:
-        """Read the body of a POST, and check its fields.
-
-        Args:
-            request: whose host, origin and key are checked already.
-            read: of the API.
-
-        Returns:
-            (ask, headers): the request, with the name of a model that is served, and headers of its
-            response: `X-Ignored-Fields`, which names the fields that are ignored, and tools and
-            blocks that are left out, if there are any; `X-Tool-Calls` if tools are offered to a
-            model whose form of calls is not known.
-
-        Raises:
-            HTTPException: the body is not plain JSON (415), the model is unknown (404), or the body
-                is too large (413) or too slow (408), or has no room beside others (503).
-            InputError: the body is not a JSON object, or the request cannot be followed.
-            ClientDisconnect: the client has gone.
-        """
+        """Return a request with the name of a served model, and headers of its response."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
         coding = request.headers.get("content-encoding", "").strip().lower()
         if coding in _CODINGS:
             raise HTTPException(415, f"Content-Encoding {coding} is not supported")
-        body = await self._read_body_in_time(request)
+        body = await self._read_body(request)
 
         def read_checked() -> tuple[AnswerRequest, Sequence[str]]:
             """Return the request, and the names of what is ignored or left out of it."""
-            fields = _parse_json_object(body)
-            ignored = check_fields_and_list_ignored(request.url.path, fields)
+            fields = Fields(_parse_json_object(body))
             ask = replace(read(fields, self.config), num_bytes=len(body))
-            return self.handler.with_served_model_or_404(ask), [*ignored, *ask.left_out]
+            ignored = fields.ignored()
+            return self.handler.with_served_model(ask), [*ignored, *ask.left_out]
 
         reading = READING.run(len(body), read_checked)
         ask, names = await _unless_client_leaves(request, reading)
@@ -261,18 +183,10 @@ class Routes:
             headers[TOOL_CALLS] = "unknown form"
         return ask, headers
 
-    def _check_access_and_find_prompt_cache(self, request: Request) -> PromptCache:
-        """Return the prompt cache of the request's API key; the first one if no key is needed: if
-        there are no keys, and for the page.
-
-        `Host` and `Origin` have to be known, so that a page of another site, whose name may resolve
-        to this machine, cannot use it. A request without `Origin` passes. The key stands in
-        `x-api-key`, or else as the bearer in `Authorization`.
-
-        Raises:
-            HTTPException: host or origin is unknown (403), or the key is wrong or missing (401).
-        """
+    def _admit(self, request: Request) -> PromptCache:
+        """Return the prompt cache of the request's API key, or raise HTTPException (401, 403)."""
         headers = request.headers
+        # A page of another site cannot use this server, though its name may lead to this machine.
         if not _is_known("//" + headers.get("host", ""), self.hosts):
             raise HTTPException(403, "unknown Host header; add it with --allow-host")
         if "origin" in headers and not _is_known(headers["origin"], self.hosts):
@@ -287,48 +201,27 @@ class Routes:
             raise HTTPException(401, "missing or invalid API key", {"WWW-Authenticate": "Bearer"})
         return self.handler.prompt_caches[same.index(True)]
 
-    async def _read_body_in_time(self, request: Request) -> bytes:
-        """Return the bytes of a body.
-
-        Raises:
-            HTTPException: nothing of it came for `limits.wait` seconds, or less than `SLOWEST`
-                bytes a second (408); it is too large (413), or there is no memory for it beside
-                those of others (503).
-            ClientDisconnect: the client has gone.
-        """
+    async def _read_body(self, request: Request) -> bytes:
         clock = asyncio.get_running_loop().time
         started = clock()
         wait = self.handler.limits.wait
         reading = asyncio.timeout(wait)
 
         def allow_more_time(num_bytes: int) -> None:
-            """Put the end off, as so many bytes have come by now."""
             reading.reschedule(min(clock(), started + num_bytes / SLOWEST) + wait)
 
         try:
             async with reading:
-                return await self._read_body_or_refuse_large(request, allow_more_time)
+                return await self._read_pieces(request, allow_more_time)
         except TimeoutError as error:
             raise HTTPException(408, "timed out reading the request body") from error
 
-    async def _read_body_or_refuse_large(
-        self, request: Request, has_come: Callable[[int], None]
+    async def _read_pieces(
+        self,
+        request: Request,
+        has_come: Callable[[int], None],  # is called with the number of bytes that came so far
     ) -> bytes:
-        """Return the bytes of a body.
-
-        One that is too large is read on, up to `_READ_ON` times the limit, and dropped: a client
-        that still sends reads no answer. What is kept counts in `bodies` until the response is
-        sent.
-
-        Args:
-            request: whose body was not read.
-            has_come: called with the number of bytes that came so far.
-
-        Raises:
-            HTTPException: it has more than `limits.body` bytes (413), or there is no room for it
-                (503).
-            ClientDisconnect: the client has gone.
-        """
+        """Return the bytes of a body, which count in `BodyBytes` until the response is sent."""
         limit = self.handler.limits.body
         held = request.scope[_HELD]
         pieces = []
@@ -343,6 +236,7 @@ class Routes:
             else:
                 pieces.clear()
                 held.grow_to(0)
+                # It is read on and dropped: a client that still sends reads no answer.
                 if size > _READ_ON * limit:
                     break
         if size > limit:
@@ -353,11 +247,11 @@ class Routes:
         return b"".join(pieces)
 
     async def error_response(self, request: Request, failure: Exception) -> Response:
-        """Turn an exception into an error response with its status, and count it by that."""
-        error = _as_http_error(failure)
+        """Turn an exception into an error response, and count it by its status."""
+        error = as_http_error(failure)
         status = error.status_code
         self.handler.metrics.refused.labels(status).inc()
-        return JSONResponse(_error_object(error), status_code=status, headers=error.headers)
+        return JSONResponse(error_object(error), status_code=status, headers=error.headers)
 
 
 def _is_known(address: str, hosts: Sequence[str]) -> bool:
@@ -368,12 +262,6 @@ def _is_known(address: str, hosts: Sequence[str]) -> bool:
 
 
 def _parse_json_object(body: bytes) -> dict[str, Any]:
-    """Return the object that a body is.
-
-    Raises:
-        InputError: it is not one, has a number that JSON does not have, or one that is too large,
-            or is nested more than `_DEEPEST` deep.
-    """
     try:
         value = json.loads(body, parse_constant=_finite, parse_float=_finite)
         is_object = isinstance(value, dict) and _is_shallow(value)
@@ -386,7 +274,6 @@ def _parse_json_object(body: bytes) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """Return the number that a text is; ValueError if it is infinite or none."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a finite number")
@@ -394,7 +281,7 @@ def _finite(text: str) -> float:
 
 
 def _is_shallow(value: dict[str, Any]) -> bool:
-    """Whether no more than `_DEEPEST` objects and lists of a JSON value are inside each other."""
+    """Whether at most `_DEEPEST` objects and lists of a JSON value are inside each other."""
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
         inner = (one.values() if isinstance(one, dict) else one for one in level)
@@ -405,18 +292,9 @@ def _is_shallow(value: dict[str, Any]) -> bool:
 
 
 async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work` and return its result or raise its error; it is cancelled if the client leaves.
-
-    Args:
-        request: whose body was read.
-        work: what is awaited.
-
-    Raises:
-        ClientDisconnect: the client has gone; nobody reads it.
-    """
+    """Await `work`, which is cancelled, with ClientDisconnect, if the client leaves."""
 
     async def watch() -> None:
-        """End as soon as the client has gone."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
@@ -433,79 +311,21 @@ async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Resu
 
 
 def _header_text(names: Sequence[str]) -> str:
-    """Return names of fields for a header: at most 20, of 80 characters each.
-
-    Characters other than ASCII letters, digits, `_`, `.`, `-`, brackets and spaces become `?`.
-    """
     plain = [re.sub(r"[^\w.() \[\]-]", "?", name[:80], flags=re.ASCII) for name in names[:20]]
     return ", ".join(plain)
 
 
-def _as_http_error(failure: Exception) -> HTTPException:
-    """Return the HTTP error for an exception; one that is an HTTP error stays.
-
-    Input errors become 400, no memory 503, a timeout 504, and all else 500 without its message,
-    which is for the log. Nothing is logged here.
-    """
-    match failure:
-        case HTTPException():
-            return failure
-        case ContextLengthError(num_tokens=tokens, limit=limit, is_counted=is_counted):
-            told = _TOO_LONG.format("" if is_counted else "at least ", tokens, limit)
-            return DetailedHTTPException(400, told, code="context_length_exceeded")
-        case NoRoomError(wanted=wanted, limit=limit):
-            again = AGAIN if wanted <= limit else _NEVER
-            return DetailedHTTPException(503, str(failure), again, code="no_room")
-        case RequestError():
-            return DetailedHTTPException(
-                400, str(failure), param=failure.param, details=failure.details
-            )
-        case TurnError():
-            return DetailedHTTPException(400, str(failure), param=failure.place)
-        case InputError():
-            return HTTPException(400, str(failure))
-        case TimeoutError():
-            return HTTPException(504, "the answer took too long", _NEVER)
-    return HTTPException(500, "the answer failed; the server's log says why")
-
-
-def _error_object(http_error: HTTPException) -> dict[str, Any]:
-    """Return the JSON object of an error, with the fields of OpenAI's and of Anthropic's."""
-    usual = "api_error" if http_error.status_code >= 500 else "invalid_request_error"
-    error = {"message": http_error.detail, "param": None, "code": None}
-    if isinstance(http_error, DetailedHTTPException):
-        error |= {"param": http_error.param, "code": http_error.code}
-    kind = _KINDS.get(http_error.status_code, usual)
-    if http_error.headers == AGAIN:
-        kind = "overloaded_error"
-    inner: dict[str, Any] = {"type": kind, **error}
-    if isinstance(http_error, DetailedHTTPException) and http_error.details is not None:
-        inner["details"] = http_error.details
-    return {"type": "error", **error, "error": inner}
-
-
 class AnswerResponse(StreamingResponse):
-    """The response to a POST: one JSON object, or a stream of events.
-
-    The answer is cancelled as soon as the client disconnects.
-    """
+    """One JSON object, or a stream of events; cancelled as soon as the client disconnects."""
 
     def __init__(
         self,
         handler: RequestHandler,
         ask: AnswerRequest,
         writer: ResponseWriter,
-        prompt_cache: PromptCache,
+        prompt_cache: PromptCache,  # of the client
     ) -> None:
-        """Prepare the response; the answer begins when it is sent.
-
-        Args:
-            handler: answers the request.
-            ask: the request; its `stream` decides the form.
-            writer: writes the answer's parts in the API's form.
-            prompt_cache: of the client.
-        """
-        self._parts = handler.merged_parts_of_choices(ask, prompt_cache)
+        self._parts = handler.answer_parts(ask, prompt_cache)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
@@ -520,56 +340,38 @@ class AnswerResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        """Send the answer, as events or as one object.
-
-        An error before the first byte is raised, so that it gets a status; a later one is sent as
-        an event, and logged if its status is 500.
-
-        Args:
-            send: of ASGI.
-
-        Raises:
-            Exception: any error of the answer, while nothing was sent.
-        """
+        """Send the answer; an error before the first byte is raised, so that it gets a status."""
         try:
             async with aclosing(self._parts):
-                async for event in self._writer.events(
-                    self._yield_items_and_send_keep_alives(send)
-                ):
+                async for event in self._writer.events(self._forward_items(send)):
                     if self._stream:
-                        await self._send_headers_then_text(send, _event(*event))
+                        await self._send_text(send, _event(*event))
             if not self._stream:
                 pieces = _json_in_pieces(self._writer.reply)
                 text = await asyncio.to_thread("".join, pieces)
-                await self._send_headers_then_text(send, text)
+                await self._send_text(send, text)
         except Exception as failure:
             if not self._is_begun:
                 raise
-            error = _as_http_error(failure)
+            error = as_http_error(failure)
             if error.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            for event in self._writer.failure(_error_object(error)):
-                await self._send_headers_then_text(send, _event(*event))
+            for event in self._writer.failure(error_object(error)):
+                await self._send_text(send, _event(*event))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
-        """Yield all items of the answer, `Begun` and `Waiting` included.
-
-        Before one of these is yielded, a stream's headers are sent if nothing was sent yet; else
-        a `Waiting` sends a keep-alive.
-        """
+    async def _forward_items(self, send: Send) -> AsyncIterator[StreamItem]:
+        """Yield all items; send a stream's headers once it has begun, then signs of life."""
         async for part in self._parts:
             if self._stream and isinstance(part, Begun | Waiting):
                 text = ""
                 if self._is_begun and isinstance(part, Waiting):
                     text = self._writer.keep_alive(part)
-                await self._send_headers_then_text(send, text)
+                await self._send_text(send, text)
             yield part
 
-    async def _send_headers_then_text(self, send: Send, text: str) -> None:
-        """Send text, with status 200 and the headers before the first one; empty text sends at
-        most these.
-        """
+    async def _send_text(self, send: Send, text: str) -> None:
+        """Send text, before the first one the headers; empty text sends at most these."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         body = {"type": "http.response.body", "body": text.encode(), "more_body": True}
         if not self._is_begun:
@@ -584,11 +386,11 @@ def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 
-def _json_in_pieces(value: Any, depth: int = 4) -> Iterator[str]:
-    """Yield the JSON text of a reply in pieces: Python runs no other thread while it makes one.
-
-    Lists that are `depth` levels inside of the reply, as of log probabilities, may be long.
-    """
+def _json_in_pieces(
+    value: Any,
+    depth: int = 4,  # levels inside of a reply where lists, as of log probabilities, may be long
+) -> Iterator[str]:
+    """Yield the JSON text of a reply in pieces: Python runs no other thread while it makes one."""
     if depth and value and isinstance(value, dict | list):
         is_object = isinstance(value, dict)
         named = value.items() if isinstance(value, dict) else enumerate(value)
@@ -608,9 +410,7 @@ def _json_in_pieces(value: Any, depth: int = 4) -> Iterator[str]:
 
 @cache
 def _chat_page() -> Response:
-    """Return the chat page, with a policy that lets only its own script and style run; it is read
-    once.
-    """
+    """Return the chat page, with a policy that lets only its own script and style run."""
     page = Path(__file__).with_name("page.html").read_bytes()
     found = re.findall(rb"<(style|script)>(.*?)</\1>", page, re.DOTALL)
     sums = [base64.b64encode(sha256(block).digest()).decode() for _, block in found]
@@ -628,24 +428,19 @@ class _PagesOfHosts(CORSMiddleware):
     """Lets pages of known hosts and origins read what is answered to them."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        """Wrap an application; `hosts` are those of `Routes`."""
         shown = [IGNORED, TOOL_CALLS]
         super().__init__(app, allow_headers="*", allow_methods="*", expose_headers=shown)
         self._hosts = hosts
 
     def is_allowed_origin(self, origin: str) -> bool:
-        """Whether the page of an origin may use the server."""
         return _is_known(origin, self._hosts)
 
 
+# As middleware, since a response is sent after its route's function has ended.
 class _HoldBodies:
-    """Counts a request's body among those of all, from its first byte to the end of the response.
-
-    As middleware, since a response is sent after its route's function has ended.
-    """
+    """Counts a request's body among all, from its first byte to the end of the response."""
 
     def __init__(self, app: ASGIApp, bodies: BodyBytes) -> None:
-        """Wrap an application, whose requests find their part of `bodies` in the scope."""
         self._app = app
         self._bodies = bodies
 
@@ -656,22 +451,13 @@ class _HoldBodies:
 
 def make_app(
     handler: RequestHandler,
-    config: GenerateConfig | None = None,
+    config: GenerateConfig | None = None,  # for what a request does not say; bounds `max_tokens`
+    # Names by which the server may be addressed and whose pages may use it, from any port (CORS),
+    # and whole origins of such pages, such as "app://obsidian.md"; in lower case.
     hosts: Sequence[str] = LOCAL,
-    keys: Sequence[bytes] = (),
+    keys: Sequence[bytes] = (),  # in the order of the handler's prompt caches
 ) -> Starlette:
-    """Make the ASGI application of the server.
-
-    Pages of `hosts` may use it from any port (CORS).
-
-    Args:
-        handler: answers the requests.
-        config: settings for what a request does not say; its `max_tokens` is a maximum. None for
-            the defaults.
-        hosts: in lower case, names by which the server may be addressed and whose pages may use
-            it, and whole origins of such pages, such as "app://obsidian.md".
-        keys: API keys, in the order of the handler's prompt caches; without any, nobody needs one.
-    """
+    """Make the ASGI application of the server."""
     routes = Routes(handler, config or GenerateConfig(), hosts, keys)
     failures = (Exception, HTTPException, InputError, TimeoutError)
     handlers: dict[Any, Any] = {kind: routes.error_response for kind in failures}

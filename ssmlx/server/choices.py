@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..bars import Progress
 from ..decoding.batch import Mask
 from ..errors import first_line
 from ..formats.arguments import json_text
@@ -14,14 +15,12 @@ from ..formats.history import call_id
 from ..formats.reader import AnswerReader, Piece, Text
 from ..generation.segments import GenerationResponse
 from ..prompt_cache import PromptCache
-from ..settings import GenerateConfig
 from .grammars import unsupported_form_error
-from .logprobs import TokenEntries
-from .request_prompts import Prompt
+from .request_prompts import Prompt, PromptReader
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
 
+# Tokens of an echoed prompt in a part, so that nobody waits long while one is written.
 _AT_ONCE = 256
-"""Tokens of an echoed prompt in a part, so that nobody waits long while one is written."""
 
 
 class Choice:
@@ -30,35 +29,23 @@ class Choice:
     def __init__(
         self,
         ask: AnswerRequest,
-        number: int,
+        number: int,  # among all of the request; those of one prompt follow each other
         prompt: Prompt,
-        config: GenerateConfig,
-        tokenizer: TokenizerWrapper,
-        token_entries: TokenEntries,
-        prompt_cache: PromptCache,
+        prompt_cache: PromptCache,  # of the client
+        progress: Progress,
+        reader: PromptReader,
     ) -> None:
-        """Begin a choice; nothing is decoded yet.
-
-        Args:
-            ask: the request.
-            number: of this choice among all of the request; those of one prompt follow each other.
-            prompt: what is answered.
-            config: the request's settings. The choice's seed is theirs plus its number among those
-                of its prompt.
-            tokenizer: of the model.
-            token_entries: makes the entries of log probabilities, by the same tokenizer.
-            prompt_cache: of the client.
-        """
-        own = number % ask.choices
+        own = number % ask.choices  # its number among those of its prompt
+        config = replace(ask.config, seed=((ask.config.seed or 0) + own) % 2**63)
+        self.ask = replace(ask, config=config, begins=prompt.begins, matcher=prompt.matcher)
         self.number = number
-        self.prompt = prompt
-        self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
-        self.prompt_cache = prompt_cache
         self.is_first = own == 0  # of its prompt
-        self._token_entries = token_entries
-        self.ask = replace(ask, begins=prompt.begins, matcher=prompt.matcher)
+        self.prompt = prompt
+        self.prompt_cache = prompt_cache
+        self.progress = progress
         self.mask: Mask | None = None  # that its answer is held to a form by, once it is opened
-        self._parser = AnswerParser(tokenizer, self.ask)
+        self._token_entries = reader.token_entries
+        self._parser = AnswerParser(reader.engine.tokenizer, self.ask)
 
     def echoed_parts(self) -> Iterator[TextPart]:
         """Yield its prompt as parts if it is echoed, with log probabilities if it is scored."""
@@ -77,49 +64,31 @@ class Choice:
             yield TextPart(text[begin:end], 0, own, self.number)
             begin = end
 
-    def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
-        """Return the parts that one response adds; at least one, which may be an empty text.
-
-        The first one has the response's token count and log probabilities, unless it is a tool
-        call. That of an end token is reported in text completions alone.
-
-        Args:
-            response: the next one of the answer.
-        """
+    def response_parts(self, response: GenerationResponse) -> list[Part]:
+        """Return the parts that one response adds, at least an empty text."""
         # A text completion reports its end token, too, as OpenAI's and vLLM's do.
         reports_end = not self.ask.is_chat
         logprobs = self._token_entries.of_segment(response, with_end_token=reports_end)
         piece = TextPart(response.text, len(response.tokens), logprobs)
-        return self._with_number(self._parser.split_into_parts(piece))
+        return self._with_number(self._parser.parse(piece))
 
-    def held_back_parts_and_end(self, last: GenerationResponse) -> list[Part]:
-        """Return the parts that were still held back, and last the `ChoiceEnd`.
-
-        Its reason is "length" for a full context too; the parser makes "tool_calls" of "stop" if a
-        tool was called.
-
-        Args:
-            last: the answer's last response, which was read already.
-        """
+    def end_parts(self, last: GenerationResponse) -> list[Part]:
+        """Return the parts that were still held back, and last the `ChoiceEnd`."""
+        # A full context is "length" too.
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
-        num_predicted = len(self.config.prompt_lookup.reference)
-        return self._with_number(
-            self._parser.split_into_parts(ChoiceEnd(reason, last, num_predicted))
-        )
+        num_predicted = len(self.ask.config.prompt_lookup.reference)
+        return self._with_number(self._parser.parse(ChoiceEnd(reason, last, num_predicted)))
 
-    def raise_if_form_broke(self) -> None:
+    def check_form(self) -> None:
         """Raise RequestError if the form of the answer could not be followed to its end."""
         if error := getattr(self.mask, "error", ""):  # a mask of another kind has none
             raise unsupported_form_error(None, first_line(ValueError(error))[:200])
 
-    def with_scoring_counted_as_prefill(self, last: GenerationResponse) -> GenerationResponse:
-        """Return `last` with the time that scoring its prompt took added to its `prefill_seconds`.
-
-        Only for the first choice of a scored prompt; its `cached_tokens` become 0, as the score
-        processed the whole prompt for it. Else `last` is returned as it is.
-        """
+    def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
+        """Return `last` as the first choice of a scored prompt reports it."""
         if self.prompt.logprobs is None or not self.is_first:
             return last
+        # Scoring processed the whole prompt for it.
         seconds = last.prefill_seconds + self.prompt.seconds
         return replace(last, cached_tokens=0, prefill_seconds=seconds)
 
@@ -128,45 +97,28 @@ class Choice:
 
 
 class AnswerParser:
-    """Splits a choice's text into text, reasoning and tool calls, as the model writes them.
-
-    What a model writes, and how it is read, `formats/reader.py` says.
-    """
+    """Splits a choice's text into text, reasoning and tool calls, as the model writes them."""
 
     def __init__(self, tokenizer: TokenizerWrapper, ask: AnswerRequest) -> None:
-        """Begin a text.
-
-        A text completion is not split; of an answer that follows a grammar other than a forced
-        call's, only what is thought before it is told from the text.
-
-        Args:
-            tokenizer: of the model, whose answers it tells the format of.
-            ask: the request, which says what the answer begins with.
-        """
         format = find_format(tokenizer)
         self._most_calls = None if ask.parallel_calls else 1
         self._has_called = False
-        self._reasoning_tokens = 0
+        self._reasoning_tokens = 0  # of all pieces whose first part was reasoning
+        # Of a form other than a forced call, only what is thought before it is told apart.
         is_free = ask.grammar is None or bool(ask.forced_tools)
         self._reader: AnswerReader | None = None
-        if ask.is_chat or ask.forced_tools:
+        if ask.is_chat or ask.forced_tools:  # else the text is not split
             self._reader = AnswerReader(format, ask.tools, ask.begins, reads_text=is_free)
 
-    def split_into_parts(self, part: TextPart | ChoiceEnd) -> list[Part]:
-        """Return the parts of the next piece of text, or of the end of the answer.
-
-        Of a piece there is at least one part. The first one has the piece's token count and log
-        probabilities, unless it is a call. At the end, text that was held back comes first, and the
-        end last; its `reason` is "tool_calls" if the answer stopped by itself and has called a
-        tool, and its `reasoning_tokens` are those of all pieces whose first part was reasoning.
-        """
+    def parse(self, part: TextPart | ChoiceEnd) -> list[Part]:
+        """Return the parts of the next piece, at least one, or what was held back and the end."""
         if self._reader is None:
             return [part]
         if isinstance(part, TextPart):
             pieces = self._parts(self._reader.read(part.text))
             empty = ReasoningPart("") if self._reader.is_thinking else TextPart("")
             first, *more = pieces or [empty]
-            if isinstance(first, TextPart):  # these are of the whole part
+            if isinstance(first, TextPart):  # these are of the whole piece
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
             if isinstance(first, ReasoningPart):
                 self._reasoning_tokens += first.tokens
@@ -178,9 +130,6 @@ class AnswerParser:
         return [*found, end]
 
     def _parts(self, pieces: Sequence[Piece]) -> list[Part]:
-        """Return the parts of pieces of the answer; without calls after the first one if the
-        request allows only one.
-        """
         found: list[Part] = []
         for piece in pieces:
             if isinstance(piece, Text):

@@ -1,12 +1,8 @@
 """OpenAI's chat and text completions.
 
-`/v1/completions` takes one prompt or a list of them, as texts or token ids; `n` choices of each are
-decoded beside each other, and stand in the order of the prompts. With `echo` a choice's text and
-`logprobs` begin with its prompt, the first of whose tokens has null; with `max_tokens` 0 nothing
-comes after it. So lm-eval's `local-completions` can score texts.
-
-A stream sends its headers as soon as its answer has begun, and a comment whenever no part has come
-for a while. An error after that is sent as an event `error`.
+`/v1/completions` takes one prompt or a list of them, as texts or token ids. With `echo` a choice's
+text and `logprobs` begin with its prompt, and with `max_tokens` 0 nothing comes after it: so
+lm-eval's `local-completions` scores texts.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,13 +13,19 @@ from time import time
 from typing import Any, TypedDict, cast
 
 from .. import __version__
-from ..errors import quoted
-from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig, allowed_values
-from . import requests
-from .grammars import read_grammar
+from ..settings import MAX_STOP, WIRE_NAMES, Allowed, GenerateConfig, allowed_values
+from .fields import (
+    Body,
+    check_field,
+    check_number,
+    check_value,
+    list_parts,
+    read_number,
+    read_typed,
+    with_fields,
+)
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     Part,
@@ -32,99 +34,75 @@ from .requests import (
     TextPart,
     ToolCallPart,
     Waiting,
+    read_asked,
 )
 from .tool_choice import read_tool_choice
 
 _ALLOWED = {one.name: allowed for one in fields(GenerateConfig) if (allowed := allowed_values(one))}
-_SAMPLING = {one.name for one in fields(SamplingConfig)} - {"seed", "logprobs"}
-"""Settings of sampling, without those that mean more in a request."""
-SETTINGS = {
-    **{name: name for name in _ALLOWED if name in _SAMPLING},
-    "temperature": "temp",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-}
-"""Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
+# What decodes: the package, for all that may change an answer comes with it.
 FINGERPRINT = f"ssmlx-{__version__}"
-"""What decodes: the package, for all that may change an answer comes with it."""
 _MOST_STOPS = 256  # texts are looked for with every token
 _BIAS = Allowed(least=-100, most=100)
+_LIKELIEST = Allowed(least=0, most=20, whole=True)  # tokens that are reported at each position
+# Answers that a request may ask for: choices of all its prompts.
 MOST_ANSWERS = 256
-"""Answers that a request may ask for: choices of all its prompts."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/chat/completions.
+    """Read a request to /v1/chat/completions; the server's `config` has what it does not say."""
+    top = body.get("top_logprobs")  # counts only beside `logprobs`
+    wants = read_typed(body, "logprobs", bool, False)
+    logprobs = (check_number("top_logprobs", top, _LIKELIEST) or 0) if wants else None
+    return replace(read_turns(body, config, logprobs), **_read_choices(body))
 
-    Turns are not checked any further. `top_logprobs` counts only where `logprobs` is true.
 
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed, or there are no turns.
-    """
+def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) -> AnswerRequest:
+    """Read the fields that all APIs of chats share, by the names that chat completions have."""
     choice = read_tool_choice(body)
-    turns = requests.text_or_list_as_parts(body.get("messages"), "messages")
-    requests.check_field(bool(turns), "messages is empty", "a turn at least", "messages")
-    wants = requests.read_typed_or_default(body, "logprobs", bool, False)
+    turns = list_parts(body.get("messages"), "messages")
+    check_field(bool(turns), "messages is empty", "a turn at least", "messages")
     return AnswerRequest(
         question=turns,
         tools=choice.tools,
         forced_tools=choice.forced,
         parallel_calls=choice.is_parallel,
         left_out=choice.left_out,
-        template_args=_read_template_args_and_effort(body),
-        **_read_whether_last_turn_continues(body, turns),
-        **_read_shared_fields(
-            body,
-            config,
-            (requests.read_number(body, "top_logprobs", 0, 20) or 0) if wants else None,
-        ),
+        template_args=_read_template_args(body),
+        config=_read_config(body, config, logprobs),
+        **_read_continuation(body, turns),
+        **read_asked(body),
     )
 
 
 def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/completions; with `max_tokens` 0, nothing is generated.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed, `suffix` is not empty, or more than `MOST_ANSWERS`
-            answers are asked for.
-    """
-    first, *others = _read_one_or_many_prompts(body.get("prompt"))
+    """Read a request to /v1/completions; the server's `config` has what it does not say."""
+    first, *others = _read_prompts(body.get("prompt"))
     suffix = body.get("suffix")
-    requests.check_field(not suffix, f"suffix is {quoted(suffix)}", "none", "suffix")
+    check_value(not suffix, "suffix", suffix, "none")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
-    body = body if writes else {**body, "max_tokens": 1}
+    logprobs = check_number("logprobs", body.get("logprobs"), _LIKELIEST)
+    if not writes:
+        body = with_fields(body, {"max_tokens": 1})  # 0 is no setting
     ask = AnswerRequest(
         question=first,
         others=others,
         is_chat=False,
-        echoes=requests.read_typed_or_default(body, "echo", bool, False),
+        echoes=read_typed(body, "echo", bool, False),
         writes=writes,
-        **_read_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
+        config=_read_config(body, config, logprobs),
+        **read_asked(body),
+        **_read_choices(body),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
     expected = f"{MOST_ANSWERS} answers at most"
     param = "n" if ask.choices > 1 else "prompt"
-    requests.check_field(ask.num_answers <= MOST_ANSWERS, found, expected, param)
+    check_field(ask.num_answers <= MOST_ANSWERS, found, expected, param)
     return ask
 
 
-def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
-    """Return the `prompt` field as a list of prompts, each a text or a list of token ids.
-
-    An empty list is one prompt without tokens.
-
-    Raises:
-        RequestError: it is neither of these nor a list of them.
-    """
+def _read_prompts(prompt: Any) -> list[str | list[int]]:
+    """Return the prompts, each a text or token ids; an empty list is one prompt without tokens."""
 
     def is_one(value: Any) -> bool:
         is_tokens = isinstance(value, list) and all(type(one) is int for one in value)
@@ -133,119 +111,69 @@ def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
     prompts = [prompt] if is_one(prompt) else prompt
     ok = isinstance(prompts, list) and all(map(is_one, prompts))
     expected = "a text or token ids, or a list of them"
-    requests.check_field(ok, f"prompt is {quoted(prompt)}", expected, "prompt")
+    check_value(ok, "prompt", prompt, expected)
     return cast("list[str | list[int]]", prompts)
 
 
-def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
-    """Read the fields that chats and text completions share.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-        logprobs: how many likeliest tokens are reported at each position; None reports none.
-
-    Returns:
-        Arguments of `AnswerRequest`.
-
-    Raises:
-        RequestError: a field cannot be followed.
-    """
+def _read_config(
+    body: Body,
+    config: GenerateConfig,
+    logprobs: int | None,  # likeliest tokens that are reported at each position; None for none
+) -> GenerateConfig:
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
-    options = requests.read_typed_or_default(body, "stream_options", dict, {})
+    return replace(own, max_tokens=min(own.max_tokens, config.max_tokens))
+
+
+def _read_choices(body: Body) -> dict[str, Any]:
+    """Return the arguments of `AnswerRequest` that chat and text completions alone have."""
+    options = read_typed(body, "stream_options", dict, {})
     return {
-        "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
-        "model": requests.read_typed_or_default(body, "model", str, ""),
-        "choices": requests.read_number(body, "n", 1, 16) or 1,
-        "grammar": read_grammar(body),
-        "ignores_end": requests.read_typed_or_default(body, "ignore_eos", bool, False),
-        "prediction": requests.content_text(
-            requests.read_typed_or_default(body, "prediction", dict, {}).get("content") or "",
-            "prediction.content",
-        ),
-        "stream": requests.read_typed_or_default(body, "stream", bool, False),
+        "choices": read_number(body, "n", 1, 16) or 1,
         "reports_usage": bool(options.get("include_usage")),
     }
 
 
 def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
-    """Return the settings that a request changes, each checked under the request's name for it.
-
-    Of two names for one setting, the later one in `SETTINGS` counts. `stop` and `logit_bias` are
-    always among them. A negative seed becomes one of 63 bits.
-
-    Args:
-        body: the request.
-        config: the server's settings.
-
-    Returns:
-        Arguments of `GenerateConfig`.
-
-    Raises:
-        RequestError: a value is out of bounds, or asks for greedy decoding where the server accepts
-            typical tokens.
-    """
+    """Return the arguments of `GenerateConfig` that a request changes."""
     found: dict[str, Any] = {}
-    for name, own in SETTINGS.items():
+    for name, own in WIRE_NAMES.items():
         if body.get(name) is not None:
-            found[own] = requests.checked_number_or_none(name, body[name], _ALLOWED[own])
+            found[own] = check_number(name, body[name], _ALLOWED[own])
     is_greedy = found.get("temp", config.temp) == 0
     ok = not is_greedy or config.acceptance.kind == "exact"
     found_temp = f"temperature is {found.get('temp')}"
-    requests.check_field(
-        ok, found_temp, "more than 0: this server accepts typical tokens", "temperature"
-    )
-    if requests.read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
-        found["seed"] = body["seed"] % 2**63
+    check_field(ok, found_temp, "more than 0: this server accepts typical tokens", "temperature")
+    if read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
+        found["seed"] = body["seed"] % 2**63  # a negative one too becomes one of 63 bits
     return found | {
-        "stop": _read_stop_or_default(body, config),
-        "logit_bias": _read_logit_bias_or_default(body, config),
+        "stop": _read_stop(body, config),
+        "logit_bias": _read_logit_bias(body, config),
     }
 
 
-def _read_stop_or_default(body: Body, config: GenerateConfig) -> Sequence[str]:
-    """Return the texts of `stop`, one or a list; the server's where it is absent.
-
-    Raises:
-        RequestError: they are no texts, or too many, or one is empty or too long.
-    """
+def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
     stop = body.get("stop")
-    texts = (
-        [stop]
-        if isinstance(stop, str)
-        else requests.read_typed_or_default(body, "stop", list, config.stop)
-    )
+    texts = [stop] if isinstance(stop, str) else read_typed(body, "stop", list, config.stop)
     ok = len(texts) <= _MOST_STOPS
     ok = ok and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
     expected = f"at most {_MOST_STOPS} texts of 1 to {MAX_STOP} characters"
-    requests.check_field(ok, f"stop is {quoted(stop)}", expected, "stop")
+    check_value(ok, "stop", stop, expected)
     return texts
 
 
-def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
-    """Return the numbers of `logit_bias` by token id; the server's where it is absent or empty.
-
-    Raises:
-        RequestError: it is no object, a key is no id, or a number is not from -100 to 100.
-    """
-    bias = requests.read_typed_or_default(body, "logit_bias", dict, {})
+def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
+    bias = read_typed(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one) for one in bias.values())
     expected = f"token ids, each with a number of {_BIAS.in_words()}"
-    requests.check_field(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
+    check_value(ok, "logit_bias", bias, expected)
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
 
-def _read_template_args_and_effort(body: Body) -> dict[str, Any]:
-    """Return the variables of the chat template, with `reasoning_effort` among them if it is given.
-
-    An effort of "none" becomes `enable_thinking` false. What `chat_template_kwargs` has goes first.
-
-    Raises:
-        RequestError: `chat_template_kwargs` is no object, or `reasoning_effort` no text.
-    """
-    given = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
-    effort = requests.read_typed_or_default(body, "reasoning_effort", str)
+def _read_template_args(body: Body) -> dict[str, Any]:
+    """Return variables of the chat template, of which `chat_template_kwargs` has the last word."""
+    given = read_typed(body, "chat_template_kwargs", dict, {})
+    effort = read_typed(body, "reasoning_effort", str)
     if effort == "none":
         return {"enable_thinking": False, **given}
     return {"reasoning_effort": effort, **given} if effort else given
@@ -258,60 +186,42 @@ class _Continuation(TypedDict):
     opens_turn: bool
 
 
-def _read_whether_last_turn_continues(body: Body, turns: Sequence[Body]) -> _Continuation:
-    """Read whether the answer continues the last turn, and whether the template opens a turn for
-    it.
-
-    It continues a last turn of the assistant that has text and no calls, as in llama.cpp's server,
-    unless `continue_final_message` is false or `add_generation_prompt` is true. If it does not, the
-    template opens a turn, unless `add_generation_prompt` is false.
-
-    Args:
-        body: the request.
-        turns: of the chat, one or more.
-
-    Raises:
-        RequestError: `continue_final_message` is true, and so is `add_generation_prompt`, as in
-            vLLM's server, or there is no such turn.
-    """
-    wants = requests.read_typed_or_default(body, "continue_final_message", bool)
-    opens = requests.read_typed_or_default(body, "add_generation_prompt", bool)
+def _read_continuation(body: Body, turns: Sequence[Body]) -> _Continuation:
+    """Continue a last turn of the assistant that has text and no calls, unless a field says no."""
+    wants = read_typed(body, "continue_final_message", bool)
+    opens = read_typed(body, "add_generation_prompt", bool)
     found = "continue_final_message is True"
     expected = "add_generation_prompt to be false"
-    requests.check_field(not (wants and opens), found, expected, "continue_final_message")
+    # as in vLLM's server
+    check_field(not (wants and opens), found, expected, "continue_final_message")
     last = turns[-1]
     can = last.get("role") == "assistant" and bool(last.get("content"))
     can = can and not last.get("tool_calls")
     expected = "a last turn of the assistant's, with a text"
-    requests.check_field(can or not wants, found, expected, "continue_final_message")
-    continues = can and wants is not False and opens is not True
+    check_field(can or not wants, found, expected, "continue_final_message")
+    continues = can and wants is not False and opens is not True  # as in llama.cpp's server
     return {"continues": continues, "opens_turn": opens is not False and not continues}
 
 
 def keep_alive_comment(waiting: Waiting) -> str:
-    """The comment of an event stream with the progress of prompts, as in mlx-lm's server."""
+    """The progress of prompts as a comment of an event stream, as in mlx-lm's server."""
     return f": keepalive {waiting.done}/{waiting.total}\n\n"
 
 
-def error_event_alone(error: Mapping[str, Any]) -> list[Event]:
-    """The events of an answer that fails after a part of it was sent."""
+def error_event(error: Mapping[str, Any]) -> list[Event]:
     return [("error", error)]
 
 
 class TextCompletionWriter:
-    """Writes text completions: a chunk for each part, and `reply`, the whole object.
-
-    `reply` is complete once `events` has ended.
-    """
+    """Writes text completions: a chunk a part, and `reply`, whole when `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
-    failure = staticmethod(error_event_alone)
+    failure = staticmethod(error_event)
     prefix = "cmpl-"
     kind = "text_completion"
     kind_of_chunk = "text_completion"
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty reply for all of a request's answers."""
         self._has_usage = ask.reports_usage
         self._is_stream = ask.stream
         self._choices_per_prompt = ask.choices
@@ -322,15 +232,10 @@ class TextCompletionWriter:
         self.reply |= {"created": int(time()), "model": ask.model, "choices": choices}
         self.reply["system_fingerprint"] = FINGERPRINT
 
-    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield an event for each part of all choices, the usage if it is wanted, and [DONE].
-
-        Events have no names. Every part is added to `reply`, which has usage and timings in the
-        end; but for a stream no log probabilities.
-
-        Args:
-            parts: of all choices, each with its `ChoiceEnd`; anything but a `Part` is passed over.
-        """
+    async def events(
+        self,
+        parts: AsyncIterator[StreamItem],  # of all choices, each with its `ChoiceEnd`
+    ) -> AsyncIterator[Event]:
         head = {**self.reply, "object": self.kind_of_chunk}
         if self._has_usage:
             head["usage"] = None
@@ -355,45 +260,35 @@ class TextCompletionWriter:
         yield None, "[DONE]"
 
     def _add_part(self, part: Part) -> dict[str, Any]:
-        """Add a part to its choice in `reply`, in place; return that choice's entry of a chunk."""
+        """Add a part to its choice in `reply`; return that choice's entry of a chunk."""
         whole = self.reply["choices"][part.choice]
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
-            if not self._is_stream:
-                whole["logprobs"] = _append_in_place_return_whole(whole["logprobs"] or {}, logprobs)
+            if not self._is_stream:  # nobody reads those of a stream, and they may be many
+                whole["logprobs"] = _append(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason
         own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
         return own | self._add_content(whole, part)
 
     def _add_content(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
-        """Add a part's text to a choice in `reply`, in place; return what a chunk has of it.
-
-        Args:
-            whole: the choice.
-            part: a text; others add nothing.
-        """
+        """Add a part to a choice of `reply`; return what a chunk has of it."""
         more = {"text": part.text if isinstance(part, TextPart) else ""}
-        _append_in_place_return_whole(whole, more)
+        _append(whole, more)
         return more
 
     def _logprobs_entry(
-        self, token_entries: list[dict[str, Any]], text_offset: int
+        self,
+        token_entries: list[dict[str, Any]],  # by `TokenEntries.of_segment`
+        text_offset: int,  # characters of the choice's text before them
     ) -> dict[str, Any]:
-        """Return the `logprobs` object of some tokens, as vLLM's server has it.
-
-        The token itself is among `top_logprobs`, whether or not it is one of the likeliest.
-
-        Args:
-            token_entries: as `TokenEntries.of_segment` returns them.
-            text_offset: characters of the choice's text before them.
-        """
+        """Return the `logprobs` object of some tokens, as vLLM's server has it."""
         sizes = (len(one["token"]) for one in token_entries)
         return {
             "tokens": [one["token"] for one in token_entries],
             "token_logprobs": [one["logprob"] for one in token_entries],
-            "top_logprobs": [_logprobs_by_text_with_own(one) for one in token_entries],
+            "top_logprobs": [_logprobs_by_text(one) for one in token_entries],
             "text_offset": [*accumulate(sizes, initial=text_offset)][:-1],
         }
 
@@ -410,15 +305,6 @@ class ChatCompletionWriter(TextCompletionWriter):
         self.reply["service_tier"] = "default"
 
     def _add_content(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
-        """Add a part to a choice's message in `reply`, in place; return the chunk's `delta`.
-
-        The first part of a choice also has its role. A message without text has null as its content
-        where it has calls, else an empty text.
-
-        Args:
-            whole: the choice.
-            part: of any kind.
-        """
         delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
         message = whole.setdefault("message", {"refusal": None, "annotations": []})
         match part:
@@ -430,12 +316,12 @@ class ChatCompletionWriter(TextCompletionWriter):
                 message |= delta
                 function = {"name": part.name, "arguments": part.text}
                 call = {"id": part.id, "type": "function", "function": function}
-                _append_in_place_return_whole(message, {"tool_calls": [call]})
+                _append(message, {"tool_calls": [call]})
                 number = len(message["tool_calls"]) - 1
                 return {"delta": {**delta, "tool_calls": [{"index": number, **call}]}}
             case ChoiceEnd() if not message.get("content"):
                 message["content"] = None if "tool_calls" in message else ""
-        _append_in_place_return_whole(message, delta)
+        _append(message, delta)
         return {"delta": delta}
 
     def _logprobs_entry(
@@ -444,24 +330,18 @@ class ChatCompletionWriter(TextCompletionWriter):
         return {"content": token_entries, "refusal": None}
 
 
-def _logprobs_by_text_with_own(one: dict[str, Any]) -> dict[str, float] | None:
-    """Return log probabilities of an entry's likeliest tokens by text, and the token's own.
-
-    Of tokens with the same text the first, and so the likeliest, counts. None if it has none.
-    """
+def _logprobs_by_text(one: dict[str, Any]) -> dict[str, float] | None:
+    """Return log probabilities of the likeliest tokens, and the token's own, by text."""
     if one["top_logprobs"] is None:
         return None
     found: dict[str, float] = {}
-    for top in (*one["top_logprobs"], one):
+    for top in (*one["top_logprobs"], one):  # of tokens with one text the likeliest counts
         found.setdefault(top["token"], top["logprob"])
     return found
 
 
-def _append_in_place_return_whole(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Append the texts and lists of `more` to those of `whole`, in place, and return `whole`.
-
-    A name that `whole` lacks is added; None adds nothing to what is there.
-    """
+def _append(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Append the texts and lists of `more` to those of `whole`, in place; None adds nothing."""
     for name, value in more.items():
         whole.setdefault(name, None if value is None else type(value)())
         if value is not None:
@@ -470,15 +350,8 @@ def _append_in_place_return_whole(whole: dict[str, Any], more: dict[str, Any]) -
 
 
 def _total_usage(ends: Sequence[ChoiceEnd], choices_per_prompt: int) -> dict[str, Any]:
-    """Return the `usage` object over all choices; the tokens of each prompt count once.
-
-    Cached tokens are those of the first choice of each prompt.
-
-    Args:
-        ends: of all choices, in order.
-        choices_per_prompt: how many there are of each.
-    """
-    firsts = [end.last for end in ends[::choices_per_prompt]]
+    """Return the `usage` object over all choices, whose `ends` are in order."""
+    firsts = [end.last for end in ends[::choices_per_prompt]]  # each prompt counts once
     prompt = sum(last.prompt_tokens for last in firsts)
     completion = sum(end.last.generation_tokens for end in ends)
     predicted = sum(end.num_predicted for end in ends)

@@ -1,5 +1,4 @@
-"""Threads in which requests are read, slots for open answers, and the answers of one request merged
-into one stream of parts."""
+"""Threads that read requests, slots for open answers, and one stream of a request's answers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -14,51 +13,40 @@ from .requests import StreamItem, Waiting
 _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
 
+# Bytes of a body that keeps nobody waiting: it takes some hundredths of a second to read.
 SMALL = 64 * 2**10
-"""Bytes of a body that keeps nobody waiting: it takes some hundredths of a second to read."""
 
 
+# Large requests wait for each other alone, and the memory that they take is that of one.
 class ReadingThreads:
-    """Threads for what is computed of requests before they are answered, in pieces.
-
-    Small requests have threads of their own, and of large ones one piece is computed at a time. So
-    large ones wait for each other alone, and the memory that they take is that of one.
-    """
+    """Threads for what is computed of requests before they are answered, in pieces."""
 
     def __init__(self) -> None:
-        """Start no threads before there are requests."""
         self._for_small = ThreadPoolExecutor(4, "ssmlx-small-requests")
         self._for_large = ThreadPoolExecutor(1, "ssmlx-large-requests")
 
     async def run(
-        self, num_bytes: int, piece: Callable[[*_Args], _Result], *args: *_Args
+        self,
+        num_bytes: int,  # of the request's body
+        piece: Callable[[*_Args], _Result],
+        *args: *_Args,
     ) -> _Result:
-        """Compute a piece, and return its result or raise its error.
-
-        If the awaiting task is cancelled, a piece that has not begun is left out.
-
-        Args:
-            num_bytes: of the request's body.
-            piece: is called in a thread, with the other arguments.
-        """
+        """Compute a piece; one that has not begun is left out if the awaiting task is cancelled."""
         threads = self._for_small if num_bytes <= SMALL else self._for_large
         return await asyncio.wrap_future(threads.submit(piece, *args))
 
 
-READING = ReadingThreads()
-"""One for the process, as its cores are."""
+READING = ReadingThreads()  # one for the process, as its cores are
 
 
 class BodyBytes:
-    """The bytes of all bodies that are held, but for small ones, within a limit."""
+    """The bytes of all bodies that are held, except small ones, within a limit."""
 
     def __init__(self, limit: int) -> None:
-        """Begin without bodies; they may have `limit` bytes in all."""
         self._left = limit
 
     @contextmanager
     def part(self) -> Iterator["BodyPart"]:
-        """Give the block an empty part for one body, which is given up at its end."""
         part = BodyPart(self)
         try:
             yield part
@@ -77,14 +65,11 @@ class BodyPart:
     """What one body holds of `BodyBytes`."""
 
     def __init__(self, bodies: BodyBytes) -> None:
-        """Hold nothing of `bodies` yet."""
         self._bodies = bodies
         self._held = 0
 
     def grow_to(self, num_bytes: int) -> bool:
-        """Hold so many bytes, none for a small body; False, and what was held, if there are too
-        few.
-        """
+        """Hold so many bytes; if there are too few, return False and hold what was held."""
         wanted = num_bytes if num_bytes > SMALL else 0
         has_room = self._bodies.take(wanted - self._held)
         if has_room:
@@ -96,12 +81,6 @@ class AnswerSlots:
     """A semaphore for open answers, over all requests, whose count a gauge shows."""
 
     def __init__(self, count: int, gauge: Gauge) -> None:
-        """Make all slots free.
-
-        Args:
-            count: how many there are.
-            gauge: shows how many are taken.
-        """
         self._free = asyncio.Semaphore(count)
         self._gauge = gauge
         self.num_free = count
@@ -113,40 +92,24 @@ class AnswerSlots:
         self._gauge.inc()
 
     def give_back(self) -> None:
-        """Free a slot that was taken."""
         self._gauge.dec()
         self.num_free += 1
         self._free.release()
 
 
 class RequestSlots:
-    """The slots of one request: the one that it was admitted with, then others as they get free.
-
-    One answer of a request waits for a slot at a time. So a request of many answers does not keep
-    another request from its first slot.
-    """
+    """The slots of one request, whose answers wait for a slot one at a time."""
 
     def __init__(self, slots: AnswerSlots, deadline: float) -> None:
-        """Begin with the slot that the request was admitted with.
-
-        Args:
-            slots: those of the server, one of which was already taken for this request.
-            deadline: of the request, by the clock of the event loop; no slot is waited for longer.
-        """
         self._slots = slots
-        self._deadline = deadline
-        self._has_first = True
+        self._deadline = deadline  # by the clock of the event loop
+        self._has_first = True  # the slot that the request was admitted with
+        # A request of many answers does not keep another request from its first slot.
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def wait_for_and_hold_slot(self) -> AsyncIterator[None]:
-        """Wait for a slot, hold it inside the block, and free it.
-
-        The first block gets the slot that the request was admitted with.
-
-        Raises:
-            TimeoutError: none got free before the deadline.
-        """
+    async def hold(self) -> AsyncIterator[None]:
+        """Hold a slot inside the block; raises TimeoutError if none is free before the deadline."""
         async with asyncio.timeout_at(self._deadline), self._turn:
             if not self._has_first:
                 await self._slots.take()
@@ -167,14 +130,10 @@ class PromptProgress:
     """How many prompt tokens of a request's answers are processed."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[int, int]] = {}
+        self._counts: dict[int, tuple[int, int]] = {}  # by answer: tokens done, tokens in all
 
     def callback_for(self, number: int) -> Callable[[int, int], None]:
-        """Return a callback that keeps the progress of answer `number` for `waiting`, and sends
-        nothing.
-
-        It is called with (tokens done, tokens in all); the newest call counts.
-        """
+        """Return a callback that keeps the progress of answer `number`."""
 
         def keep(done: int, total: int) -> None:
             self._counts[number] = done, total
@@ -182,29 +141,20 @@ class PromptProgress:
         return keep
 
     def waiting(self) -> Waiting:
-        """Return a `Waiting` with the sums over all answers whose callback was called."""
+        """Return a `Waiting` with the sums over all answers."""
         counts = self._counts.values()
         return Waiting(sum(done for done, _ in counts), sum(total for _, total in counts))
 
 
 async def merge_answers(
-    answers: Sequence[AsyncGenerator[StreamItem]], silence_seconds: float, progress: PromptProgress
+    answers: Sequence[AsyncGenerator[StreamItem]],  # are closed in the end
+    silence_seconds: float,  # without a part, after which comes a `Waiting`
+    progress: PromptProgress,
 ) -> AsyncGenerator[StreamItem]:
-    """Yield the parts of several answers as they come.
-
-    Each answer is read by a task of its own. An answer has at most one part that was not taken yet,
-    and one more part of any answer is queued.
-
-    Args:
-        answers: generators of parts; they are closed in the end.
-        silence_seconds: time without a part after which a `Waiting` is yielded.
-        progress: what that `Waiting` says.
-
-    Raises:
-        Exception: the first error of an answer; the others are cancelled.
-    """
+    """Yield the parts of several answers as they come; one answer's error cancels the others."""
+    # An answer has at most one part that was not taken yet, and one more of any is queued.
     queue: asyncio.Queue[StreamItem | Exception | None] = asyncio.Queue(1)
-    tasks = [asyncio.create_task(_put_parts_then_none_or_error(one, queue)) for one in answers]
+    tasks = [asyncio.create_task(_put_parts(one, queue)) for one in answers]
     num_open = len(tasks)
     try:
         while num_open:
@@ -225,12 +175,10 @@ async def merge_answers(
         await asyncio.wait(tasks)
 
 
-async def _put_parts_then_none_or_error(
+async def _put_parts(
     answer: AsyncGenerator[StreamItem], queue: asyncio.Queue[StreamItem | Exception | None]
 ) -> None:
-    """Put an answer's parts into the queue; at its end None, or the error that ended it. The answer
-    is closed.
-    """
+    """Put an answer's parts into the queue; at its end None, or the error that ended it."""
     try:
         async with aclosing(answer):
             async for part in answer:

@@ -12,33 +12,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .handler import Limits
 
+# Files beside connections: of models and caches, and of connections that were just accepted.
 _RESERVED = 256
-"""Files beside connections: of models and caches, and of connections that were just accepted."""
-ACCEPTED_AT_ONCE = 64
-"""Connections that are accepted before any of them is counted."""
+ACCEPTED_AT_ONCE = 64  # connections that are accepted before any of them is counted
+# Bytes that a client may send after a request that is not answered yet.
 _MOST_AHEAD = 64 * 2**10
-"""Bytes that a client may send after a request that is not answered yet."""
+# Bytes a second at which a client has to send or read, once `Limits.wait` has passed.
 SLOWEST = 16 * 2**10
-"""Bytes a second at which a client has to send or read, once `Limits.wait` has passed."""
 _log = logging.getLogger("ssmlx")
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection, which does not stay open for ever.
-
-    It is closed if the head of a request does not come in time, nothing of a response is read for
-    some time, too much comes after a request, or there are too many connections; then the one goes
-    that has waited longest for its client to send something.
-    """
+    """uvicorn's connection, which does not stay open for ever."""
 
     def __init__(self, *args: Any, limits: Limits, most: int, **more: Any) -> None:
-        """Make a connection that uvicorn opens, with its arguments.
-
-        Args:
-            args, more: uvicorn's.
-            limits: the times.
-            most: connections at once.
-        """
         super().__init__(*args, **more)
         self._limits = limits
         self._most = most
@@ -96,13 +83,11 @@ class BoundedConnection(H11Protocol):
         self._stop_head_timer()
         self._waits_since = time.monotonic()
         if not self.cycle.more_body:
-            self._read_on_to_see_its_end()
+            self._read_on()
 
-    def _read_on_to_see_its_end(self) -> None:
-        """Read on while a request is answered: only so is it seen that the client has gone.
-
-        h11 keeps what comes meanwhile, such as another request, and uvicorn stops to read for it.
-        """
+    def _read_on(self) -> None:
+        """Read on while a request is answered: only so is it seen that the client has gone."""
+        # h11 keeps what comes meanwhile, such as another request, and uvicorn stops to read for it.
         ahead, _ = self.conn.trailing_data
         if len(ahead) > _MOST_AHEAD:
             self.transport.abort()
@@ -152,20 +137,14 @@ class BoundedConnection(H11Protocol):
 
 
 def make_connection_class(limits: Limits) -> Callable[..., BoundedConnection]:
-    """Return what makes the connections of a server: at most `limits.connections`, and fewer where
-    the process may not open as many files.
-
-    The process's own limit of files is raised as far as it may be.
-    """
+    """Return what makes connections; fewer than `limits.connections` if there are too few files."""
     files = _raise_limit_of_files()
     most = limits.connections if files is None else min(limits.connections, files - _RESERVED)
     return partial(BoundedConnection, limits=limits, most=max(1, most))
 
 
 def _raise_limit_of_files() -> int | None:
-    """Raise how many files the process may open as far as it may, and return it; None if there is
-    no limit, or no such thing on this system.
-    """
+    """Raise how many files the process may open as far as it may; None if there is no limit."""
     try:
         import resource
     except ImportError:  # on Windows
@@ -179,14 +158,11 @@ def _raise_limit_of_files() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def log_each_refused_connection_once(loop: asyncio.AbstractEventLoop) -> None:
-    """Have a loop log only the first connection that it cannot accept; asyncio may log thousands a
-    second, with the whole stack.
-    """
-    has_logged = False
+def log_refused_connections_once(loop: asyncio.AbstractEventLoop) -> None:
+    """Have a loop log only the first connection that it cannot accept."""
+    has_logged = False  # asyncio may log thousands a second, with the whole stack
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the loop, those of accepting connections once."""
         nonlocal has_logged
         if "accept()" not in context.get("message", ""):
             loop.default_exception_handler(context)

@@ -1,6 +1,6 @@
-"""The fields that a request may have: one rule for all routes.
+"""The fields of a request: how they are checked, and one rule for those that a route may have.
 
-1. A field of `FOLLOWED` is followed, or its value is refused.
+1. A field that the route's reader reads is followed, or its value is refused.
 2. A field of `WITHOUT_EFFECT` changes nothing about what is answered here.
 3. A field of `REFUSED` would change the answer, and cannot be followed: it is refused by its name,
    unless its value asks for nothing.
@@ -8,43 +8,105 @@
    and hints such as `verbosity` or `context_management`, without which an answer is right as well.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from ..errors import quoted
-from .completions import SETTINGS
-from .requests import Body, RequestError
+from ..settings import Allowed
+from ..turns import part_text
+from .refusals import RequestError
 
-_SHARED = {
-    *SETTINGS,
-    "model", "stream", "seed", "logit_bias", "ignore_eos", "stop", "prediction",
-    "grammar", "json_schema", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-}  # fmt: skip
-_CHAT = {
-    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
-    "add_generation_prompt", "continue_final_message",
-}  # fmt: skip
-OF_CHATS = _SHARED | _CHAT
-"""Fields that all APIs of chats have by the same name."""
-_MESSAGES = OF_CHATS - {"stop"} | {
-    "messages", "system", "thinking", "stop_sequences", "output_config", "output_format", "thread",
-}  # fmt: skip
-FOLLOWED = {
-    "/v1/chat/completions": OF_CHATS | {
-        "messages", "response_format", "n", "logprobs", "top_logprobs", "stream_options",
-    },
-    "/v1/completions": _SHARED | {
-        "prompt", "response_format", "n", "logprobs", "echo", "suffix", "stream_options",
-    },
-    "/v1/messages": _MESSAGES,
-    "/v1/messages/count_tokens": _MESSAGES,
-    "/v1/responses": OF_CHATS - {"max_tokens"} | {
-        "input", "instructions", "max_output_tokens", "text", "reasoning", "metadata",
-        "previous_response_id", "conversation", "prompt", "background",
-    },
-}  # fmt: skip
-"""What is followed at each address: those fields that the route's reader reads, and no others."""
+Body = Mapping[str, Any]  # a request's JSON object
+# What JSON calls the types that `read_typed` checks.
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+
+
+def check_field(ok: bool, found: str, expected: str, param: str | None = None) -> None:
+    """Raise a `RequestError` for the field `param` if `ok` is false."""
+    if not ok:
+        raise RequestError(param, found, expected)
+
+
+def check_value(ok: bool, name: str, value: Any, expected: str) -> None:
+    """Raise a `RequestError` for the value of a field, by its name or place, if `ok` is false."""
+    if not ok:  # only then, as a value may be most of a body
+        raise RequestError(name, f"{name} is {quoted(value)}", expected)
+
+
+def check_number(name: str, value: Any, allowed: Allowed) -> Any:
+    """Return a field's number if it is allowed, or None if it is absent."""
+    ok = value is None or allowed.holds(value)
+    kind = "a whole number, " if allowed.whole else ""
+    check_value(ok, name, value, kind + allowed.in_words())
+    return value
+
+
+def read_number(body: Body, name: str, least: float, most: float) -> Any:
+    """Return a field's number, or None; it has to be a whole number if `least` is an `int`."""
+    allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
+    return check_number(name, body.get(name), allowed)
+
+
+def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
+    """Return a field's value of this type, or `default` if the field is absent or null."""
+    value = body.get(name)
+    check_value(value is None or isinstance(value, kind), name, value, _KINDS[kind])
+    return default if value is None else value
+
+
+def list_parts(content: Any, place: str = "content") -> list[Any]:
+    """Return a list of objects: the given one, or a part with the given text."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    expected = "a text, or a list of objects"
+    check_value(isinstance(parts, list), place, content, expected)
+    for number, one in enumerate(parts):
+        check_value(isinstance(one, dict), f"{place}[{number}]", one, expected)
+    return list(parts)
+
+
+def content_text(content: Any, place: str = "content") -> str:
+    """Return the text of a `content` field; the texts of parts have nothing between them."""
+    parts = list_parts(content, place)
+    return "".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(parts))
+
+
+class Fields(Mapping[str, Any]):
+    """The fields of a request, which remember the names that were asked for: those are followed."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.followed = set[str]()  # whether or not the request has them
+
+    def __getitem__(self, name: str) -> Any:
+        self.followed.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def ignored(self) -> list[str]:
+        """Names of fields that no reader asked for; RequestError if one had to be followed."""
+        found = []
+        for name, value in self._values.items():
+            if name in self.followed or name in WITHOUT_EFFECT:
+                continue
+            if name in REFUSED:
+                asks_nothing = value is None or any(_is_same(value, one) for one in REFUSED[name])
+                expected = f"{_INSTEAD.get(name, 'none')}: this server does not follow {name}"
+                check_value(asks_nothing, name, value, expected)
+            else:
+                found.append(name)
+        return found
+
+
+def with_fields(body: Body, own: Mapping[str, Any]) -> Body:
+    """Return `body` with other fields in place of its own, which are not read then."""
+    return ChainMap(dict(own), cast("dict[str, Any]", body))  # a chain writes to its first alone
+
 
 WITHOUT_EFFECT = {
     # who asks, what it costs, what is kept, and where: nothing is kept or billed here
@@ -60,6 +122,7 @@ WITHOUT_EFFECT = {
     "fallbacks",
 }  # fmt: skip
 
+# Fields that are not followed, each with the values that ask for nothing; null always does.
 REFUSED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (), "best_of": (0, 1), "function_call": ("none",),
@@ -86,7 +149,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # mlx-lm's
     "adapters": (), "role_mapping": (),
 }  # fmt: skip
-"""Fields that are not followed, each with the values that ask for nothing; null is one always."""
 
 _INSTEAD = {
     "adapters": "model as MODEL:ADAPTER",
@@ -97,36 +159,6 @@ _INSTEAD = {
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "repetition_context_size",
 }
-
-
-def check_fields_and_list_ignored(route: str, body: Body) -> Sequence[str]:
-    """Check the names of a request's fields, and list those that are ignored.
-
-    Fields that the route follows, and those of `WITHOUT_EFFECT`, pass with any value, and are not
-    listed. A field of `REFUSED` passes if its value is null or asks for nothing, such as `best_of`
-    1, and is not listed either.
-
-    Args:
-        route: its path, one of `FOLLOWED`.
-        body: the request.
-
-    Returns:
-        The names of all other fields: unknown ones, and hints.
-
-    Raises:
-        RequestError: a field of `REFUSED` asks for something.
-    """
-    ignored = []
-    for name, value in body.items():
-        if name in FOLLOWED[route] or name in WITHOUT_EFFECT:
-            continue
-        if name not in REFUSED:
-            ignored.append(name)
-        elif value is not None and not any(_is_same(value, one) for one in REFUSED[name]):
-            found = f"{name} is {quoted(value)}"
-            expected = f"{_INSTEAD.get(name, 'none')}: this server does not follow {name}"
-            raise RequestError(name, found, expected)
-    return ignored
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

@@ -1,6 +1,7 @@
 """Forms that an answer is held to by llguidance: JSON schemas, regular expressions, grammars."""
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,32 +17,25 @@ from starlette.exceptions import HTTPException
 from ..errors import first_line, quoted
 from ..formats.rules import STYLE
 from ..formats.schemas import with_closed_objects
-from . import requests
-from .requests import AGAIN, Body, RequestError
+from .fields import Body, check_field, check_value, read_typed
+from .refusals import AGAIN, RequestError
 
 # Nothing interrupts llguidance, so its input is bounded: what passes compiles in a second or two.
-MOST_CHARS = 256 * 2**10
-"""Characters of a grammar, of any form."""
+MOST_CHARS = 256 * 2**10  # characters of a grammar, of any form
 _MOST_CHOICES = 10_000
 _MOST_REGEX = 8192  # characters of regular expressions
 _MOST_SPELT = 16 * 2**10  # characters of a grammar that a request spells out
 _MOST_PROPERTIES = 1000  # of one object; their cost is that of all pairs
 _LIMITS = LLParserLimits(initial_lexer_fuel=500_000, max_grammar_size=100_000)
+# Bytes for llguidance's recursion, which would else end the process: some 80,000 rules deep.
 _STACK = 256 * 2**20
-"""Bytes for llguidance's recursion, which would else end the process: some 80,000 rules deep."""
 _starting = threading.Lock()  # the stack's size is set for all threads that start
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return llguidance's grammar of JSON in one line that follows a schema; {} stands for any
-    object.
-
-    Objects may have only the properties that the schema names, unless it says otherwise.
-
-    Raises:
-        ValueError: the schema is no JSON, or too large.
-    """
+    """Return llguidance's grammar of JSON in one line; the schema {} stands for any object."""
     check_schema_size(schema)
+    # Objects may have only the properties that the schema names, unless it says otherwise.
     wanted = with_closed_objects(schema or {"type": "object"})
     return LLMatcher.grammar_from_json_schema(dict(wanted), None, STYLE)
 
@@ -51,9 +45,7 @@ class SchemaTooLargeError(ValueError):
 
 
 def check_schema_size(schema: Any) -> None:
-    """Raise SchemaTooLargeError where a schema takes too long to compile: by an object of more than
-    `_MOST_PROPERTIES`, or by expressions of more than `_MOST_REGEX` characters in all.
-    """
+    """Raise SchemaTooLargeError if a schema takes too long to compile."""
     num_chars = 0
     for one in _objects(schema):
         properties = one.get("properties")
@@ -84,34 +76,27 @@ def _json_form(value: Any) -> str:
 
 
 def _choice_form(value: Any) -> str:
-    """Return the grammar of one of several texts.
-
-    They are one terminal: as alternatives of a rule, llguidance follows 2,000 at most.
-
-    Raises:
-        ValueError: it is no list of texts, one is empty, or there are too many.
-    """
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ValueError("it is no list of texts")
     if len(value) > _MOST_CHOICES:
         raise ValueError(f"it has more than {_MOST_CHOICES:,} texts")
+    # One terminal: of alternatives of a rule, llguidance follows at most 2,000.
     return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}"
 
 
 def _regex_form(pattern: Any) -> str:
-    """The grammar of a regular expression; ValueError where that is too long."""
     if isinstance(pattern, str) and len(pattern) > _MOST_REGEX:
         raise ValueError(f"it has more than {_MOST_REGEX:,} characters")
     return grammar_from("regex", pattern)
 
 
 def _grammar_form(text: Any) -> str:
-    """The grammar that a request spells out; ValueError where that is too long."""
     if isinstance(text, str) and len(text) > _MOST_SPELT:
         raise ValueError(f"it has more than {_MOST_SPELT:,} characters")
     return grammar_from("grammar", text)
 
 
+# Makes the grammar of each kind of form, by the name that vLLM has for it; ValueError if it cannot.
 _KINDS: Mapping[str, Callable[[Any], str]] = {
     "json": _json_form,
     "json_object": lambda wanted: json_grammar({}),
@@ -119,7 +104,7 @@ _KINDS: Mapping[str, Callable[[Any], str]] = {
     "choice": _choice_form,
     "grammar": _grammar_form,
 }
-"""Makes the grammar of each kind of form, by the name that vLLM has for it."""
+# Fields of a request that ask for one of these forms: vLLM's older ones, and llama.cpp's.
 _FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -128,35 +113,24 @@ _FIELDS = {
     "json_schema": "json",
     "grammar": "grammar",
 }
-"""Fields of a request that ask for one of these forms: vLLM's older ones, and llama.cpp's."""
 
 
 def read_grammar(body: Body) -> str | None:
-    """Return the llguidance grammar that a request asks for, or None.
-
-    The fields are `response_format`, vLLM's `structured_outputs` and `guided_...`, and llama.cpp's
-    `json_schema` and `grammar`. Whether llguidance can follow the grammar is not checked here;
-    `compiled_matcher` does.
-
-    Raises:
-        RequestError: there are several forms, or one is of an unknown kind or broken.
-    """
+    """Return the grammar that a request asks for; `compiled_matcher` says if it can be followed."""
     found: dict[str, tuple[str, Any]] = {}
     for name, kind in _FIELDS.items():
         if body.get(name) not in (None, "", {}):
             found[name] = kind, body[name]
-    for kind, value in requests.read_typed_or_default(body, "structured_outputs", dict, {}).items():
+    for kind, value in read_typed(body, "structured_outputs", dict, {}).items():
         if value is not None and value is not False:
             name = f"structured_outputs.{kind}"
             known = ", ".join(_KINDS)
-            requests.check_field(kind in _KINDS, name, f"one of {known}", "structured_outputs")
+            check_field(kind in _KINDS, name, f"one of {known}", "structured_outputs")
             found[name] = kind, value
-    schema = _response_format_schema(
-        requests.read_typed_or_default(body, "response_format", dict, {})
-    )
+    schema = _response_format_schema(read_typed(body, "response_format", dict, {}))
     if schema is not None:
         found["response_format"] = "json", schema
-    requests.check_field(
+    check_field(
         len(found) < 2, " and ".join(found), "one form of an answer", next(iter(found), None)
     )
     for name, (kind, value) in found.items():
@@ -169,11 +143,7 @@ def read_grammar(body: Body) -> str | None:
 
 
 def _response_format_schema(form: Body) -> Body | None:
-    """Return the JSON schema of a `response_format`: {} for any object, None for text or no format.
-
-    Raises:
-        RequestError: its type is unknown, or `json_schema` has no schema.
-    """
+    """Return the JSON schema of a `response_format`: {} for any object, None for text."""
     kind = form.get("type", "text")
     named = form.get("json_schema", form)
     schema = named.get("schema") if isinstance(named, dict) else None
@@ -181,27 +151,21 @@ def _response_format_schema(form: Body) -> Body | None:
         return None if kind == "text" else {}
     ok = kind in ("json_object", "json_schema") and isinstance(schema, dict)
     expected = "type text, json_object, or json_schema with a schema"
-    requests.check_field(ok, f"response_format is {quoted(form)}", expected, "response_format")
+    check_value(ok, "response_format", form, expected)
     return schema
 
 
-def unsupported_form_error(name: str | None, why: str) -> RequestError:
-    """Make the error for a form that llguidance cannot follow.
-
-    Args:
-        name: the request's field; None where it is not known.
-        why: llguidance's message.
-    """
+def unsupported_form_error(
+    name: str | None,  # the request's field, if it is known
+    why: str,  # llguidance's message
+) -> RequestError:
+    """Make the error for a form that llguidance cannot follow."""
     found = f"{name or 'the form of the answer'} cannot be followed: {why}"
     return RequestError(name, found, "one that llguidance knows", "simplify it")
 
 
 def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
-    """Return a model's tokenizer as llguidance needs it; takes a second for a large vocabulary.
-
-    Raises:
-        RequestError: it is of a kind that llguidance cannot read.
-    """
+    """Return a model's tokenizer as llguidance needs it; takes a second for a large vocabulary."""
     try:
         return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
     except ValueError as error:
@@ -211,31 +175,23 @@ def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
 
 
 class GrammarMask:
-    """Masks logits so that an answer follows a grammar; it has a state, so each answer has its own.
-
-    Given an answer's tokens so far and the logits [1, V] of the next one, it returns these with
-    -inf for tokens that would leave the grammar. After a complete text only end tokens are allowed.
-    It may be called again with fewer tokens, which takes the rest back.
-    """
+    """Masks logits so that one answer follows a grammar; after it only end tokens are allowed."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        """Begin an answer.
-
-        Args:
-            matcher: by `compiled_matcher`; it is copied.
-        """
         self._matcher = matcher.deep_copy()
         self._num_known = 0
 
     @property
     def error(self) -> str:
-        """Why llguidance could not follow the grammar to its end, or "". From then on only end
-        tokens are allowed, so an answer that has an error is broken off, however it ends.
-        """
+        """Why llguidance could not follow the grammar to its end, or ""."""
+        # From then on only end tokens are allowed: such an answer is broken off, however it ends.
         return str(self._matcher.get_error())
 
-    def __call__(self, tokens: Sequence[int], logits: mx.array) -> mx.array:
-        """Return the logits [1, V] of the token after `tokens`, the whole answer so far, masked."""
+    def __call__(
+        self,
+        tokens: Sequence[int],  # the answer so far; fewer than before take the rest back
+        logits: mx.array,  # [1, V] of the token after them
+    ) -> mx.array:
         self._matcher.rollback(max(0, self._num_known - len(tokens)))
         self._matcher.consume_tokens([*tokens[self._num_known :]])
         self._num_known = len(tokens)
@@ -244,39 +200,64 @@ class GrammarMask:
         return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
 
 
+class ThoughtLimit:
+    """A mask that ends a thought after so many tokens of an answer, unless it is over."""
+
+    def __init__(
+        self,
+        mask: GrammarMask,  # of the whole answer, which allows any thought up to the mark
+        tokenizer: TokenizerWrapper,
+        end_mark: str,  # the text that ends the thought
+        max_thought_tokens: int,  # of the answer, before the mark has to come
+    ) -> None:
+        self._mask = mask
+        self._tokenizer = tokenizer
+        self._end_mark = end_mark
+        self._ending = list(tokenizer.encode(end_mark, add_special_tokens=False))
+        self._max_thought_tokens = max_thought_tokens
+        self._over_at = math.inf  # tokens with which the thought is over, once that is known
+
+    @property
+    def error(self) -> str:
+        return self._mask.error
+
+    def __call__(
+        self,
+        tokens: Sequence[int],  # the whole answer so far
+        logits: mx.array,  # [1, V] of the token after them
+    ) -> mx.array:
+        masked = self._mask(tokens, logits)
+        if len(tokens) < self._max_thought_tokens or len(tokens) >= self._over_at:
+            return masked
+        if self._end_mark in self._tokenizer.decode([*tokens]):
+            self._over_at = len(tokens)
+            return masked
+        self._over_at = math.inf
+        ending = self._ending
+        begun = next(n for n in range(len(ending) - 1, -1, -1) if _ends_with(tokens, ending[:n]))
+        is_next = mx.arange(masked.shape[-1]) == ending[begun]
+        forced = mx.where(is_next, masked, -mx.inf)
+        # The mask forbids the mark within a character, and where the answer has no thought.
+        return masked if forced.max().item() == -mx.inf else forced
+
+
+def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
+    return [*tokens[len(tokens) - len(end) :]] == [*end]
+
+
 def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> GrammarMask:
-    """Return the mask of one answer that follows a grammar.
-
-    Args:
-        tokenizer: of the model, by `llguidance_tokenizer`.
-        grammar: of llguidance.
-
-    Raises:
-        RequestError, HTTPException: as `compiled_matcher` does.
-    """
+    """Return the mask of one answer that follows a grammar."""
     return GrammarMask(compiled_matcher(tokenizer, grammar))
 
 
 @lru_cache(maxsize=8)
 def compiled_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return the matcher of a grammar at its beginning, which is to be copied.
-
-    It is kept for the next requests.
-
-    Args:
-        tokenizer: of the model, by `llguidance_tokenizer`.
-        grammar: of llguidance.
-
-    Raises:
-        RequestError: llguidance cannot follow the grammar, or it is too large.
-        HTTPException: no thread can be started for it now (503).
-    """
+    """Return the matcher of a grammar at its beginning, which is to be copied."""
     if len(grammar) > MOST_CHARS:
         raise unsupported_form_error(None, f"it has more than {MOST_CHARS:,} characters")
     compiled: Future[LLMatcher] = Future()
 
     def compile_into_future() -> None:
-        """Set the matcher, or what llguidance has raised."""
         try:
             compiled.set_result(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
         except BaseException as error:  # a panic of llguidance is no Exception

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer, Segment
-from ..bars import Progress
 from ..drafters.registry import Loaded
 from ..engine import Engine
 from ..generation.pool import MemoryPool
@@ -22,17 +21,16 @@ from ..rendering import has_unknown_calls
 from ..settings import check_settings, setting
 from .choices import Choice
 from .concurrency import READING, AnswerSlots, PromptProgress, RequestSlots, merge_answers
+from .refusals import AGAIN, DetailedHTTPException
 from .request_prompts import PromptReader
-from .requests import AGAIN, AnswerRequest, Begun, DetailedHTTPException, StreamItem
+from .requests import AnswerRequest, Begun, StreamItem
 
 _FULL = "the request queue is full; try again later"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one server: open answers, waiting requests, seconds and bytes. One that is out of
-    range raises InputError.
-    """
+    """Bounds of one server; one that is out of range raises InputError."""
 
     open: int = setting(8, least=1, option="--max-open")  # answers at once
     waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
@@ -55,7 +53,6 @@ class PrometheusMetrics:
     """The Prometheus counters of one server, over all users."""
 
     def __init__(self) -> None:
-        """Make the counters, all at 0, in a registry of their own."""
         own = self.registry = CollectorRegistry()
         self.refused = Counter("ssmlx_refused", "Requests, by status.", ["status"], registry=own)
         self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=own)
@@ -65,19 +62,12 @@ class PrometheusMetrics:
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
     def report_pool(self, pool: MemoryPool) -> None:
-        """Report a pool's bytes whenever metrics are asked for: of running answers, of kept
-        prompts, and the limit.
-        """
+        """Report a pool's bytes whenever metrics are asked for."""
         self._memory.labels("running").set_function(lambda: pool.running)
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
     def count_ended_answer(self, last: GenerationResponse) -> None:
-        """Count an answer that has ended: its tokens, target calls and seconds of prefill.
-
-        Args:
-            last: the answer's last response.
-        """
         self._prefill.observe(last.prefill_seconds)
         self._counts.labels("prompt").inc(last.prompt_tokens)
         self._counts.labels("cached").inc(last.cached_tokens)
@@ -99,9 +89,7 @@ class RequestHandler:
     any_model: bool = False  # whether the first model answers for names that are not known
 
     def __post_init__(self) -> None:
-        """Take the context length of the engine's default model, which is loaded now, begin to
-        count, and give all users the engine's prompt cache where no caches are given.
-        """
+        # This loads the engine's default model.
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.has_unknown_calls = has_unknown_calls(self.engine.tokenizer)
         self.prompt_caches = self.prompt_caches or (self.engine.prompt_cache,)
@@ -109,26 +97,16 @@ class RequestHandler:
         self.metrics = PrometheusMetrics()
         self.metrics.report_pool(self.engine.memory_pool)
         self._slots = AnswerSlots(self.limits.open, self.metrics.open)
-        self._waiting = 0
+        self._waiting = 0  # requests that are read or wait for a slot
         self._num_counts = 0  # of tokens, under way
 
     def close(self) -> None:
-        """Close the engine, which cancels open answers, waits for their end and frees its memory;
-        then write prompts that are kept on disk.
-        """
-        self.engine.close()
+        self.engine.close()  # cancels open answers, and waits for their end
         for one in self.prompt_caches:
             one.close()
 
-    def with_served_model_or_404(self, ask: AnswerRequest) -> AnswerRequest:
-        """Return the request with the name of a model that is known here.
-
-        A request without a name gets the first model; so does one with an unknown name if
-        `any_model`.
-
-        Raises:
-            HTTPException: the model is unknown (404).
-        """
+    def with_served_model(self, ask: AnswerRequest) -> AnswerRequest:
+        """Return the request with the name of a served model, or raise HTTPException (404)."""
         first = next(iter(self.models))
         name = ask.model or first
         if self.any_model and name not in self.models:
@@ -138,21 +116,11 @@ class RequestHandler:
         return replace(ask, model=name)
 
     def unknown_model_error(self, name: str) -> HTTPException:
-        """Make the 404 error for an unknown model, without raising it; it lists the known ones."""
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
     async def count_prompt_tokens(self, ask: AnswerRequest) -> int:
-        """Return how many tokens the prompt of a request has; as many may wait for that as may wait
-        for an answer.
-
-        Args:
-            ask: the request, with a known model's name.
-
-        Raises:
-            InputError: the prompt cannot be made into tokens.
-            HTTPException: too many others wait, or the server is shutting down (503).
-        """
+        """Return how many tokens the prompt has; as many counts may wait as requests."""
         if self._num_counts > self.limits.waiting:
             raise HTTPException(503, _FULL, AGAIN)
         self._num_counts += 1
@@ -161,114 +129,72 @@ class RequestHandler:
         finally:
             self._num_counts -= 1
 
-    async def merged_parts_of_choices(
+    async def answer_parts(
         self, ask: AnswerRequest, prompt_cache: PromptCache
     ) -> AsyncGenerator[StreamItem]:
-        """Yield the parts of all choices as they come; to close the generator cancels them.
-
-        If anything is generated, `Begun` says that the first choice has begun; only an echoed
-        prompt may come before it. After each silence comes a `Waiting`.
-
-        Args:
-            ask: the request, with a known model's name.
-            prompt_cache: of the client.
-
-        Raises:
-            InputError: it cannot be followed.
-            NoRoomError: there is no memory for it.
-            HTTPException: too many others wait, no slot got free in time, or the server is shutting
-                down (503).
-            TimeoutError: the deadline passed before each choice had a token. A choice that has one
-                by then ends there, by its length.
-        """
-        with self._counted_as_waiting_or_503():
+        """Yield the parts of all choices as they come; closing the generator cancels them."""
+        with self._count_waiting():
             async with asyncio.timeout_at(ask.deadline):
-                prompts, config = await self.reader.read_checked_prompts_and_config(ask)
-                await self._wait_for_first_slot_or_503()
+                prompts, config = await self.reader.read_prompts(ask)
+                await self._take_first_slot()
         # What was read as tokens is not kept beside them.
-        ask = replace(ask, question="", others=(), prediction="")
+        ask = replace(ask, config=config, question="", others=(), prediction="")
         slots = RequestSlots(self._slots, ask.deadline)
         progress = PromptProgress()
         try:
-            tokenizer = self.engine.tokenizer
-            entries = self.reader.token_entries
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
-                Choice(ask, number, prompt, config, tokenizer, entries, prompt_cache)
+                Choice(
+                    ask, number, prompt, prompt_cache, progress.callback_for(number), self.reader
+                )
                 for number, prompt in enumerate(own)
             ]
-            answers = [
-                self._parts_of_choice(one, slots, progress.callback_for(one.number))
-                for one in choices
-            ]
+            answers = [self._choice_parts(one, slots) for one in choices]
             async with aclosing(merge_answers(answers, self.limits.silence, progress)) as parts:
                 async for part in parts:
                     yield part
         finally:
             slots.close()
 
-    async def _parts_of_choice(
-        self, choice: Choice, slots: RequestSlots, progress: Progress
+    async def _choice_parts(
+        self, choice: Choice, slots: RequestSlots
     ) -> AsyncGenerator[StreamItem]:
-        """Yield the parts of one choice; the last one is its `ChoiceEnd`.
-
-        A choice waits until the first choice of the same prompt has processed that prompt, so that
-        it finds it in the prompt cache. It then waits for a slot. When the answer of the request's
-        first choice has begun, `Begun` is yielded. If nothing is to be generated, the end comes
-        right after the echoed prompt. The tokens of the choice are counted when it has ended.
-
-        Args:
-            choice: to answer.
-            slots: of the request.
-            progress: is called with the prompt's processed tokens, and all of them.
-
-        Raises:
-            HTTPException: the server is shutting down (503).
-            TimeoutError: the deadline passed before its first token.
-            InputError, NoRoomError: the engine refuses the choice, or its form breaks.
-        """
+        """Yield the parts of one choice; the last one is its `ChoiceEnd`."""
         prompt = choice.prompt
-        if not choice.is_first:
+        if not choice.is_first:  # it then finds the prompt in the prompt cache
             await prompt.is_read.wait()
         try:
-            async with slots.wait_for_and_hold_slot():
-                await self._score_prompt_once_if_asked(choice, progress)
+            async with slots.hold():
+                await self._score_prompt(choice)
                 for echoed in choice.echoed_parts():
                     yield echoed
                 last = None if choice.ask.writes else prompt.empty_answer()
                 if choice.ask.writes:
-                    async with self._open_until_deadline(
-                        self._open_answer, choice, progress
-                    ) as answer:
+                    async with self._open_until_deadline(self._open_answer, choice) as answer:
                         if choice.number == 0:
                             yield Begun()
                         async for last in answer:
                             prompt.is_read.set()
-                            for part in choice.response_parts_or_empty_text(last):
+                            for part in choice.response_parts(last):
                                 yield part
                 if last is None or last.finish_reason is None:
                     self.reader.check_open()  # else it was the deadline that ended it
                 if last is None:
-                    raise TimeoutError
-                choice.raise_if_form_broke()
-                last = choice.with_scoring_counted_as_prefill(last)
+                    raise TimeoutError  # a choice that has a token ends there, by its length
+                choice.check_form()
+                last = choice.with_scoring_time(last)
                 self.metrics.count_ended_answer(last)
-                for part in choice.held_back_parts_and_end(last):
+                for part in choice.end_parts(last):
                     yield part
         finally:
             prompt.is_read.set()
 
     @asynccontextmanager
     async def _open_until_deadline(
-        self,
-        open_: Callable[[Choice, Progress], Answer[Segment]],
-        choice: Choice,
-        progress: Progress,
+        self, open_: Callable[[Choice], Answer[Segment]], choice: Choice
     ) -> AsyncIterator[Answer[Segment]]:
-        """Open an answer for the block, which is cancelled at the deadline of the choice's request:
-        reading it then ends, without an error.
-        """
-        async with await asyncio.to_thread(open_, choice, progress) as answer:
+        """Open an answer for the block; the deadline cancels it, which is no error to a reader."""
+        async with await asyncio.to_thread(open_, choice) as answer:
             loop = asyncio.get_running_loop()
             timer = loop.call_at(choice.ask.deadline, answer.cancel)
             try:
@@ -276,25 +202,15 @@ class RequestHandler:
             finally:
                 timer.cancel()
 
-    async def _score_prompt_once_if_asked(self, choice: Choice, progress: Progress) -> None:
-        """Score a choice's prompt if its log probabilities are wanted, and keep them there.
-
-        It is scored for the first of its choices, which the others wait for.
-
-        Args:
-            choice: whose prompt it is.
-            progress: is called while the prompt is scored.
-
-        Raises:
-            HTTPException: the server is shutting down (503).
-            TimeoutError: the deadline passed.
-        """
+    async def _score_prompt(self, choice: Choice) -> None:
+        """Score a choice's prompt if its log probabilities are wanted and not there yet."""
         prompt = choice.prompt
-        is_asked = choice.ask.echoes and choice.config.logprobs is not None
+        # It is scored for the first of its choices, which the others wait for.
+        is_asked = choice.ask.echoes and choice.ask.config.logprobs is not None
         if not is_asked or prompt.logprobs is not None:
             return
         started = time.perf_counter()
-        async with self._open_until_deadline(self._open_scoring, choice, progress) as answer:
+        async with self._open_until_deadline(self._open_scoring, choice) as answer:
             scored = [one async for one in answer]
         if not scored:
             self.reader.check_open()
@@ -305,12 +221,8 @@ class RequestHandler:
         prompt.seconds = time.perf_counter() - started
 
     @contextmanager
-    def _counted_as_waiting_or_503(self) -> Iterator[None]:
-        """Count a request among those that are read or wait for a slot, inside the block.
-
-        Raises:
-            HTTPException: more of them wait already than get a slot now and may wait (503).
-        """
+    def _count_waiting(self) -> Iterator[None]:
+        """Count a request as waiting inside the block, or raise HTTPException (503)."""
         if self._waiting >= self._slots.num_free + self.limits.waiting:
             raise HTTPException(503, _FULL, AGAIN)
         self._waiting += 1
@@ -320,13 +232,8 @@ class RequestHandler:
         finally:
             self._waiting -= 1
 
-    async def _wait_for_first_slot_or_503(self) -> None:
-        """Wait for the slot of a request's first answer, first come, first served; the caller has
-        to give it back.
-
-        Raises:
-            HTTPException: no slot got free within `limits.wait` seconds (503).
-        """
+    async def _take_first_slot(self) -> None:
+        """Take the slot of a request's first answer, or raise HTTPException (503)."""
         try:
             async with asyncio.timeout(self.limits.wait):
                 await self._slots.take()
@@ -334,43 +241,31 @@ class RequestHandler:
             detail = "timed out waiting for a free slot; try again later"
             raise HTTPException(503, detail, AGAIN) from error
 
-    def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
-        """Begin a choice's answer in the engine, and return it.
-
-        Raises:
-            HTTPException: the server is shutting down.
-            InputError, NoRoomError: the engine refuses it.
-        """
+    def _open_answer(self, choice: Choice) -> Answer[GenerationResponse]:
         self.reader.check_open()
         ask = choice.ask
         choice.mask = self.reader.make_mask_or_none(ask)
         return self.engine.stream(
             choice.prompt.tokens,
-            choice.config,
+            ask.config,
             adapter=self.models[ask.model],
             prompt_cache=choice.prompt_cache,
             drafter=self.loaded,
             mask=choice.mask,
-            progress=progress,
+            progress=choice.progress,
             shares_prompt=choice.is_first and ask.choices > 1,
             keep_at=choice.prompt.keep_at,
             joins_prompt=ask.continues or not ask.is_chat,
         )
 
-    def _open_scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:
-        """Begin to score a choice's prompt: the log probability of each of its tokens.
-
-        The processed prompt goes into the prompt cache if the choice generates tokens after it.
-
-        Raises:
-            HTTPException: the server is shutting down.
-            InputError, NoRoomError: the engine refuses it.
-        """
+    def _open_scoring(self, choice: Choice) -> Answer[ScoredPrompt]:
+        """Begin to score a choice's prompt: the log probability of each of its tokens."""
         self.reader.check_open()
         return self.engine.score(
             choice.prompt.tokens,
-            top=choice.config.logprobs or 0,
+            top=choice.ask.config.logprobs or 0,
             adapter=self.models[choice.ask.model],
+            # for the tokens that are generated after it
             prompt_cache=choice.prompt_cache if choice.ask.writes else None,
-            progress=progress,
+            progress=choice.progress,
         )

@@ -1,33 +1,34 @@
 """Anthropic's messages: reads their requests, and writes their replies."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any
 
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import requests
-from .completions import error_event_alone
+from .completions import error_event
+from .fields import Body, list_parts, read_typed
+from .refusals import RequestError
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     ReasoningPart,
-    RequestError,
     StreamItem,
     TextPart,
     ToolCallPart,
     Waiting,
 )
 from .typed_blocks import (
+    Named,
     Turns,
     listed_tools,
-    mark_groups_of_parts,
-    read_as_chat_completion,
+    mark_groups,
+    only_value,
+    read_as_chat,
     read_offered_tools,
     typed_event,
-    value_under_any_name,
 )
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -35,19 +36,7 @@ _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
 
 
 def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/messages (Anthropic) or to its token count; it becomes a chat
-    completion's.
-
-    `max_tokens` may be missing, as it is in a token count. `thinking` becomes the template's
-    `enable_thinking`, unless `chat_template_kwargs` has one.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed; it has this API's name.
-    """
+    """Read a request to /v1/messages or to its token count, by way of a chat completion."""
     if body.get("thread") is not None:  # clients send the whole conversation then
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         found = "thread is not supported"
@@ -56,31 +45,32 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     turns = Turns()
     if system := body.get("system"):
         turns.add_text("system", system, "system")
-    listed = requests.text_or_list_as_parts(body.get("messages"), "messages")
+    listed = list_parts(body.get("messages"), "messages")
     for number, message in enumerate(listed):
         place = f"messages[{number}].content"
-        for n, block in enumerate(requests.text_or_list_as_parts(message.get("content"), place)):
-            turns.add_block_by_type(message.get("role"), block, f"{place}[{n}]")
+        for n, block in enumerate(list_parts(message.get("content"), place)):
+            turns.add_block(message.get("role"), block, f"{place}[{n}]")
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "input_schema")
-    thinking = requests.read_typed_or_default(body, "thinking", dict, {}).get("type")
-    template_args = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
-    if thinking:
+    thinking = read_typed(body, "thinking", dict, {}).get("type")
+    template_args = read_typed(body, "chat_template_kwargs", dict, {})
+    if thinking:  # `chat_template_kwargs` has the last word
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
-    form = requests.read_typed_or_default(body, "output_config", dict, {}).get("format")
+    form = read_typed(body, "output_config", dict, {}).get("format")
     translated = {
-        "stop": body.get("stop_sequences"),
-        "response_format": value_under_any_name(
-            {"output_config.format": form, "output_format": body.get("output_format")}
+        "messages": Named("messages", turns.joined()),
+        "tools": Named("tools", offered.tools),
+        "stop": Named("stop_sequences", body.get("stop_sequences")),
+        "response_format": only_value(
+            Named("output_config.format", form), Named("output_format", body.get("output_format"))
         ),
-        "chat_template_kwargs": template_args,
+        "chat_template_kwargs": Named("chat_template_kwargs", template_args),
     }
-    names = {
-        "stop": "stop_sequences",
-        "response_format": "output_config.format" if form else "output_format",
-    }
-    return read_as_chat_completion(body, translated, turns, offered, config, names)
+    left_out = (*turns.left_out, *offered.left_out)
+    ask = read_as_chat(body, translated, config)
+    return replace(ask, left_out=left_out, namespaced=offered.namespaced)
 
 
+# What the end of a stream says of a message's usage.
 _DELTA_USAGE = (
     "input_tokens",
     "cache_read_input_tokens",
@@ -89,59 +79,47 @@ _DELTA_USAGE = (
     "output_tokens_details",
     "server_tool_use",
 )
-"""What the end of a stream says of a message's usage."""
 
 
 class MessagesWriter:
-    """Writes Anthropic's messages: events for each part, and `reply`, the whole object.
+    """Writes Anthropic's messages: events a part, and `reply`, whole when `events` has ended."""
 
-    `reply` is complete once `events` has ended.
-    """
-
-    failure = staticmethod(error_event_alone)
+    failure = staticmethod(error_event)
 
     @staticmethod
     def keep_alive(waiting: Waiting) -> str:
-        """The event that a stream sends while no part comes."""
         return 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty message for a request."""
         self._blocks: list[dict[str, Any]] = []
         self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
         self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
         self.reply |= {"stop_reason": None, "stop_sequence": None}
         self.reply |= {"stop_details": None, "container": None, "diagnostics": None}
-        self.reply["usage"] = _usage_or_zeros()  # known at the end
+        self.reply["usage"] = _usage()  # known at the end
 
-    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield the events of a message; each group of parts becomes a block of its content.
-
-        Every part is added to `reply`, which has usage and timings in the end.
-
-        Args:
-            parts: of the request's only choice, with its `ChoiceEnd`.
-        """
-        async for mark, part in mark_groups_of_parts(parts):
+    async def events(
+        self,
+        parts: AsyncIterator[StreamItem],  # of the only choice, with its `ChoiceEnd`
+    ) -> AsyncIterator[Event]:
+        async for mark, part in mark_groups(parts):
             match mark:
                 case "answer begins":
                     yield typed_event("message_start", message=self.reply)
                 case "group begins":
-                    self._blocks.append(_empty_block_for(part))
-                    yield self._event_about_last_block("start", content_block=self._blocks[-1])
+                    self._blocks.append(_empty_block(part))
+                    yield self._block_event("start", content_block=self._blocks[-1])
                 case "part":
-                    yield self._event_about_last_block(
-                        "delta", delta=_extend_block_and_return_delta(self._blocks[-1], part)
-                    )
+                    yield self._block_event("delta", delta=_extend_block(self._blocks[-1], part))
                 case "group ends":
                     if "signature" in self._blocks[-1]:
                         delta = {"type": "signature_delta", "signature": _SIGNATURE}
-                        yield self._event_about_last_block("delta", delta=delta)
-                    yield self._event_about_last_block("stop")
+                        yield self._block_event("delta", delta=delta)
+                    yield self._block_event("stop")
                 case "answer ends":
                     reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
                     stop: Body = {"stop_reason": reason, "stop_sequence": part.last.stop}
-                    usage = _usage_or_zeros(part)
+                    usage = _usage(part)
                     self.reply |= {**stop, "usage": usage, "timings": part.timings}
                     end_delta: Body = {**stop, "stop_details": None, "container": None}
                     end_usage = {name: usage[name] for name in _DELTA_USAGE}
@@ -150,17 +128,12 @@ class MessagesWriter:
                     )
                     yield typed_event("message_stop")
 
-    def _event_about_last_block(self, name: str, **data: Any) -> Event:
-        """Return an event `content_block_{name}` of the last block, with its index and `data`."""
+    def _block_event(self, name: str, **data: Any) -> Event:
         return typed_event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
 
 
-def _usage_or_zeros(end: ChoiceEnd | None = None) -> dict[str, Any]:
-    """Return the `usage` object of a message; all counts are 0 before there is an answer.
-
-    Args:
-        end: of the answer; None before there is one.
-    """
+def _usage(end: ChoiceEnd | None = None) -> dict[str, Any]:
+    """Return the `usage` object of a message; before there is an answer, all counts are 0."""
     last = end.last if end else None
     return {
         "input_tokens": last.prompt_tokens - last.cached_tokens if last else 0,
@@ -176,10 +149,7 @@ def _usage_or_zeros(end: ChoiceEnd | None = None) -> dict[str, Any]:
     }
 
 
-def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
-    """Return the block of a message for a group of parts, before any is added: a call, thinking or
-    text.
-    """
+def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
     if isinstance(part, ToolCallPart):
         used = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
         return used | {"caller": {"type": "direct"}, "toolset_name": None}
@@ -188,15 +158,8 @@ def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
     return {"type": "text", "text": "", "citations": None}
 
 
-def _extend_block_and_return_delta(
-    block: dict[str, Any], part: TextPart | ToolCallPart
-) -> dict[str, Any]:
-    """Add a part to its block, in place; return the event's `delta`.
-
-    Args:
-        block: as `_empty_block_for` made it, with the parts before.
-        part: of the block's type.
-    """
+def _extend_block(block: dict[str, Any], part: TextPart | ToolCallPart) -> dict[str, Any]:
+    """Add a part to its block, in place; return the event's `delta`."""
     if isinstance(part, ToolCallPart):
         block["input"] = parse_json(part.text)
         return {"type": "input_json_delta", "partial_json": part.text}

@@ -31,23 +31,25 @@ from ..prompts import (
 )
 from ..settings import GenerateConfig
 from .concurrency import READING
+from .fields import check_field
 from .grammars import (
     GrammarMask,
     SchemaTooLargeError,
+    ThoughtLimit,
     check_schema_size,
     compiled_matcher,
     llguidance_tokenizer,
 )
 from .logprobs import TokenEntries
-from .requests import AGAIN, AnswerRequest, RequestError, check_field
+from .refusals import AGAIN, RequestError
+from .requests import AnswerRequest
 from .text_lengths import most_bytes_per_token, with_length_check
-from .thought_limit import ThoughtLimit
 
+# Log probabilities of a request: of the prompts that it echoes and, if its reply is sent whole, of
+# its answers; some hundred MB.
 MOST_LOGPROBS = 1_000_000
-"""Log probabilities of a request: of the prompts that it echoes and, if its reply is sent whole, of
-its answers; some hundred MB."""
+# Characters of a prediction that are looked at for each token of the answer that it may draft.
 _CHARS_PER_TOKEN = 16
-"""Characters of a prediction that are looked at for each token of the answer that it may draft."""
 
 
 @dataclass(eq=False)
@@ -65,9 +67,7 @@ class Prompt:
     seconds: float = 0.0  # that it took to score it
 
     def empty_answer(self) -> GenerationResponse:
-        """Return the response of an answer without tokens, ended by its length, for a prompt that
-        is only echoed or scored; all times are 0.
-        """
+        """Return the response to a prompt that is only echoed or scored."""
         return GenerationResponse(
             text="",
             tokens=(),
@@ -83,9 +83,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class PromptReader:
-    """Turns requests into tokens, settings and masks for an engine's models; any thread may call
-    it.
-    """
+    """Turns requests into tokens, settings and masks for an engine's models; on any thread."""
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
@@ -97,48 +95,30 @@ class PromptReader:
         self.engine.tokenizer.encode("")
         self._bytes_per_token = most_bytes_per_token(self.engine.tokenizer)
 
-    async def read_checked_prompts_and_config(
-        self, ask: AnswerRequest
-    ) -> tuple[list[Prompt], GenerateConfig]:
-        """Return all prompts of a request, in their order, checked against the model, and its
-        settings; the form of its answers is compiled.
-
-        Each prompt is a piece for `READING`, as is each form. So the rest is left out if nobody
-        waits for it any more.
-
-        Args:
-            ask: the request, with a known model's name.
-
-        Raises:
-            InputError: a prompt cannot be answered, or the answers cannot follow the grammar.
-            HTTPException: the server is shutting down.
-        """
+    async def read_prompts(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
+        """Return all prompts of a request, with the compiled form of answers, and its settings."""
+        # In pieces, so that the rest is left out if nobody waits for it any more.
         size = ask.num_bytes
-        first, config = await READING.run(size, self.first_prompt_and_seeded_config, ask)
-        prompts = [await READING.run(size, self._checked_prompt, ask, first)]
+        first, config = await READING.run(size, self.read_first_prompt, ask)
+        prompts = [await READING.run(size, self._check_prompt, ask, first)]
         for one in ask.others:
             other = replace(ask, question=one)
-            prompts.append(await READING.run(size, self._read_checked_prompt, other))
+            prompts.append(await READING.run(size, self._read_prompt, other))
         config = _with_bounded_logprobs(ask, prompts, config)
         matchers: dict[Begins, LLMatcher | None] = {}
         for prompt in prompts:
             if prompt.begins not in matchers:
                 asked = replace(ask, begins=prompt.begins)
-                matchers[prompt.begins] = await READING.run(size, self._matcher_or_none, asked)
+                matchers[prompt.begins] = await READING.run(size, self._compile_form, asked)
             prompt.matcher = matchers[prompt.begins]
         return prompts, config
 
-    def _read_checked_prompt(self, ask: AnswerRequest) -> Prompt:
-        """Return the prompt of `ask.question`; raises InputError where it cannot be answered."""
+    def _read_prompt(self, ask: AnswerRequest) -> Prompt:
         model = self.engine.model(self.models[ask.model])
-        return self._checked_prompt(ask, self._encode_text_ids_or_turns(ask, model))
+        return self._check_prompt(ask, self._encode_text_ids_or_turns(ask, model))
 
-    def _checked_prompt(self, ask: AnswerRequest, tokens: list[int]) -> Prompt:
-        """Return the prompt of `ask.question`, whose tokens are known.
-
-        Raises:
-            InputError: it does not fit the model.
-        """
+    def _check_prompt(self, ask: AnswerRequest, tokens: list[int]) -> Prompt:
+        """Return the prompt of `ask.question`, whose tokens are known."""
         model = self.engine.model(self.models[ask.model])
         check_prompt(model, tokens)  # before any answer of the request begins
         is_text = isinstance(ask.question, str)
@@ -153,16 +133,8 @@ class PromptReader:
         prefill = str(last.get("content")) if isinstance(last, Mapping) else ""
         return begins_after(prompt, self.engine.tokenizer, prefill)
 
-    def _matcher_or_none(self, ask: AnswerRequest) -> LLMatcher | None:
-        """Compile the form that the answers to a request have to follow; None if there is none.
-
-        A tool call that the request forces has precedence over another form.
-
-        Raises:
-            RequestError: the form cannot be followed, or is too large, or llguidance cannot read
-                the tokenizer.
-            HTTPException: it cannot be compiled now (503).
-        """
+    def _compile_form(self, ask: AnswerRequest) -> LLMatcher | None:
+        """Compile the form of the answers; a call that is forced goes before another form."""
         if ask.grammar is None and not ask.forced_tools:
             return None
         if ask.forced_tools:
@@ -173,20 +145,8 @@ class PromptReader:
                 raise RequestError("tools", found, "smaller schemas") from error
         return compiled_matcher(self._llguidance_tokenizer, self._grammar_of_answer(ask))
 
-    def first_prompt_and_seeded_config(
-        self, ask: AnswerRequest
-    ) -> tuple[list[int], GenerateConfig]:
-        """Return the tokens of a request's first prompt, and the settings of its answer.
-
-        A seed is drawn if the request has none. `prediction`, an expected text, becomes
-        `prompt_lookup.reference`, as far as an answer can be as long; `ignore_eos` becomes a bias
-        of -inf on end tokens. Whether the prompt fits the model is not checked.
-
-        Raises:
-            InputError: the prompt or the expected text cannot be made into tokens.
-            RequestError: `logit_bias` names a token that the model lacks.
-            HTTPException: the server is shutting down.
-        """
+    def read_first_prompt(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+        """Return the tokens of a request's first prompt, and the settings of its answer."""
         self.check_open()
         config = ask.config
         tokenizer = self.engine.tokenizer
@@ -200,7 +160,7 @@ class PromptReader:
             ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
             config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
         prompt = self._encode_text_ids_or_turns(ask, model)
-        if ask.prediction:
+        if ask.prediction:  # no more of it than an answer can be long
             check_text(ask.prediction)
             most = _most_answer_tokens(config, model, len(prompt))
             text = ask.prediction[: _CHARS_PER_TOKEN * most]
@@ -210,13 +170,6 @@ class PromptReader:
         return prompt, config
 
     def count_prompt_tokens(self, ask: AnswerRequest) -> int:
-        """Return how many tokens the prompt of a request has.
-
-        Raises:
-            ContextLengthError: it certainly does not fit the model, by its bytes.
-            InputError: it cannot be made into tokens.
-            HTTPException: the server is shutting down.
-        """
         self.check_open()
         model = self.engine.model(self.models[ask.model])
         return len(self._encode_text_ids_or_turns(ask, model))
@@ -227,22 +180,7 @@ class PromptReader:
             raise HTTPException(503, "the server is shutting down", AGAIN)
 
     def _encode_text_ids_or_turns(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
-        """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
-
-        The request's variables go before the server's. `enable_thinking` and `reasoning_effort` are
-        left out if the template does not name them. If the answer has to follow a grammar or a
-        forced tool call, and the template names it, `enable_thinking` is false whatever was asked
-        for. A variable that nobody gives has the template's own default.
-
-        Args:
-            ask: the request; its `question` is read.
-            model: whose adapter may have a template of its own.
-
-        Raises:
-            ContextLengthError: it certainly does not fit the model, by its bytes.
-            InputError: the text cannot be read; there is no template for turns, it does not support
-                tools, or refuses the turns; or there is another variable that it does not read.
-        """
+        """Return the tokens of a request's prompt; `model` may have a template of its own."""
         limit = model.backbone.context_length
         tokenizer = with_length_check(self.engine.tokenizer, self._bytes_per_token, limit)
         if isinstance(ask.question, str):
@@ -251,12 +189,13 @@ class PromptReader:
             _require_template_for_turns(ask, tokenizer)
             prompt = {"messages": ask.question, "tools": ask.tools}
             args = {**self.template_args, **(ask.template_args or {})}
-            # A template that is code of mlx-lm's reads this one variable.
+            # These two are left out if the template does not name them; others are refused then.
+            # A template that is code of mlx-lm's reads the first one.
             is_code = tokenizer._chat_template is not None
             named = "enable_thinking" if is_code else str(tokenizer.chat_template)
             if "enable_thinking" not in named:
                 args.pop("enable_thinking", None)
-            elif ask.grammar is not None or ask.forced_tools:
+            elif ask.grammar is not None or ask.forced_tools:  # whatever was asked for
                 args["enable_thinking"] = False
             if "reasoning_effort" not in named:
                 args.pop("reasoning_effort", None)
@@ -270,17 +209,9 @@ class PromptReader:
     def _length_before_answer_opens(
         self, ask: AnswerRequest, model: StreamFusedModel, prompt: list[int]
     ) -> int | None:
-        """Return how many tokens of a chat's prompt are before its template opens the answer.
-
-        None where the request asks for none to be opened, as a text or an answer that goes on from
-        the last turn does, and for a model with stages, whose cache can go back to any place.
-
-        Args:
-            ask: the request.
-            model: see `_encode_text_ids_or_turns`.
-            prompt: tokens of its first prompt.
-        """
+        """Return how many tokens of a chat's prompt are before its template opens the answer."""
         opens = ask.is_chat and ask.opens_turn and not ask.continues
+        # With stages, the cache can go back to any place.
         if not opens or model.backbone.capabilities.has("stages"):
             return None
         turns_alone = replace(ask, opens_turn=False)
@@ -289,30 +220,20 @@ class PromptReader:
         )
 
     def make_mask_or_none(self, ask: AnswerRequest) -> Mask | None:
-        """Return the mask that holds an answer to a grammar, or None; each call makes a new one.
-
-        A thought that the prompt opened is free. What `ask` does not have compiled is compiled now.
-
-        Raises:
-            RequestError, HTTPException: as `_matcher_or_none` does.
-        """
-        matcher = ask.matcher or self._matcher_or_none(ask)
+        """Return a new mask that holds an answer to its form; one that was not compiled is now."""
+        matcher = ask.matcher or self._compile_form(ask)
         if matcher is None:
             return None
         tokenizer = self.engine.tokenizer
         mask = GrammarMask(matcher)
         end_mark = thought_end(find_format(tokenizer))
-        if ask.begins == "text" or not end_mark:
+        if ask.begins == "text" or not end_mark:  # else a thought that the prompt opened is free
             return mask
         most = ask.config.max_tokens * 3 // 4  # the rest is for what comes after the thought
         return ThoughtLimit(mask, tokenizer, end_mark, most)
 
     def _grammar_of_answer(self, ask: AnswerRequest) -> str:
-        """Return the grammar of a whole answer, of a thought that it begins with too.
-
-        Raises:
-            RequestError: the form of a forced call is unknown, or a schema too large or broken.
-        """
+        """Return the grammar of a whole answer, of a thought that it begins with too."""
         tokenizer = self.engine.tokenizer
         if not ask.forced_tools:
             return form_grammar(ask.grammar or "", tokenizer, ask.begins)
@@ -325,16 +246,13 @@ class PromptReader:
 
     @cached_property
     def _llguidance_tokenizer(self) -> LLTokenizer:
-        """The tokenizer as llguidance needs it; made when the first grammar comes, and kept."""
         return llguidance_tokenizer(self.engine.tokenizer)
 
     def scored_entries(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
-        """Return the entries of a scored prompt's tokens, as `TokenEntries.of_prompt` does."""
         return self.token_entries.of_prompt(prompt.tokens[0], found.logprobs)
 
 
 def _most_answer_tokens(config: GenerateConfig, model: StreamFusedModel, num_prompt: int) -> int:
-    """Return how many tokens an answer to a prompt of `num_prompt` tokens may have."""
     limit = model.backbone.context_length
     room = config.max_tokens if limit is None else limit - num_prompt
     return max(0, min(config.max_tokens, room))
@@ -343,12 +261,7 @@ def _most_answer_tokens(config: GenerateConfig, model: StreamFusedModel, num_pro
 def _with_bounded_logprobs(
     ask: AnswerRequest, prompts: Sequence[Prompt], config: GenerateConfig
 ) -> GenerateConfig:
-    """Return the settings of a request, whose answers end, if the reply is sent whole, where there
-    are `MOST_LOGPROBS`.
-
-    Raises:
-        RequestError: its echoed prompts alone have more.
-    """
+    """Return settings by which a reply that is sent whole ends at `MOST_LOGPROBS`."""
     if config.logprobs is None:
         return config
     most = MOST_LOGPROBS // (1 + config.logprobs)
@@ -362,7 +275,7 @@ def _with_bounded_logprobs(
 
 
 def _require_template_for_turns(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
-    """Raise RequestError for anything but a text of a user's if the model has no chat template."""
+    """Refuse anything but a text of a user's if the model has no chat template."""
     turns = [one for one in ask.question if isinstance(one, Mapping)]
     is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools
     if not tokenizer.has_chat_template and not is_text:

@@ -1,27 +1,34 @@
-"""A request of any API, the parts of its answer, and checks of a request's fields."""
+"""A request of any API, and the parts of its answer."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from llguidance import LLMatcher
-from starlette.exceptions import HTTPException
 
 from ..drafters.lookup import EXPECTED
-from ..errors import InputError, quoted
 from ..formats.reader import Begins
 from ..generation.segments import GenerationResponse
 from ..prompts import Tools
-from ..settings import Allowed, GenerateConfig
-from ..turns import Message, part_text
+from ..settings import GenerateConfig
+from ..turns import Message
+from .fields import Body, content_text, read_typed
+from .grammars import read_grammar
 
-Body = Mapping[str, Any]
-"""A request's JSON object."""
-AGAIN = {"Retry-After": "1"}
-"""The header of a refusal that may pass."""
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-"""What JSON calls the types that `read_typed_or_default` checks."""
+
+def asked(read: Callable[[Body], Any], default: Any) -> Any:
+    """Make a field of `AnswerRequest` that every API has; `read` gives None for the default."""
+    return field(default=default, metadata={"read": read})
+
+
+def typed(name: str, kind: type) -> Callable[[Body], Any]:
+    return lambda body: read_typed(body, name, kind)
+
+
+def _read_prediction(body: Body) -> str:
+    content = read_typed(body, "prediction", dict, {}).get("content")
+    return content_text(content or "", "prediction.content")
 
 
 class NamespacedName(NamedTuple):
@@ -33,27 +40,25 @@ class NamespacedName(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """A request of any API, its fields checked as far as they can be without a model.
+    """A request of any API, its fields checked as far as they can be without a model."""
 
-    `config.max_tokens` is bounded by the server's.
-    """
-
-    model: str = ""  # as the request named it; "" for the server's own
+    model: str = asked(typed("model", str), "")  # "" for the server's own
     question: str | list[int] | list[Message]  # a prompt as it stands, or the turns of a chat
-    config: GenerateConfig  # the server's settings with the request's own
+    config: GenerateConfig  # the server's with the request's own; its `max_tokens` at most
     tools: Tools | None = None
     template_args: Mapping[str, Any] | None = None  # for the chat template
     choices: int = 1  # answers that are wanted
-    grammar: str | None = None  # of llguidance, which the answer has to follow
+    grammar: str | None = asked(read_grammar, None)  # of llguidance, which the answer follows
     forced_tools: Sequence[str] = ()  # names of tools; the answer has to call one of them
     parallel_calls: bool = True  # whether it may call several
     continues: bool = False  # whether it goes on from the last turn, the assistant's
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
     begins: Begins = "text"  # what the answer begins with, once its prompt is known
     matcher: LLMatcher | None = None  # of its form at the beginning, once that is compiled
-    ignores_end: bool = False  # whether end tokens are never chosen
-    prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
-    stream: bool = False  # whether the answer is sent part by part
+    ignores_end: bool = asked(typed("ignore_eos", bool), False)  # no end token is ever chosen
+    # expected text: the settings' `prompt_lookup.reference`, as tokens
+    prediction: str = asked(_read_prediction, "")
+    stream: bool = asked(typed("stream", bool), False)  # the answer is sent part by part
     reports_usage: bool = False  # whether a stream ends with its usage
     echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that a reply repeats
     num_bytes: int = 0  # of the body
@@ -69,8 +74,14 @@ class AnswerRequest:
 
     @property
     def num_answers(self) -> int:
-        """How many answers the request wants: `choices` for each of its prompts."""
         return self.choices * (1 + len(self.others))
+
+
+def read_asked(body: Body) -> dict[str, Any]:
+    """Return the arguments of `AnswerRequest` that every API has, by `asked`."""
+    readers = {one.name: one.metadata["read"] for one in fields(AnswerRequest) if one.metadata}
+    found = {name: read(body) for name, read in readers.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -89,20 +100,17 @@ class ReasoningPart(TextPart):
 
 @dataclass(frozen=True)
 class ToolCallPart:
-    """A whole call of a tool. `text` has its arguments, as the JSON text of an object.
-
-    `choice` is the number of the choice that it is a part of.
-    """
+    """A whole call of a tool."""
 
     id: str
     name: str
-    text: str
-    choice: int = 0
+    text: str  # its arguments, as the JSON text of an object
+    choice: int = 0  # what it is a part of
 
 
 @dataclass(frozen=True)
 class ChoiceEnd:
-    """The last part of a choice: why it ended, and its last response."""
+    """The last part of a choice."""
 
     reason: Literal["stop", "length", "tool_calls"]
     last: GenerationResponse  # its last segment
@@ -118,11 +126,7 @@ class ChoiceEnd:
 
     @property
     def timings(self) -> dict[str, Any]:
-        """Tokens, milliseconds and target calls of the choice, as llama.cpp's server names them.
-
-        "draft_n_accepted" is tokens less target calls, and `cached_tokens` are not among
-        "prompt_n".
-        """
+        """Tokens, milliseconds and target calls of the choice, as llama.cpp's server names them."""
         last = self.last
         return {
             "cache_n": last.cached_tokens,
@@ -132,6 +136,7 @@ class ChoiceEnd:
             "predicted_ms": round(1000 * last.decode_seconds, 3),
             "predicted_per_second": round(last.generation_tps, 3),
             "draft_n": last.drafted_tokens,
+            # each call brings one token that was not drafted
             "draft_n_accepted": last.generation_tokens - last.target_calls,
             "target_calls": last.target_calls,
             "tokens_per_call": round(last.generation_tokens / max(1, last.target_calls), 3),
@@ -153,162 +158,5 @@ class Waiting:
 
 Part = TextPart | ToolCallPart | ChoiceEnd
 StreamItem = Part | Begun | Waiting
+# The name of a server-sent event, if it has one, and its data: an object, or a text as it is.
 Event = tuple[str | None, Mapping[str, Any] | str]
-"""The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
-
-
-class RequestError(InputError):
-    """A field of a request that cannot be followed, by the name that its API has for it.
-
-    Args:
-        param: the field; None where several, or the whole request, are meant.
-        found: what was found, which begins with the field's name if there is one.
-        expected, do: as those of `InputError`.
-        details: what Anthropic's clients read of an error beside its words.
-    """
-
-    def __init__(
-        self,
-        param: str | None,
-        found: str,
-        expected: str,
-        do: str = "correct or drop it",
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(found, expected=expected, do=do)
-        self.param = param
-        self.details = details
-
-    def copy_with_renamed_field(self, other_name_by_own: Mapping[str, str]) -> "RequestError":
-        """Return the same error for another API's name of the field; this one stays as it is.
-
-        Args:
-            other_name_by_own: the other API's names of fields. A name that it lacks stays.
-
-        Returns:
-            A new error, whose `found` begins with the new name where this one's begins with the
-            old.
-        """
-        param = other_name_by_own.get(self.param or "", self.param)
-        found = self.found
-        if param and self.param and found.startswith(self.param):
-            found = param + found.removeprefix(self.param)
-        return RequestError(param, found, self.expected, self.do, self.details)
-
-
-class DetailedHTTPException(HTTPException):
-    """An HTTP error that also has the fields of OpenAI's and Anthropic's error objects."""
-
-    def __init__(
-        self,
-        status_code: int,
-        detail: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Make the error.
-
-        Args:
-            status_code: of HTTP.
-            detail: the message.
-            headers: of the response, if any.
-            param: the request's field that is meant, if any.
-            code: OpenAI's code of the error, if any.
-            details: what Anthropic's clients read of the error beside its words.
-        """
-        super().__init__(status_code, detail, headers)
-        self.param = param
-        self.code = code
-        self.details = details
-
-
-def check_field(ok: bool, found: str, expected: str, param: str | None = None) -> None:
-    """Raise a `RequestError` for the field `param` if `ok` is false."""
-    if not ok:
-        raise RequestError(param, found, expected)
-
-
-def checked_number_or_none(name: str, value: Any, allowed: Allowed) -> Any:
-    """Check a field's number, and return it; None where it is absent.
-
-    Args:
-        name: the field, for the message.
-        value: what the request has for it; None where it is absent.
-        allowed: the bounds of the number; true and false are no numbers.
-
-    Raises:
-        RequestError: it is no such number, or out of bounds.
-    """
-    ok = value is None or allowed.holds(value)
-    kind = "a whole number, " if allowed.whole else ""
-    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
-    return value
-
-
-def read_number(body: Body, name: str, least: float, most: float) -> Any:
-    """Return a field's number, or None where the field is absent or null.
-
-    It has to be a whole number if `least` is an `int`.
-
-    Raises:
-        RequestError: it is no such number, or not from `least` to `most`.
-    """
-    allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
-    return checked_number_or_none(name, body.get(name), allowed)
-
-
-def read_typed_or_default(body: Body, field_name: str, kind: type, default: Any = None) -> Any:
-    """Return a field's value, or `default` where the field is absent or null.
-
-    Args:
-        body: the request.
-        field_name: of the request.
-        kind: dict, list, str or bool, the type that it has to have.
-        default: what to return for an absent field; its type is not checked.
-
-    Raises:
-        RequestError: the value has another type.
-    """
-    value = body.get(field_name)
-    ok = value is None or isinstance(value, kind)
-    check_field(ok, f"{field_name} is {quoted(value)}", _KINDS[kind], field_name)
-    return default if value is None else value
-
-
-def text_or_list_as_parts(content: Any, field_name: str = "content") -> list[Any]:
-    """Return a list of objects; a text becomes one object of type `text`, and a list is returned as
-    it is.
-
-    Args:
-        content: of a request.
-        field_name: for the message.
-
-    Raises:
-        RequestError: `content` is neither a text nor a list of objects.
-    """
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    expected = "a text, or a list of objects"
-    check_field(isinstance(parts, list), f"{field_name} is {quoted(content)}", expected, field_name)
-    for number, one in enumerate(parts):
-        place = f"{field_name}[{number}]"
-        check_field(isinstance(one, dict), f"{place} is {quoted(one)}", expected, place)
-    return list(parts)
-
-
-def content_text(content: Any, place: str = "content") -> str:
-    """Return the text of a `content` field: the text itself, or those of its parts, joined without
-    anything between.
-
-    Args:
-        content: of a request.
-        place: of the field, for messages of errors.
-
-    Raises:
-        RequestError: `content` is neither a text nor a list of objects.
-        TurnError: a part is no text; it is named.
-    """
-    parts = text_or_list_as_parts(content, place)
-    return "".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(parts))

@@ -7,13 +7,11 @@ from secrets import token_hex
 from time import time
 from typing import Any, NamedTuple
 
-from ..errors import quoted
 from ..settings import GenerateConfig
-from . import requests
 from .completions import keep_alive_comment
+from .fields import Body, check_value, list_parts, read_typed
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     Part,
@@ -23,14 +21,15 @@ from .requests import (
     ToolCallPart,
 )
 from .typed_blocks import (
+    Named,
     Turns,
     listed_tools,
-    mark_groups_of_parts,
+    mark_groups,
     offered_name,
-    read_as_chat_completion,
+    only_value,
+    read_as_chat,
     read_offered_tools,
     typed_event,
-    value_under_any_name,
 )
 
 # As OpenAI's API bounds them; lengths are in characters.
@@ -40,43 +39,32 @@ _MOST_VALUE = 512
 
 
 def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/responses (OpenAI); it has to bring its whole conversation, and becomes
-    a chat completion's.
-
-    Args:
-        body: the request.
-        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
-
-    Raises:
-        RequestError: a field cannot be followed, or refers to a conversation that a server would
-            keep; it has this API's name.
-    """
+    """Read a request to /v1/responses, by way of a chat completion."""
+    # These refer to a conversation that a server would keep.
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         value = body.get(name)
-        expected = "the whole conversation as input: nothing is kept"
-        requests.check_field(not value, f"{name} is {quoted(value)}", expected, name)
+        check_value(not value, name, value, "the whole conversation as input: nothing is kept")
     turns = Turns()
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions, "instructions")
-    for number, item in enumerate(requests.text_or_list_as_parts(body.get("input"), "input")):
-        turns.add_block_by_type("user", item, f"input[{number}]")
+    for number, item in enumerate(list_parts(body.get("input"), "input")):
+        turns.add_block("user", item, f"input[{number}]")
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "parameters")
-    effort = requests.read_typed_or_default(body, "reasoning", dict, {}).get("effort")
+    effort = read_typed(body, "reasoning", dict, {}).get("effort")
     translated = {
-        "tool_choice": _with_offered_names(body.get("tool_choice")),
-        "max_tokens": body.get("max_output_tokens"),
-        "response_format": requests.read_typed_or_default(body, "text", dict, {}).get("format"),
-        "reasoning_effort": value_under_any_name(
-            {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
+        "messages": Named("input", turns.joined()),
+        "tools": Named("tools", offered.tools),
+        "tool_choice": Named("tool_choice", _with_offered_names(body.get("tool_choice"))),
+        "max_tokens": Named("max_output_tokens", body.get("max_output_tokens")),
+        "response_format": Named("text.format", read_typed(body, "text", dict, {}).get("format")),
+        "reasoning_effort": only_value(
+            Named("reasoning.effort", effort),
+            Named("reasoning_effort", body.get("reasoning_effort")),
         ),
     }
-    names = {
-        "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "messages": "input",
-        "reasoning_effort": "reasoning.effort" if effort else "reasoning_effort",
-    }
-    ask = read_as_chat_completion(body, translated, turns, offered, config, names)
+    left_out = (*turns.left_out, *offered.left_out)
+    ask = read_as_chat(body, translated, config)
+    ask = replace(ask, left_out=left_out, namespaced=offered.namespaced)
     return replace(ask, echoed=_read_echoed_fields(body, ask))
 
 
@@ -108,15 +96,11 @@ class _OpenItem(NamedTuple):
 
 
 class ResponsesWriter:
-    """Writes OpenAI's responses: events for each part, and `reply`, the whole object.
-
-    `reply` is complete once `events` has ended.
-    """
+    """Writes OpenAI's responses: events a part, and `reply`, whole when `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
 
     def __init__(self, ask: AnswerRequest) -> None:
-        """Begin an empty response for a request, with the fields that repeat it."""
         self._items = list[dict[str, Any]]()
         self._sequence = count()
         self._namespaced = ask.namespaced
@@ -125,68 +109,49 @@ class ResponsesWriter:
         self.reply |= {"output": self._items, "error": None, "incomplete_details": None}
         self.reply |= {"completed_at": None, "usage": None, **ask.echoed}
 
-    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield the events of a response; each group of parts becomes an item of its output.
-
-        Every part is added to `reply`, which has status, usage and timings in the end. The last
-        event is "completed" or, of an answer that was cut, "incomplete"; what `parts` raises passes
-        through.
-
-        Args:
-            parts: of the request's only choice, with its `ChoiceEnd`.
-        """
+    async def events(
+        self,
+        parts: AsyncIterator[StreamItem],  # of the only choice, with its `ChoiceEnd`
+    ) -> AsyncIterator[Event]:
         group = _OpenItem("", {}, {}, "")
-        async for mark, part in mark_groups_of_parts(parts):
+        async for mark, part in mark_groups(parts):
             match mark:
                 case "answer begins":
-                    yield self._numbered_event("created", response=self.reply)
-                    yield self._numbered_event("in_progress", response=self.reply)
+                    yield self._next_event("created", response=self.reply)
+                    yield self._next_event("in_progress", response=self.reply)
                 case "group begins":
-                    group = self._append_empty_item(part)
-                    yield self._event_about_last_item("output_item.added", item=group.item)
+                    group = self._add_item(part)
+                    yield self._item_event("output_item.added", item=group.item)
                     if group.has_content:
                         group.item["content"].append(group.text_object)
-                        yield self._event_about_last_item(
-                            "content_part.added", part=group.text_object
-                        )
+                        yield self._item_event("content_part.added", part=group.text_object)
                 case "part":
                     group.text_object[group.text_field] += part.text
-                    yield self._event_about_last_item(f"{group.event}.delta", delta=part.text)
+                    yield self._item_event(f"{group.event}.delta", delta=part.text)
                 case "group ends":
-                    group.item["status"] = _completed_or_incomplete_before(part)
+                    group.item["status"] = _status_before(part)
                     whole = {group.text_field: group.text_object[group.text_field]}
-                    yield self._event_about_last_item(f"{group.event}.done", **whole)
+                    yield self._item_event(f"{group.event}.done", **whole)
                     if group.has_content:
-                        yield self._event_about_last_item(
-                            "content_part.done", part=group.text_object
-                        )
-                    yield self._event_about_last_item("output_item.done", item=group.item)
+                        yield self._item_event("content_part.done", part=group.text_object)
+                    yield self._item_event("output_item.done", item=group.item)
                 case "answer ends":
-                    self._set_usage_status_and_timings(part)
-                    yield self._numbered_event(
-                        _completed_or_incomplete_before(part), response=self.reply
-                    )
+                    self._complete(part)
+                    yield self._next_event(_status_before(part), response=self.reply)
 
     def failure(self, error: Mapping[str, Any]) -> list[Event]:
-        """Return the events of an answer that fails after a part of it was sent.
-
-        OpenAI's clients raise the first one; others, such as Codex, wait for the second. `reply`
-        is what there is of the response, and failed.
-        """
+        """Return the events of an answer that fails after a part of it was sent."""
         for item in self._items:
             if item["status"] == "in_progress":
                 item["status"] = "incomplete"
         own = {"code": "server_error", "message": error["message"]}
         self.reply |= {"status": "failed", "error": own}
         told = {**error, "sequence_number": next(self._sequence)}
-        return [("error", told), self._numbered_event("failed", response=self.reply)]
+        # OpenAI's clients raise the first one; others, such as Codex, wait for the second.
+        return [("error", told), self._next_event("failed", response=self.reply)]
 
-    def _append_empty_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
-        """Append an empty item for a group of parts to the output, and return it.
-
-        Args:
-            part: the group's first part, which is not added yet.
-        """
+    def _add_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
+        """Append an empty item to the output for a group of parts, of which `part` is the first."""
         item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
         if isinstance(part, ToolCallPart):
@@ -203,12 +168,7 @@ class ResponsesWriter:
         text_object = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return _OpenItem("output_text", item, text_object, "text")
 
-    def _set_usage_status_and_timings(self, end: ChoiceEnd) -> None:
-        """Set usage, status and timings of the whole response, by the end of its answer.
-
-        The status is "completed", or "incomplete", with details and without a time of completion,
-        where the length limit cut the answer.
-        """
+    def _complete(self, end: ChoiceEnd) -> None:
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
@@ -217,17 +177,14 @@ class ResponsesWriter:
         usage["output_tokens_details"] = {"reasoning_tokens": end.reasoning_tokens}
         usage["total_tokens"] = last.prompt_tokens + last.generation_tokens
         self.reply |= {
-            "status": _completed_or_incomplete_before(end),
+            "status": _status_before(end),
             "usage": usage,
             "timings": end.timings,
         }
         self.reply["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         self.reply["completed_at"] = None if is_cut else int(time())
 
-    def _event_about_last_item(self, name: str, **data: Any) -> Event:
-        """Return an event about the last item, with its position in the output, the next number,
-        and `data`.
-        """
+    def _item_event(self, name: str, **data: Any) -> Event:
         where: dict[str, Any] = {"output_index": len(self._items) - 1}
         if not name.startswith("output_item"):
             where["item_id"] = self._items[-1]["id"]
@@ -235,20 +192,14 @@ class ResponsesWriter:
                 where["content_index"] = 0
         if name.startswith("output_text"):
             where["logprobs"] = []
-        return self._numbered_event(name, **where, **data)
+        return self._next_event(name, **where, **data)
 
-    def _numbered_event(self, name: str, **data: Any) -> Event:
-        """Return an event `response.{name}` with the next number and `data`."""
+    def _next_event(self, name: str, **data: Any) -> Event:
         return typed_event(f"response.{name}", sequence_number=next(self._sequence), **data)
 
 
 def _read_echoed_fields(body: Body, ask: AnswerRequest) -> dict[str, Any]:
-    """Return the fields of a response that repeat its request, with defaults for those it lacks,
-    and those that are the same for every request.
-
-    Raises:
-        RequestError: `metadata` has more than OpenAI's API allows.
-    """
+    """Return the fields of a response that repeat its request, or are the same for every one."""
     offered = ask.tools or ()
     text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
@@ -277,12 +228,7 @@ def _read_echoed_fields(body: Body, ask: AnswerRequest) -> dict[str, Any]:
 
 
 def _read_metadata(body: Body) -> dict[str, str]:
-    """Return the `metadata` of a request, within the bounds that OpenAI's API has for them.
-
-    Raises:
-        RequestError: they are no texts by name, or too many, or too long.
-    """
-    metadata: dict[str, Any] = requests.read_typed_or_default(body, "metadata", dict, {})
+    metadata: dict[str, Any] = read_typed(body, "metadata", dict, {})
     ok = len(metadata) <= _MOST_METADATA and all(
         len(name) <= _MOST_NAME and isinstance(value, str) and len(value) <= _MOST_VALUE
         for name, value in metadata.items()
@@ -290,11 +236,11 @@ def _read_metadata(body: Body) -> dict[str, str]:
     expected = (
         f"at most {_MOST_METADATA} texts of {_MOST_VALUE} characters, with names of {_MOST_NAME}"
     )
-    requests.check_field(ok, f"metadata is {quoted(metadata)}", expected, "metadata")
+    check_value(ok, "metadata", metadata, expected)
     return metadata
 
 
-def _completed_or_incomplete_before(next_part: Part) -> str:
-    """Return "incomplete" if `next_part` is the end of an answer that was cut, else "completed"."""
+def _status_before(next_part: Part) -> str:
+    """Return the status of what `next_part` ends: the length limit may have cut it."""
     is_cut = isinstance(next_part, ChoiceEnd) and next_part.reason == "length"
     return "incomplete" if is_cut else "completed"

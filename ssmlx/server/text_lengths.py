@@ -1,5 +1,6 @@
-"""Texts that are certainly too long for a model's context, told by their bytes before they are made
-into tokens, which takes a second and a hundred megabytes for each megabyte of text."""
+"""Texts that are certainly too long for a model's context, by their bytes: to make them into tokens
+takes a second and a hundred megabytes for each megabyte of text.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,38 +13,22 @@ from ..errors import ContextLengthError
 
 # How many bytes become one at most: U+212A, of three bytes, is the letter K.
 _MOST_COMPOSED = {"NFC": 3, "Prepend": 1}
+# Pre-tokenizers that leave nothing of a text out, unless their behavior is "Removed".
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
-"""Pre-tokenizers that leave nothing of a text out, unless their behavior is "Removed"."""
 
 
 class LengthCheckedTokenizer:
-    """A tokenizer that refuses texts that certainly have as many tokens as the context, or more.
-
-    It is used as the given one, whose tokens it returns.
-    """
+    """A tokenizer that refuses texts that certainly fill the context."""
 
     def __init__(self, tokenizer: TokenizerWrapper, bytes_per_token: int, limit: int) -> None:
-        """Keep what the check needs.
-
-        Args:
-            tokenizer: of the model.
-            bytes_per_token: of a text, at most.
-            limit: tokens of the context.
-        """
         self._checked = tokenizer
         self._bytes_per_token = bytes_per_token
-        self._limit = limit
+        self._limit = limit  # tokens of the context
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._checked, name)
 
     def encode(self, text: str, **more: Any) -> list[int]:
-        """Return a text's tokens.
-
-        Raises:
-            ContextLengthError: it is certainly too long; the error tells the fewest tokens that it
-                can have.
-        """
         num_bytes = len(text.encode(errors="replace"))
         fewest = -(-num_bytes // self._bytes_per_token)
         if fewest >= self._limit:
@@ -52,33 +37,24 @@ class LengthCheckedTokenizer:
 
 
 def with_length_check(
-    tokenizer: TokenizerWrapper, bytes_per_token: int | None, limit: int | None
+    tokenizer: TokenizerWrapper,
+    bytes_per_token: int | None,  # by `most_bytes_per_token`
+    limit: int | None,  # tokens of the context, if it has a limit
 ) -> Any:
-    """Return a tokenizer that refuses texts that are certainly too long; the given one if nothing
-    can be said.
-
-    Args:
-        tokenizer: of the model.
-        bytes_per_token: by `most_bytes_per_token`.
-        limit: tokens of the context; None if it has no limit.
-    """
+    """Return a tokenizer that refuses texts that are certainly too long, or the given one."""
     if limit is None or bytes_per_token is None:
         return tokenizer
     return LengthCheckedTokenizer(tokenizer, bytes_per_token, limit)
 
 
 def most_bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
-    """Return how many bytes of a text one token stands for at most.
-
-    None where there is no such bound, or it is not known: where white space or unknown characters
-    are left out, or any number of them becomes one token.
-    """
+    """Return how many bytes of a text one token stands for at most, if that is known."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     vocab = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder().values()
-    # Such tokens take the white space beside them along.
+    # Such tokens take along any amount of white space beside them.
     if any(one.lstrip or one.rstrip for one in added):
         return None
     steps = _parts(backend.pre_tokenizer, "pretokenizers")
@@ -102,9 +78,7 @@ def _byte_tokens() -> list[str]:
 
 
 def _parts(component: Any, name: str) -> Sequence[Mapping[str, Any]]:
-    """Return the settings of a normalizer or pre-tokenizer, or of those that a sequence has; none
-    for None.
-    """
+    """Return the settings of a normalizer or pre-tokenizer, or of those that a sequence has."""
     if component is None:
         return ()
     own = json.loads(component.__getstate__())
@@ -116,9 +90,7 @@ def _keeps_all(step: Mapping[str, Any]) -> bool:
 
 
 def _most_composed(step: Mapping[str, Any]) -> int | None:
-    """Return how many bytes of a text a normalizer makes one of at most; None where that is not
-    known.
-    """
+    """Return how many bytes of a text a normalizer makes one of at most, if that is known."""
     if step["type"] == "Replace":
         old = step["pattern"].get("String")
         is_longer = old is not None and len(old.encode()) <= len(step["content"].encode())

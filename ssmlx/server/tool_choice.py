@@ -3,17 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import quoted
-from . import requests
-from .requests import Body
+from .fields import Body, check_field, check_value, read_typed
 
 
 class ToolChoice(NamedTuple):
-    """The tools that a request offers, and those of which it forces a call. `tools` is None if it
-    offers none.
-    """
+    """The tools that a request offers, and those of which it forces a call."""
 
-    tools: list[Any] | None  # those that are offered
+    tools: list[Any] | None  # those that are offered; None for none
     forced: tuple[str, ...]  # names of which the answer has to call one; () if it need not
     is_parallel: bool  # whether it may have several calls
     left_out: tuple[str, ...]  # tools that are no functions, such as "tools[1] (custom)"
@@ -23,26 +19,13 @@ _EXPECTED = "auto, none, required or any, or the name of one of the tools"
 
 
 def read_tool_choice(body: Body) -> ToolChoice:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`, by OpenAI's or Anthropic's names.
-
-    "required" and "any" mean the same, and so do a named "function" and a "tool". A named tool
-    allows one call alone; with "none" no tools are offered; "allowed_tools" offers those of its
-    list, and forces one of them if its mode is "required". Without a choice nothing is forced.
-    `disable_parallel_tool_use` of the choice counts too.
-
-    Tools that are no functions are left out: another server would run them, or their calls have no
-    JSON.
-
-    Raises:
-        RequestError: a tool is no object, the choice is none of the functions, or a forced one has
-            no name.
-    """
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`, by OpenAI's or Anthropic's names."""
     choice = body.get("tool_choice")
     inner: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {"type": choice}
     kind = inner.get("type")
-    is_parallel = requests.read_typed_or_default(body, "parallel_tool_calls", bool, True)
+    is_parallel = read_typed(body, "parallel_tool_calls", bool, True)
     is_parallel = is_parallel and inner.get("disable_parallel_tool_use") is not True
-    tools, left_out = _split_functions(requests.read_typed_or_default(body, "tools", list, []))
+    tools, left_out = _split_functions(read_typed(body, "tools", list, []))
     every = [_tool_name(one) for one in tools or ()]
     known = {*every} - {None}
     if kind == "allowed_tools":
@@ -58,7 +41,7 @@ def read_tool_choice(body: Body) -> ToolChoice:
     if kind in ("function", "tool"):
         name = _tool_name(inner)
         _check_choice(name in known, choice)
-        return ToolChoice(tools, _checked_names([name]), False, left_out)
+        return ToolChoice(tools, _checked_names([name]), False, left_out)  # one call alone
     _check_choice(kind in (None, "auto", "none", "required", "any"), choice)
     is_forced = kind in ("required", "any")
     _check_choice(bool(every) or not is_forced, choice)
@@ -67,18 +50,14 @@ def read_tool_choice(body: Body) -> ToolChoice:
 
 
 def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str, ...]]:
-    """Return the functions among tools, None for none, and the places of the others.
-
-    Raises:
-        RequestError: a tool is no object.
-    """
+    """Return the functions among tools, None for none, and the places of the others."""
     functions = []
     others = []
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
-        is_object = isinstance(tool, Mapping)
-        requests.check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        check_value(isinstance(tool, Mapping), place, tool, "an object")
         kind = tool.get("type", "function")
+        # Another server would run the others, or their calls have no JSON.
         if kind == "function":
             functions.append(tool)
         else:
@@ -87,19 +66,17 @@ def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str,
 
 
 def _check_choice(ok: bool, choice: Any) -> None:
-    """Raise a `RequestError` for `tool_choice` if `ok` is false."""
-    requests.check_field(ok, f"tool_choice is {quoted(choice)}", _EXPECTED, "tool_choice")
+    check_value(ok, "tool_choice", choice, _EXPECTED)
 
 
 def _checked_names(names: Sequence[str | None]) -> tuple[str, ...]:
-    """Return the names as a tuple; raise a `RequestError` for `tools` if one is missing."""
     found = tuple(one for one in names if one is not None)
-    requests.check_field(len(found) == len(names), "tools", "a name for each", "tools")
+    check_field(len(found) == len(names), "tools", "a name for each", "tools")
     return found
 
 
 def _tool_name(tool: Any) -> str | None:
-    """Return the name of a tool, or of a choice of one; None unless it has a text as its name."""
+    """Return the name of a tool, or of a choice of one, if it is a text."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None

@@ -1,12 +1,10 @@
 """What Anthropic's messages and OpenAI's responses share: they are lists of typed blocks.
 
-Both are read by their translation into a chat completion. The server keeps no response: a request
-brings its whole conversation.
+Both are read by their translation into a chat completion.
 """
 
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ..errors import quoted
@@ -22,26 +20,25 @@ from ..turns import (
     read_content,
     thought_text,
 )
-from . import requests
-from .completions import read_chat
-from .fields import OF_CHATS
+from .completions import read_turns
+from .fields import Body, check_field, check_value, list_parts, read_typed, with_fields
+from .refusals import RequestError
 from .requests import (
     AnswerRequest,
-    Body,
     ChoiceEnd,
     Event,
     NamespacedName,
     Part,
-    RequestError,
     StreamItem,
     TextPart,
     ToolCallPart,
 )
 
+# What a stream of parts is cut into groups by: parts of the same type in a row.
 GroupMark = Literal["answer begins", "group begins", "part", "group ends", "answer ends"]
-"""What a stream of parts is cut into groups by: parts of the same type in a row."""
 
 
+# Blocks that are calls: the fields of the id and of the arguments; the tool, if it has no name.
 _CALLS = {
     # Anthropic's
     "tool_use": ("id", "input", ""),
@@ -54,7 +51,7 @@ _CALLS = {
     "apply_patch_call": ("call_id", "operation", "apply_patch"),
     "mcp_call": ("id", "arguments", ""),
 }
-"""Blocks that are calls: the fields of the id and of the arguments; the tool, if it has no name."""
+# Blocks that are results: the fields of the call's id and of what came of it.
 _RESULTS = {
     "tool_result": ("tool_use_id", "content"),
     "mcp_tool_result": ("tool_use_id", "content"),
@@ -65,46 +62,23 @@ _RESULTS = {
     "apply_patch_call_output": ("call_id", "output"),
     "mcp_call": ("id", "output"),
 }
-"""Blocks that are results: the fields of the call's id and of what came of it."""
 
 _THOUGHTS = ("thinking", "reasoning")
 
 
 class Turns:
-    """The turns of a chat, built from typed blocks.
-
-    Blocks of one role in a row become one turn; a tool's result is a turn of its own.
-
-    Attributes:
-        left_out: places and types of blocks that no turn has anything of.
-        tools: (place, tool) of tools that blocks offer.
-    """
+    """The turns of a chat, built from typed blocks; blocks of one role in a row become one turn."""
 
     def __init__(self) -> None:
-        self._turns: list[dict[str, Any]] = []
-        self.left_out: list[str] = []
-        self.tools: list[tuple[str, Any]] = []
+        self._turns: list[dict[str, Any]] = []  # their texts are lists until `joined`
+        self.left_out: list[str] = []  # places and types of blocks that no turn has anything of
+        self.tools: list[tuple[str, Any]] = []  # places and tools that blocks offer
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
-    def add_block_by_type(self, role: Any, block: Body, place: str) -> None:
-        """Add a block or item by its type, to the last turn or to a new one.
-
-        An item without a type is a message. Thinking becomes the turn's reasoning; a use of a tool
-        becomes a call, and its result a turn. What the model cannot use is left out: encrypted
-        blocks, references, what another server's tools did, and unknown types.
-
-        Args:
-            role: whose text it is, for types that do not say so.
-            block: the block.
-            place: of the block in the request.
-
-        Raises:
-            RequestError, TurnError: it is broken, or an image or another part that is not a text.
-        """
+    def add_block(self, role: Any, block: Body, place: str) -> None:
+        """Add a block or item by its type; one without a type is a message of its own role."""
         kind = block.get("type")
-        where = f"{place}.type"
-        is_fine = kind is None or isinstance(kind, str)
-        requests.check_field(is_fine, f"{where} is {quoted(kind)}", "a text", where)
+        check_value(kind is None or isinstance(kind, str), f"{place}.type", kind, "a text")
         if kind in (None, "message"):
             self.add_text(block.get("role"), block.get("content"), f"{place}.content")
         elif kind in _THOUGHTS and (thought := thought_text(block)):
@@ -115,47 +89,33 @@ class Turns:
             if kind in _RESULTS:
                 self._add_tool_result(block, place)
         elif kind in ("additional_tools", "tool_search_output"):
-            listed = requests.text_or_list_as_parts(block.get("tools") or [], f"{place}.tools")
+            listed = list_parts(block.get("tools") or [], f"{place}.tools")
             self.tools += [(f"{place}.tools[{n}]", tool) for n, tool in enumerate(listed)]
         elif text := _document_text(block):
             self.add_text(role, text, place)
         elif is_content_part(kind):
             self.add_text(role, part_text(block, place), place)
+        # encrypted blocks, references, what another server's tools did, and unknown types
         elif kind != "reasoning" or block.get("encrypted_content"):
             self.left_out.append(f"{place} ({kind})")
 
     def add_text(self, role: Any, content: Any, place: str) -> None:
-        """Add text to the last turn if that is `role`'s, after a blank line, else to a new one.
-
-        Args:
-            role: "developer" counts as "system".
-            content: a text, or a list of parts with text.
-            place: of the content in the request.
-
-        Raises:
-            RequestError: the role is unknown.
-            TurnError: a part is not a text.
-        """
+        """Add text, after a blank line, to the last turn if that is `role`'s, else to a new one."""
         where = f"{place.removesuffix('.content')}.role"
         ok = isinstance(role, str) and role in ROLES
-        requests.check_field(ok, f"{where} is {quoted(role)}", f"one of {', '.join(ROLES)}", where)
+        check_value(ok, where, role, f"one of {', '.join(ROLES)}")
         text, thought = read_content({"role": role, "content": content}, place)
         turn = self._turn_of("system" if role == "developer" else role)
         turn["content"].append(text)
         turn["reasoning_content"].append(thought)
 
     def _add_tool_call(self, block: Body, place: str) -> None:
-        """Add a call to the assistant's turn, the last one if it is the assistant's.
-
-        Raises:
-            RequestError, TurnError: it has no id or no name, or its arguments are invalid.
-        """
         id_field, arguments_field, tool = _CALLS[block["type"]]
         id = block.get(id_field) or block.get("id")
         name = tool or block.get("name")
         ok = isinstance(id, str) and isinstance(name, str)
         expected = f"{id_field} and name, both texts"
-        requests.check_field(ok, f"{place} is a call of {quoted(name)}", expected, place)
+        check_field(ok, f"{place} is a call of {quoted(name)}", expected, place)
         given = block.get(arguments_field)
         if block["type"] == "custom_tool_call":
             arguments = {"input": given}
@@ -167,25 +127,18 @@ class Turns:
         calls.append({"id": id, "type": "function", "function": function})
 
     def _add_tool_result(self, block: Body, place: str) -> None:
-        """Add a turn with a tool's result, and the tool's name.
-
-        Raises:
-            RequestError: no call before it has its id.
-        """
+        """Add a turn with a tool's result; chat templates want the tool's name too."""
         id_field, result_field = _RESULTS[block["type"]]
         id = block.get(id_field) or block.get("id")
         ok = isinstance(id, str) and id in self._names
         found = f"{place} is a result of the call {quoted(id)}"
-        requests.check_field(ok, found, "that call before it", place)
+        check_field(ok, found, "that call before it", place)
         text = self._result_text(block.get(result_field), f"{place}.{result_field}")
         turn = self._begin_turn("tool")
         turn |= {"content": [text], "tool_call_id": id, "name": self._names[id]}
 
     def _result_text(self, result: Any, place: str) -> str:
-        """Return what a tool's result says: its text, those of its parts, or its JSON.
-
-        A part that is not a text is left out, and a note says so to the model.
-        """
+        """Return what a tool's result says: its text, those of its parts, or its JSON."""
         if result is None or isinstance(result, str):
             return result or ""
         if not isinstance(result, list):
@@ -200,16 +153,15 @@ class Turns:
                 texts.append(text or json.dumps(part, ensure_ascii=False))
             else:
                 self.left_out.append(f"{place}[{number}] ({kind})")
-                texts.append(f"({kind_in_words(kind)}, which was left out)")
+                texts.append(f"({kind_in_words(kind)}, which was left out)")  # for the model
         return "".join(texts)
 
     def _turn_of(self, role: str) -> dict[str, Any]:
-        """Return the last turn if it is `role`'s, else a new, empty one, which is added."""
+        """Return the last turn if it is `role`'s, else a new, empty one."""
         is_last = bool(self._turns) and self._turns[-1]["role"] == role
         return self._turns[-1] if is_last else self._begin_turn(role)
 
     def _begin_turn(self, role: str) -> dict[str, Any]:
-        """Return a new, empty turn, which is added; its texts are lists until `joined`."""
         self._turns.append({"role": role, "content": [], "reasoning_content": []})
         return self._turns[-1]
 
@@ -224,7 +176,7 @@ class Turns:
 
 
 def _document_text(block: Body) -> str:
-    """Return the text of Anthropic's documents and results of a search; "" where it has none."""
+    """Return the text of Anthropic's documents and results of a search, or ""."""
     if block.get("type") not in ("document", "search_result"):
         return ""
     source = block.get("source")
@@ -243,56 +195,43 @@ def _document_text(block: Body) -> str:
 
 
 def offered_name(namespace: Any, name: str) -> str:
-    """Return the name under which a function of a namespace of tools is offered to a model.
-
-    That of "functions", as of no namespace, is the name itself.
-    """
-    if not isinstance(namespace, str) or namespace in ("", "functions"):
+    """Return the name under which a function of a namespace of tools is offered to a model."""
+    if not isinstance(namespace, str) or namespace in ("", "functions"):  # as of no namespace
         return name
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 class OfferedTools(NamedTuple):
-    """The functions that a request offers, in the form that chat templates take, OpenAI's chat
-    form."""
+    """The functions that a request offers, in OpenAI's chat form, which chat templates take."""
 
     tools: list[dict[str, Any]]
     namespaced: dict[str, NamespacedName]  # what the client calls those of a namespace
     left_out: list[str]  # places and types of tools that are no functions
 
 
-def read_offered_tools(listed: Iterable[tuple[str, Any]], schema_field: str) -> OfferedTools:
-    """Read the functions among tools; those of namespaces are offered under longer names.
-
-    Tools that another server would run, or whose calls have no JSON, are left out.
-
-    Args:
-        listed: tools with their places in the request. Of two of one name, the later one counts.
-        schema_field: the field of a tool that has the JSON schema of its arguments; an empty one
-            becomes that of any object.
-
-    Raises:
-        RequestError: a tool is no object, or a function has no name.
-    """
+def read_offered_tools(
+    listed: Iterable[tuple[str, Any]],  # tools with their places in the request
+    schema_field: str,  # of a tool that has the JSON schema of its arguments
+) -> OfferedTools:
+    """Read the functions among tools; those of namespaces are offered under longer names."""
     tools: dict[str, dict[str, Any]] = {}
     namespaced = {}
     left_out = []
     for place, namespace, tool in _without_namespaces(listed):
-        is_object = isinstance(tool, Mapping)
-        requests.check_field(is_object, f"{place} is {quoted(tool)}", "an object", place)
+        check_value(isinstance(tool, Mapping), place, tool, "an object")
         kind = tool.get("type", "function")
+        # Another server would run it, or its calls have no JSON.
         if kind != "function" and schema_field not in tool:
             left_out.append(f"{place} ({kind})")
             continue
         own = tool.get("name")
-        ok = isinstance(own, str) and bool(own)
-        requests.check_field(ok, f"{place}.name is {quoted(own)}", "a name", f"{place}.name")
+        check_value(isinstance(own, str) and bool(own), f"{place}.name", own, "a name")
         name = offered_name(namespace, own)
         if name != own:
             namespaced[name] = NamespacedName(namespace, own)
         function = {"name": name, "description": tool.get("description") or ""}
         function["parameters"] = tool.get(schema_field) or {"type": "object", "properties": {}}
-        tools[name] = {"type": "function", "function": function}
+        tools[name] = {"type": "function", "function": function}  # of two of a name the later one
     return OfferedTools([*tools.values()], namespaced, left_out)
 
 
@@ -300,7 +239,7 @@ def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
     """Yield (place, name of its namespace or None, tool) of tools, those in namespaces too."""
     for place, tool in listed:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":
-            inner = requests.text_or_list_as_parts(tool.get("tools"), f"{place}.tools")
+            inner = list_parts(tool.get("tools"), f"{place}.tools")
             for number, one in enumerate(inner):
                 yield f"{place}.tools[{number}]", tool.get("name"), one
         else:
@@ -308,85 +247,54 @@ def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
 
 
 def listed_tools(body: Body) -> list[tuple[str, Any]]:
-    """Return the `tools` of a request, each with its place.
-
-    Raises:
-        RequestError: they are no list.
-    """
-    listed = requests.read_typed_or_default(body, "tools", list, [])
+    """Return the `tools` of a request, each with its place."""
+    listed = read_typed(body, "tools", list, [])
     return [(f"tools[{number}]", tool) for number, tool in enumerate(listed)]
 
 
-def value_under_any_name(value_by_name: Mapping[str, Any]) -> Any:
-    """Return the value of a setting that an API has several names for; None where it is not given.
+class Named(NamedTuple):
+    """A value, and the name or place that it has in a request."""
 
-    Args:
-        value_by_name: the request's values; None or empty where it has none.
-
-    Raises:
-        RequestError: two of them differ; the later one is named.
-    """
-    given = {name: value for name, value in value_by_name.items() if value}
-    first = next(iter(given), "")
-    for name, value in given.items():
-        expected = f"{first} or {name}, or the same for both"
-        requests.check_field(value == given[first], f"{name} is {quoted(value)}", expected, name)
-    return given.get(first)
+    name: str
+    value: Any
 
 
-def read_as_chat_completion(
+def only_value(*named: Named) -> Named:
+    """Return the value of a setting that an API has several names for, by the name that is used."""
+    given = [one for one in named if one.value]
+    first = given[0] if given else Named(named[0].name, None)
+    for name, value in given:
+        expected = f"{first.name} or {name}, or the same for both"
+        check_value(value == first.value, name, value, expected)
+    return first
+
+
+def read_as_chat(
     body: Body,
-    translated: Body,
-    turns: Turns,
-    offered: OfferedTools,
+    translated: Mapping[str, Named],  # what a chat completion has in place of the body's own fields
     config: GenerateConfig,
-    own_name_by_chats: Mapping[str, str],
 ) -> AnswerRequest:
-    """Read a request by its translation into a chat completion.
-
-    Args:
-        body: the request; its fields of `OF_CHATS` are those of the chat completion.
-        translated: further fields of the chat completion, or others in place of the request's.
-        turns, offered: the chat's turns and its tools.
-        config: the server's settings.
-        own_name_by_chats: this API's names of fields, by the chat's, for error messages.
-
-    Raises:
-        RequestError: a field cannot be followed; it is called by `own_name_by_chats`.
-    """
-    chat = {name: body.get(name) for name in OF_CHATS if name not in translated}
-    chat |= {"messages": turns.joined(), "tools": offered.tools, **translated}
     try:
-        ask = read_chat(chat, config)
+        own = {name: one.value for name, one in translated.items()}
+        return read_turns(with_fields(body, own), config)
     except RequestError as error:
-        raise error.copy_with_renamed_field(own_name_by_chats) from error
-    left_out = (*turns.left_out, *offered.left_out)
-    return replace(ask, left_out=left_out, namespaced=offered.namespaced)
+        raise error.renamed({name: one.name for name, one in translated.items()}) from error
 
 
-async def mark_groups_of_parts(
+async def mark_groups(
     parts: AsyncIterator[StreamItem],
 ) -> AsyncIterator[tuple[GroupMark, Any]]:
-    """Yield parts, with marks between groups: parts of the same type in a row, such as text or
-    reasoning. Each call is a group of its own.
-
-    Empty texts, `Begun` and every `Waiting` are left out, but for the first item.
-
-    Yields:
-        (mark, item): "answer begins" once, with the first item; for each group "group begins", with
-        its first part, "part" for each of its parts, the first included, and "group ends", with
-        the item after the group; in the end "answer ends", with the `ChoiceEnd`.
-    """
+    """Yield (mark, item), by which parts are written in groups; each call is a group of its own."""
     run: type | None = None
     async for part in parts:
         if run is None:
             run = type(None)
-            yield "answer begins", part
+            yield "answer begins", part  # of any kind
         if not isinstance(part, Part) or (isinstance(part, TextPart) and not part.text):
             continue
         if type(part) is not run or isinstance(part, ToolCallPart):
             if run is not type(None):
-                yield "group ends", part
+                yield "group ends", part  # the one after the group
             run = type(part)
             yield "answer ends" if isinstance(part, ChoiceEnd) else "group begins", part
         if not isinstance(part, ChoiceEnd):

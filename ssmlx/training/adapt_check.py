@@ -32,20 +32,17 @@ from .sizing import Rates
 _PLAIN = GenerateConfig(decoding="plain", temp=0)
 _DRAFTED = GenerateConfig(temp=0)
 _LOOKUP = GenerateConfig(drafter="prompt-lookup", temp=0)
+# how each held-out prompt is answered at the end
 _CHECKED = {"plain": _PLAIN, "drafted": _DRAFTED, "lookup": _LOOKUP}
-"""How each held-out prompt is answered at the end."""
 _WARM_TOKENS = 8
 
 
-def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """Estimate the seconds in which `time_adapter_plain_and_lookup` reads and answers all prompts
-    three times, each time counted at plain speed.
-
-    Args:
-        rates: as measured.
-        amounts: how many prompts are checked, and the tokens of an answer.
-        prompt_tokens: of a usual prompt.
-    """
+def estimate_check_seconds(
+    rates: Rates,
+    amounts: Amounts,
+    prompt_tokens: int,  # of a usual prompt
+) -> float:
+    """All prompts are answered three times, each counted at plain speed."""
     answer = rates.prompt_seconds_per_token * prompt_tokens
     answer += rates.call_seconds * amounts.checked_tokens
     return len(_CHECKED) * amounts.checked * answer
@@ -54,7 +51,7 @@ def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -
 class MeasuredFigures(TypedDict):
     """What an adapter brings on held-out prompts, as its figures.json has it.
 
-    Tokens per call are counted behind the prompts' calls.
+    Tokens per call do not count the prompts' calls.
     """
 
     speed_up: float  # of the adapter over plain decoding
@@ -65,27 +62,13 @@ class MeasuredFigures(TypedDict):
     lookup_tokens_per_call: float
 
 
-def time_adapter_plain_and_lookup(
+def measure_adapter(
     run: AdaptRun,
     held_out: Sequence[dict[str, Any]],
-    untrained_tokens_per_call: float,
-    dtype: str,
+    untrained_tokens_per_call: float,  # along all `held_out`, prompts' calls counted
+    dtype: str,  # as `load` takes it
 ) -> MeasuredFigures:
-    """Answer held-out prompts without drafts, with the adapter and by prompt lookup, and compare.
-
-    The model is loaded anew. Each way answers a few tokens first, untimed; then the three take
-    turns, in one order and the other. A line for the user says what was gained.
-
-    Args:
-        run: of this process.
-        held_out: the held-out examples; the first `amounts.checked` are answered.
-        untrained_tokens_per_call: of untrained streams along all `held_out`, prompts' calls
-            counted.
-        dtype: as `load` takes it.
-
-    Raises:
-        InputError: there is no adapter, as no training step made better guesses.
-    """
+    """Each way first answers a few tokens, untimed; then they take turns in alternating order."""
     options = run.options
     folder = options.adapter_folder
     found = "no training step made better guesses than untrained streams"
@@ -137,8 +120,6 @@ def time_adapter_plain_and_lookup(
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """An answer's tokens, the target calls that it took, and its seconds."""
-
     tokens: list[int]
     target_calls: int  # the prompt's counted as one
     seconds: float  # the whole answer's
@@ -151,18 +132,6 @@ def time_answer(
     config: GenerateConfig,
     max_tokens: int,
 ) -> TimedAnswer:
-    """Answer a prompt as `config` says, with `max_tokens` tokens at most, and time it.
-
-    Args:
-        model: the model.
-        tokenizer: the model's.
-        prompt: token ids.
-        config: how to decode; its `max_tokens` is not used.
-        max_tokens: of the answer, at most.
-
-    Returns:
-        The answer; its seconds and calls are those of the prompt, too.
-    """
     config = replace(config, max_tokens=max_tokens)
     started = time.perf_counter()
     segments = list(stream_generate(model, tokenizer, prompt, config))
@@ -175,24 +144,14 @@ def write_figures_json(
     run: AdaptRun,
     plan: AdaptPlan,
     measured: Mapping[str, Any],
-    base_bits: int | None,
+    base_bits: int | None,  # of quantized weights
+    # of all rounds, as `read_round_logs` returns them
     log_entries: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write figures.json into the adapter's folder, which `ssmlx.upload` makes a card of: the
-    adapter's recipe, data and figures.
-
-    The data count as private where the user gave files of prompts or a LoRA. The base's revision is
-    None unless its folder is one of the Hub's cache.
-
-    Args:
-        run: of this process.
-        plan: with all rounds and the seconds spent.
-        measured: as `time_adapter_plain_and_lookup` returns it.
-        base_bits: of the base's packed weights; None where it is not quantised.
-        log_entries: of all rounds, as `read_and_join_round_logs` returns them.
-    """
+    """figures.json in the adapter's folder, which `ssmlx.upload` makes a card of."""
     options = run.options
     rows = read_round_examples(options, len(plan.rounds) - 1, "train")
+    # A revision is known only in the Hub's cache.
     is_snapshot = options.path.parent.name == "snapshots"
     figures = {
         "rounds": len(plan.rounds),
@@ -228,15 +187,7 @@ def write_figures_json(
 
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
-    """Return the line that tells the user whether to use the adapter, by `is_worth_using`, and the
-    command.
-
-    The command of an adapter that was made with a LoRA names it; others are found without.
-
-    Args:
-        options: of the run; the advice is to double its hours where the adapter brings nothing.
-        measured: as `time_adapter_plain_and_lookup` returns it.
-    """
+    """An adapter that was made with a LoRA is not found unless it is named."""
     if is_worth_using(measured):
         named = "" if options.adapter is None else f" --adapter {options.out.name}"
         return f"use it: python -m ssmlx.chat --model {options.model}{named}"

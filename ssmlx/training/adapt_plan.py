@@ -18,35 +18,17 @@ from .progress import format_duration
 from .sizing import (
     Round,
     choose_layers,
-    measure_rates_and_choose_batch_sizes,
+    measure_rates,
     plan_round,
     stream_train_config,
-    time_candidate_layers_and_keep_costs,
+    time_candidate_streams,
 )
 
-CACHE_BYTES = 1 << 29
-"""Freed memory that MLX may keep."""
+CACHE_BYTES = 1 << 29  # freed memory that MLX may keep
 
 
-def time_and_make_plan_without_rounds(
-    run: AdaptRun, source: Source, responder: BatchResponder
-) -> AdaptPlan:
-    """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
-
-    That these are timed is said to the user. Step costs go into this machine's cost tables too, see
-    `time_candidate_layers_and_keep_costs`.
-
-    Args:
-        run: of this process.
-        source: the loaded model and its prompts.
-        responder: answers with that model.
-
-    Returns:
-        A plan without rounds, with an empty `base`.
-
-    Raises:
-        InputError: not even one example or answer at a time fits into the memory.
-    """
+def make_timed_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
+    """Step costs go into this machine's cost tables too; `base` is empty."""
     options = run.options
     run.say(
         "timing calls with streams in the top layers, some seconds for each number of layers ..."
@@ -55,7 +37,7 @@ def time_and_make_plan_without_rounds(
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
     with busy("timing calls"):
-        costs = time_candidate_layers_and_keep_costs(
+        costs = time_candidate_streams(
             source.backbone,
             base,
             source.training,
@@ -71,7 +53,7 @@ def time_and_make_plan_without_rounds(
     config = make_stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):
-        rates = measure_rates_and_choose_batch_sizes(
+        rates = measure_rates(
             source.backbone,
             config,
             train,
@@ -90,22 +72,7 @@ def time_and_make_plan_without_rounds(
     )
 
 
-def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
-    """Add a round to the plan where the user's hours are more than those of its rounds; say what
-    the last round makes.
-
-    Args:
-        run: of this process.
-        plan: of the run, not changed.
-        source: of which only the lengths of the prompts are used.
-
-    Returns:
-        The plan, with one round more or as it was.
-
-    Raises:
-        InputError: the hours are fewer than the plan's, or too few for a step of training; then the
-            hours that are enough are named.
-    """
+def extend_plan(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     options = run.options
     hours = options.hours
     before = plan.rounds[-1] if plan.rounds else None
@@ -121,7 +88,6 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
         answer_tokens = options.amounts.answer_tokens
 
         def round_in(in_hours: float) -> Round:
-            """Plan the new round for `in_hours` hours in all."""
             return plan_round(
                 in_hours,
                 plan.rates,
@@ -136,6 +102,7 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
         new = round_in(hours)
         least = max(before.answers if before else 0, options.amounts.held_out)
         least += plan.rates.batch_size
+        # For the message: hours that would be enough.
         enough = hours
         while round_in(enough).answers <= least:
             enough *= 1.2
@@ -150,10 +117,7 @@ def append_round_if_more_hours_and_say(run: AdaptRun, plan: AdaptPlan, source: S
     return plan
 
 
-def model_streams_and_costs_lines(plan: AdaptPlan, source: Source) -> str:
-    """Return two lines for the user: the model, and its streams with what calls of each tree size
-    cost, in plain calls.
-    """
+def describe_streams(plan: AdaptPlan, source: Source) -> str:
     base = source.base
     train = plan.train
     dtype = str(source.backbone.dtype).removeprefix("mlx.core.")
@@ -172,27 +136,20 @@ def model_streams_and_costs_lines(plan: AdaptPlan, source: Source) -> str:
 
 
 def _last_round_line(plan: AdaptPlan, amounts: Amounts, spent_seconds: float) -> str:
-    """Return the line that tells the user what the last round makes, and how long that takes.
-
-    Args:
-        plan: with one round or more.
-        amounts: of the run.
-        spent_seconds: that the run has taken so far, all rounds together.
-    """
-    last = plan.rounds[-1]
+    number = len(plan.rounds) - 1
+    last = plan.rounds[number]
     rates = plan.rates
-    before = plan.rounds[-2].answers if plan.rounds[1:] else 0
-    more = "more " if before else ""
-    of_all = f" of all {last.answers:,}" if before else ""
-    steps = plan.round_train_config(last).num_steps(last.answers - amounts.held_out)
-    planned_at = 0.0 if before else last.spent_before
+    more = "more " if number else ""
+    of_all = f" of all {last.answers:,}" if number else ""
+    steps = plan.num_steps(number, amounts.held_out)
+    planned_at = 0.0 if number else last.spent_before
     spent = spent_seconds - (last.spent_before - planned_at)
     answering = format_duration(last.answer_seconds)
     training = format_duration(last.train_seconds)
     checking = format_duration(last.other_seconds)
     in_all = format_duration(planned_at + last.seconds)
     return (
-        f"plan: {last.answers - before:,} {more}answers at "
+        f"plan: {plan.new_answers(number):,} {more}answers at "
         f"{rates.answer_tokens_per_second:.0f} tokens/s ({answering}), "
         f"{steps:,} steps of {rates.batch_size}{of_all} ({training}), "
         f"checks ({checking}): some {in_all} in all, {format_duration(spent)} of them spent; "

@@ -29,7 +29,7 @@ from .adapt_run import (
     tokenise_fitting_prompts,
 )
 from .batch_responder import BatchResponder, NumberedPrompt
-from .job import read_and_check_job, run_to_end
+from .job import read_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
@@ -43,41 +43,29 @@ SAMPLED_TEMP = 0.8
 _ROUND_SEEDS = 1000
 
 
-def restore_or_clear_interrupted_write(adapter_folder: Path) -> None:
-    """Clean up beside an adapter's folder what `atomic_folder` left when its process was killed.
-
-    Where the old adapter had been moved aside already, and no new one is there, it is moved back;
-    other temporary folders are deleted.
-    """
+def mend_interrupted_write(adapter_folder: Path) -> None:
+    """Clean up what `atomic_folder` left beside the adapter when its process was killed."""
     for left in sorted(adapter_folder.parent.glob(f".{adapter_folder.name}.*"), reverse=True):
+        # The old adapter had been moved aside, and the new one had not taken its place.
         if left.suffix == ".old" and not adapter_folder.exists():
             left.rename(adapter_folder)
         else:
             shutil.rmtree(left)
 
 
-def answer_and_train_round(
-    run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
+def run_round(
+    run: AdaptRun,
+    plan: AdaptPlan,
+    number: int,  # counted from 0
+    source: Source,
+    responder: BatchResponder,
 ) -> AdaptPlan:
-    """Run a round: make its answers where they are not made yet, then train on them.
-
-    Args:
-        run: of this process.
-        plan: with this round in it.
-        number: of the round, counted from 0.
-        source: the loaded model and its prompts.
-        responder: answers with that model.
-
-    Returns:
-        The plan, in which the round has fewer passes where its answers took so long that time is
-        short. It is written to the run's folder when the answers are made, and what is left to do
-        is said. Where the answers were made by an earlier process, it is the plan as it was.
-    """
+    """Returns the plan with fewer passes if the answers took so long that time is short."""
     folder = run.options.round_folder(number)
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
         began = run.clock.spent
-        answer_and_write_round_examples(run, plan, number, source, responder)
+        write_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
         fitted = cut_passes_to_hours(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
@@ -92,33 +80,22 @@ def answer_and_train_round(
         left = format_duration(fitted.train_seconds + fitted.other_seconds)
         took = format_duration(run.clock.spent - began)
         run.say(f"the answers took {took}{less}; some {left} to go")
-    train_round_and_write_best(run, plan, number, source)
+    train_round(run, plan, number, source)
     return plan
 
 
-def answer_and_write_round_examples(
-    run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
+def write_round_examples(
+    run: AdaptRun,
+    plan: AdaptPlan,
+    number: int,  # of the round, counted from 0
+    source: Source,
+    responder: BatchResponder,
 ) -> None:
-    """Have the model answer as many more prompts as a round plans, and write the round's examples.
+    """Have the model answer as many more prompts as a round plans, and write all rounds' examples.
 
     Prompts are the user's first; of the rest at least a third are questions that the model makes
-    up, if it has a chat template, and the others ship. None is one of an earlier round's. Every
-    fourth is answered with sampling, the others greedily. Where there are too few prompts, fewer
-    are answered, and nothing is said of it. The first round holds out its first
-    greedy answers, and no training example may have the `_duplicate_key` of one held out. What a
-    stopped process has asked and answered is read from the folder, and not made again.
-
-    Args:
-        run: of this process; what is being made is said to the user.
-        plan: with this round in it.
-        number: of the round, counted from 0. `train.jsonl` and `valid.jsonl` in the data folder of
-            its own hold the examples of earlier rounds, too.
-        source: the loaded model and its prompts.
-        responder: answers with that model, by the round's seed in the place of its own.
-
-    Raises:
-        InputError: another process writes the round's files, what is in them was made with other
-            settings, or a question cannot be tokenised.
+    up, if it has a chat template, and the others ship. The first round holds out its first greedy
+    answers. What a stopped process has asked and answered is read from the folder, not made again.
     """
     options = run.options
     amounts = options.amounts
@@ -129,17 +106,14 @@ def answer_and_write_round_examples(
     known = {tuple(row["prompt_tokens"]) for row in (*old, *valid)}
 
     def new(asked: Sequence[TokenisedPrompt]) -> list[TokenisedPrompt]:
-        """Return those of the prompts that no earlier round has, in order."""
+        """Prompts that no earlier round has, in order."""
         return [one for one in asked if tuple(one.tokens) not in known]
 
     def part_file(name: str) -> closing[PartFile]:
-        """Open a file of the round's folder with what is made so far; it closes at the end of a
-        with block.
-        """
         settings = {**plan.settings, "answers": plan.rounds[number].answers}
         return closing(PartFile(options.round_folder(number) / name, settings))
 
-    wanted = plan.rounds[number].answers - (plan.rounds[number - 1].answers if number else 0)
+    wanted = plan.new_answers(number)
     files = new(source.files)[:wanted]
     shipped = new(source.shipped)
     left = wanted - len(files)
@@ -160,7 +134,7 @@ def answer_and_write_round_examples(
         for n, one in enumerate(asked)
     ]
     with part_file(ANSWERS_FILE) as part:
-        answers = responder.answer_missing_and_keep(texts, amounts.answer_tokens, part)
+        answers = responder.answer_missing(texts, amounts.answer_tokens, part)
     rows: list[dict[str, Any]] = [
         {
             "source": one.source,
@@ -181,36 +155,26 @@ def answer_and_write_round_examples(
 
 
 def _duplicate_key(row: Mapping[str, Any]) -> str:
-    """Return what no training example may share with a held-out one: the first words of its prompt,
-    normalised; or of a prompt of the user's own files the whole normalised text.
-    """
+    """What no training example may share with a held-out one."""
     return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
-def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
-    """Train a round's streams on its examples, and write the best of them to the run's adapter
-    folder.
+def train_round(
+    run: AdaptRun,
+    plan: AdaptPlan,
+    number: int,  # of the round, counted from 0
+    source: Source,
+) -> None:
+    """Write the streams with the most tokens per call on held-out answers; none if no validation
+    beats the start.
 
-    The best have the most tokens per call on held-out answers; where no validation beats the start,
-    nothing is written. A later round starts from the adapter that is there, if any, the first one
-    from new weights. A training that was stopped goes on from its last saved step. At each
-    validation a forecast is said to the user. The file of the frozen layers' results is deleted at
-    the end.
-
-    Args:
-        run: of this process.
-        plan: with this round in it.
-        number: of the round, counted from 0, whose examples are written.
-        source: the loaded model, which stays as it is.
-
-    Raises:
-        InputError: as `read_and_check_job` and `run_to_end` raise it.
+    A later round starts from the adapter that is there, the first one from new weights.
     """
     options = run.options
     folder = options.round_folder(number)
     best = options.adapter_folder
-    train = plan.round_train_config(plan.rounds[number])
-    num_steps = train.num_steps(plan.rounds[number].answers - options.amounts.held_out)
+    train = plan.round_train_config(number)
+    num_steps = plan.num_steps(number, options.amounts.held_out)
     start_folder = folder / "start"  # the adapter of which this round makes a better one
     start = None
     if number and best.exists():
@@ -228,7 +192,7 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
     )
     run.say(f"training {num_steps:,} steps ...")
     with busy("reading"):
-        job = read_and_check_job(training, train, start)
+        job = read_job(training, train, start)
     twin = source.backbone.clone_sharing_weights()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
@@ -237,12 +201,10 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
     pace = StepPace(run.clock, job.num_steps)
 
     def before_step() -> None:
-        """Call the run's `wait`; before the first step, start the measurement of their pace."""
         run.wait()
-        pace.start_if_not_started(trainer.step)
+        pace.start(trainer.step)
 
     def after_validation(validation: Validation) -> None:
-        """Say a forecast of the speed-up, and the time of training that is left."""
         left = pace.seconds_left(trainer.step)
         to_go = f"; some {format_duration(left)} of training to go" if left else ""
         run.say(forecast_line(plan.step_costs, validation) + to_go)
@@ -264,15 +226,7 @@ def train_round_and_write_best(run: AdaptRun, plan: AdaptPlan, number: int, sour
 
 
 def forecast_line(costs: StepCosts, validation: Validation) -> str:
-    """Return the line that tells the user what speed-up the streams would bring as they are now,
-    with the fastest tree.
-
-    Where that is below `PAYS`, the line says from which speed-up on they are used.
-
-    Args:
-        costs: plain calls that a call with n nodes takes, by n.
-        validation: replays the held-out answers with trees of these n, which takes some time.
-    """
+    """What the streams bring as they are now, with the fastest tree; replays held-out answers."""
     tokens = validation.tokens_per_call_by_tree_size(tuple(costs))
     nodes, speedup = fastest_tree(costs, tokens)
     forecast = (

@@ -16,10 +16,10 @@ from ..errors import InputError, require
 from ..json_files import json_digest, read_json
 from ..loading.adapt_runs import read_adapt_runs
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
-from ..loading.attach import attach_adapter, match_lora_to_model
+from ..loading.attach import attach_adapter, match_lora
 from ..loading.files import write_whole
 from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
-from ..loading.identity import stored_weights_digest, weights_and_configs_digest
+from ..loading.identity import folder_digest, stored_weights_digest
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
 from ..model.backbone import Backbone
@@ -27,7 +27,7 @@ from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_at_new_year_2026
 from .config import RunOptions, TrainConfig
 from .job import read_base_settings
-from .mlx_trainer import load_base_in_trainable_dtype
+from .mlx_trainer import load_trainable_base
 from .progress import Clock
 from .questions import draw_shipped_prompts
 from .record import LOG_FILE, read_log_entries
@@ -70,11 +70,11 @@ class AdaptOptions:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that the run may use."""
+        """In bytes."""
         return default_memory_bytes() if self.memory_gb is None else int(self.memory_gb * 2**30)
 
     def round_folder(self, number: int) -> Path:
-        """Return the folder of a round, whose number counts from 0."""
+        """Rounds are counted from 0, folders from 1."""
         return self.out / f"round-{number + 1}"
 
     @property
@@ -112,9 +112,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptPlan:
-    """What a run makes, and what was timed for it: written to its folder, and read again when it
-    goes on.
-    """
+    """What a run makes, and what was timed for it; written to its folder, and read to go on."""
 
     settings: dict[str, Any]  # must be the same when it goes on
     base: dict[str, str]  # what the model is called, and its folder, as they were given last
@@ -125,21 +123,8 @@ class AdaptPlan:
     spent: float = 0.0  # seconds that the run has taken
 
     @classmethod
-    def read_or_none(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
-        """Read the plan in a file.
-
-        Args:
-            path: of the file.
-            settings: as `fixed_settings` gives them.
-
-        Returns:
-            The plan; None where there is no file.
-
-        Raises:
-            InputError: the plan is of other settings, whose names are listed, or the file is no
-                JSON object.
-            KeyError, TypeError: a value of the plan is missing, or of another form.
-        """
+    def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
+        """KeyError or TypeError if a value is missing or of another form."""
         if not path.exists():
             return None
         values = read_json(path, "the plan of a run")
@@ -165,22 +150,25 @@ class AdaptPlan:
         )
 
     def write(self, path: Path) -> None:
-        """Write the plan as JSON, whole or not at all."""
         values = {**asdict(self), "train": self.train.to_dict()}
         write_whole(path, json.dumps(values, indent=1).encode())
 
-    def round_train_config(self, one: Round) -> TrainConfig:
-        """Return the settings of training in a round: the plan's, with the round's epochs."""
-        return replace(self.train, epochs=float(one.epochs))
-
     def round_before(self, number: int) -> Round | None:
-        """Return the round before the one of a number, counted from 0; None before the first."""
         return self.rounds[number - 1] if number else None
 
+    def new_answers(self, number: int) -> int:
+        before = self.round_before(number)
+        return self.rounds[number].answers - (before.answers if before else 0)
+
+    def round_train_config(self, number: int) -> TrainConfig:
+        return replace(self.train, epochs=float(self.rounds[number].epochs))
+
+    def num_steps(self, number: int, held_out: int) -> int:
+        """Training steps of a round, on all answers so far but those held out."""
+        num_examples = self.rounds[number].answers - held_out
+        return self.round_train_config(number).num_steps(num_examples)
+
     def replace_round(self, number: int, one: Round) -> AdaptPlan:
-        """Return the plan with another round in the place of the one of a number, counted from
-        0.
-        """
         return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
 
 
@@ -197,27 +185,14 @@ class AdaptRun:
     clock: Clock
 
     def save_plan(self, plan: AdaptPlan) -> AdaptPlan:
-        """Write a plan, with the time spent until now, into the run's folder; return it with that
-        time.
-        """
+        """With the time spent until now."""
         plan = replace(plan, spent=self.clock.spent)
         plan.write(self.options.out / PLAN_FILE)
         return plan
 
 
 def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a run must be begun and gone on with alike; its hours may be raised.
-
-    These are seed, memory, prompts, the digest of the weights, that of the LoRA that the model is
-    to have, and versions. Neither the model's name nor its folder is among them.
-
-    Args:
-        options: what the user asks for.
-        prompts: rows of the user's files of prompts.
-
-    Raises:
-        InputError: the model's folder has no weights that can be read.
-    """
+    """What must stay the same when a run goes on; not its hours, nor the model's name or folder."""
     settings: dict[str, Any] = {
         "seed": options.seed,
         "memory": options.memory_gb,
@@ -227,26 +202,12 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
         "weights": stored_weights_digest(options.path),
     }
     if options.adapter is not None:
-        settings["adapter"] = [weights_and_configs_digest(options.adapter)]
+        settings["adapter"] = [folder_digest(options.adapter)]
     return settings
 
 
-def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
-    """Find the folder of the run that these options begin or go on with.
-
-    A model that was moved or renamed goes on with the run that was begun for its weights.
-
-    Args:
-        options: what the user asks for; its weights and files of prompts are only read where other
-            runs exist.
-
-    Returns:
-        `options.out` where a run is there already, or no run has these settings; else the folder of
-        the run that has.
-
-    Raises:
-        InputError: the weights or a file of prompts cannot be read.
-    """
+def find_run_folder(options: AdaptOptions) -> Path:
+    """A model that was moved or renamed goes on with the run that was begun for its weights."""
     if (options.out / PLAN_FILE).exists() or not read_adapt_runs():
         return options.out
     settings = fixed_settings(
@@ -255,26 +216,17 @@ def find_folder_of_same_run_or_out(options: AdaptOptions) -> Path:
     return next((run.folder for run in read_adapt_runs() if run.settings == settings), options.out)
 
 
-def load_model_and_prompts(run: AdaptRun) -> Source:
-    """Load the model frozen, with the LoRA that it is to have, and tokenise all prompts.
-
-    Prompts are those of the user's files, and those that ship for training. Those that are too long
-    are left out, which is said to the user. `backbone` stays without the LoRA; `answering` has it,
-    over the same weights.
-
-    Raises:
-        InputError: the model cannot be loaded or cannot have streams, a prompt cannot be tokenised,
-            or the LoRA does not fit.
-    """
+def load_source(run: AdaptRun) -> Source:
     options = run.options
     base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
-    backbone = load_base_in_trainable_dtype(options.path, dtype, options.model)
+    backbone = load_trainable_base(options.path, dtype, options.model)
     backbone.capabilities.require("stages", "streams")
     lora: Loras = (
         {} if options.adapter is None else read_lora_without_streams(options.adapter, backbone)
     )
+    # `backbone` stays without the LoRA; `answering` has it, over the same weights.
     tuned = attach_adapter(backbone, Adapter(lora=lora), merge_lora=False) if lora else None
     training = RunOptions(
         data=options.out / DATA_FOLDER,
@@ -304,15 +256,7 @@ def load_model_and_prompts(run: AdaptRun) -> Source:
 
 
 def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
-    """Read the LoRA of an adapter without streams, by the base model's own module paths.
-
-    Args:
-        folder: the adapter's.
-        backbone: the base model.
-
-    Raises:
-        InputError: the adapter has streams, is broken, or is another model's.
-    """
+    """By the base model's own module paths."""
     adapter = load_adapter(folder)
     require(
         not isinstance(adapter, StreamAdapter),
@@ -320,28 +264,19 @@ def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
         expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
         do="check --adapter; to train these streams further, see ssmlx.train --train-only",
     )
-    return match_lora_to_model(adapter, backbone)
+    return match_lora(adapter, backbone)
 
 
 @frozen_at_new_year_2026()
 def tokenise_fitting_prompts(
-    run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
+    run: AdaptRun,
+    origin: str,  # `FILES`, `SHIPPED` or `OWN`
+    prompts: Sequence[dict[str, Any]],
+    source: Source,
 ) -> list[TokenisedPrompt]:
-    """Tokenise prompts under the model's template, in order; those that are too long are left out.
-
-    Too long are prompts that leave no room for the longest answer in the context, or that have more
-    than `MOST_PROMPT_TOKENS` tokens. Templates that ask for the date get a fixed one.
-
-    Args:
-        run: of this process; how many are left out is said to the user.
-        origin: where they come from: `FILES`, `SHIPPED` or `OWN`.
-        prompts: rows with "prompt" or "messages".
-        source: the model's tokenizer, template and context length.
-
-    Raises:
-        InputError: a row cannot be tokenised; its number, counted from 1, is named.
-    """
+    """In order, without those that are too long. Templates get a fixed date."""
     context = source.backbone.context_length or 2**30
+    # There must be room for the longest answer in the context.
     most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
     found = []
     for number, one in enumerate(prompts, 1):
@@ -356,14 +291,12 @@ def tokenise_fitting_prompts(
     return found
 
 
-def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
-    """Read the examples that a round has written; an empty list for round -1, before the first.
-
-    Args:
-        options: of the run.
-        number: of the round, counted from 0.
-        name: "train" or "valid".
-    """
+def read_round_examples(
+    options: AdaptOptions,
+    number: int,
+    name: str,  # "train" or "valid"
+) -> list[dict[str, Any]]:
+    """An empty list for round -1, before the first."""
     if number < 0:
         return []
     path = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
@@ -371,13 +304,8 @@ def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[d
         return [json.loads(line) for line in lines]
 
 
-def read_and_join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read the logs of all rounds into one list, in turn, with each round's steps counted on from
-    the last step of the round before.
-
-    Args:
-        folders: of the rounds, in order; one without a log adds nothing.
-    """
+def read_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Steps are counted on from the round before."""
     entries: list[dict[str, Any]] = []
     for folder in folders:
         behind = entries[-1]["step"] if entries else 0

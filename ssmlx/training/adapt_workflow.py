@@ -1,4 +1,4 @@
-"""A model learns to draft for itself, in a folder where a stopped run goes on.
+"""`ssmlx.adapt`: a model learns to draft for itself, in a folder where a stopped run goes on.
 
 `adapt` reads the prompts and loads the model, plans by what it measures, has the model answer,
 trains streams on the answers in one round or more, and decodes held-out prompts with the adapter.
@@ -13,62 +13,52 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..bars import busy
-from ..errors import name_file_in_os_errors
+from ..errors import naming_file
 from ..loading.adapt_runs import StoredRun, read_adapt_runs
 from ..loading.folders import PLAN_FILE
 from ..prompts import read_prompts
-from .adapt_check import time_adapter_plain_and_lookup, verdict_line, write_figures_json
+from .adapt_check import measure_adapter, verdict_line, write_figures_json
 from .adapt_plan import (
     CACHE_BYTES,
-    append_round_if_more_hours_and_say,
-    model_streams_and_costs_lines,
-    time_and_make_plan_without_rounds,
+    describe_streams,
+    extend_plan,
+    make_timed_plan,
 )
-from .adapt_rounds import answer_and_train_round, restore_or_clear_interrupted_write
+from .adapt_rounds import mend_interrupted_write, run_round
 from .adapt_run import (
     AdaptOptions,
     AdaptPlan,
     AdaptRun,
     Say,
     fixed_settings,
-    load_model_and_prompts,
-    read_and_join_round_logs,
+    load_source,
     read_round_examples,
+    read_round_logs,
 )
 from .batch_responder import BatchResponder
 from .mlx_trainer import MlxTrainer
 from .progress import ENDED_FILE, Clock, describe_round_progress, format_duration
-from .record import PICTURE_FILE, draw_curves_if_matplotlib
+from .record import PICTURE_FILE, draw_curves
 
 
 def adapt(
     options: AdaptOptions,
     *,
-    prog: str,
-    say: Say,
+    prog: str,  # the command's module, for records
+    say: Say,  # is given each line for the user
+    # called between steps; returns once the machine may be used; its time does not count
     wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make an adapter for a model in `options.out`, or go on with a run that was stopped there.
+    """Make an adapter in `options.out`, or go on with a run that was stopped there.
 
-    A finished run of the same hours is left as it is, and its verdict said again; one that is given
-    more hours gets another round. Where the run is interrupted (KeyboardInterrupt), the time that
-    it took is written into its plan, what is kept is said, and the interrupt raised again.
-
-    Args:
-        options: what the user asks for.
-        prog: the command's module, for records.
-        say: is given each line for the user.
-        wait: is called between steps, and returns once the machine may be used; its time is no part
-            of the run's.
-
-    Raises:
-        InputError: the model, the data or the folder cannot be used as asked; or the hours are too
-            few, or fewer than those that the run is planned for.
+    A finished run with the same hours is left as it is, and its verdict printed again; with more
+    hours it gets another round. An interrupt (KeyboardInterrupt) writes the time spent into the
+    plan and is raised again.
     """
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
     with busy("reading the weights"):
         settings = fixed_settings(options, prompts)
-    plan = AdaptPlan.read_or_none(options.out / PLAN_FILE, settings)
+    plan = AdaptPlan.read(options.out / PLAN_FILE, settings)
     if plan is not None:
         stored = _stored_run(options)
         if stored and stored.is_finished and options.hours == plan.rounds[-1].hours:
@@ -90,46 +80,30 @@ def adapt(
         clock=clock,
     )
     try:
-        _make_adapter_and_check(run, plan)
+        _make_adapter(run, plan)
     except KeyboardInterrupt:
-        _save_spent_time_and_say_progress(run)
+        _save_progress(run)
         raise
 
 
 def _stored_run(options: AdaptOptions) -> StoredRun | None:
-    """Return the run in the folder `options.out`, as it lies on disk; None where there is none yet,
-    or it does not lie in `adapters_home`.
-    """
+    """None if there is none yet, or if it is not in `adapters_home`."""
     return next((run for run in read_adapt_runs() if run.folder == options.out), None)
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
-    """Return in words what a run has kept of its first round that has not ended, or else of its
-    last.
-
-    The round's number is named where there are several.
-
-    Args:
-        options: of the run.
-        plan: with one round or more.
-    """
+    """What a run has kept of its first round that has not ended, or else of its last."""
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     open_rounds = [n for n, folder in enumerate(folders) if not (folder / ENDED_FILE).exists()]
     number = open_rounds[0] if open_rounds else len(folders) - 1
-    one = plan.rounds[number]
-    before = plan.round_before(number)
-    new = one.answers - (before.answers if before else 0)
-    steps = plan.round_train_config(one).num_steps(one.answers - options.amounts.held_out)
+    steps = plan.num_steps(number, options.amounts.held_out)
+    new = plan.new_answers(number)
     kept = describe_round_progress(folders[number], new, steps, MlxTrainer.STATE_FILE)
     return f"{kept} of round {number + 1}" if len(folders) > 1 else kept
 
 
-def _save_spent_time_and_say_progress(run: AdaptRun) -> None:
-    """Say what an interrupted run has kept, and write into its plan how long it took.
-
-    Where no plan was written yet, only that is said.
-    """
-    plan = AdaptPlan.read_or_none(run.options.out / PLAN_FILE, run.settings)
+def _save_progress(run: AdaptRun) -> None:
+    plan = AdaptPlan.read(run.options.out / PLAN_FILE, run.settings)
     if plan is None:
         run.say("stopped before anything was planned: nothing is kept")
         return
@@ -138,29 +112,18 @@ def _save_spent_time_and_say_progress(run: AdaptRun) -> None:
     run.say(f"stopped: {kept} are kept; the same command goes on from there")
 
 
-def _make_adapter_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
-    """Make every round that has not ended, then decode held-out prompts and write the figures.
-
-    Curves are drawn, the plan is saved, and the verdict is said to the user.
-
-    Args:
-        run: of this process.
-        plan: of the stopped run; None where nothing is planned yet.
-
-    Raises:
-        InputError: as `_plan_and_make_missing_rounds` and `time_adapter_plain_and_lookup` raise it.
-    """
+def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> None:
     options = run.options
-    plan, base_dtype, base_bits = _plan_and_make_missing_rounds(run, plan)
+    plan, base_dtype, base_bits = _make_rounds(run, plan)
     mx.clear_cache()  # of the base model, which is loaded once more with the adapter
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
-    log = read_and_join_round_logs(folders)
+    log = read_round_logs(folders)
     picture = options.out / PICTURE_FILE
     run.say("decoding held-out prompts with the adapter and without ...")
     with busy("drawing"):
-        draw_curves_if_matplotlib(log, picture, options.out.name)
+        draw_curves(log, picture, options.out.name)
     held_out = read_round_examples(options, len(plan.rounds) - 1, "valid")
-    measured = time_adapter_plain_and_lookup(run, held_out, log[0]["tokens_per_call"], base_dtype)
+    measured = measure_adapter(run, held_out, log[0]["tokens_per_call"], base_dtype)
     plan = run.save_plan(plan)
     write_figures_json(run, plan, measured, base_bits, log)
     if picture.exists():
@@ -169,46 +132,32 @@ def _make_adapter_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
 
 
 class _MadeRounds(NamedTuple):
-    """The plan of a run whose rounds are all made, and how its base model was loaded."""
-
     plan: AdaptPlan
     base_dtype: str  # how the base's weights were held, as `load` takes `dtype`
-    base_bits: int | None  # of the base's packed weights; None where it is not quantised
+    base_bits: int | None  # of the base's weights, if quantized
 
 
-def _plan_and_make_missing_rounds(run: AdaptRun, plan: AdaptPlan | None) -> _MadeRounds:
-    """Load the model, plan what is not planned yet, and make every round that has not ended.
-
-    The plan is said to the user, and written to the run's folder before the first round and after
-    each. A round that has ended is marked by a file. MLX's cache of freed memory is limited to
-    `CACHE_BYTES` from here on.
-
-    Args:
-        run: of this process.
-        plan: of the stopped run; None where nothing is planned yet, so that everything is timed.
-
-    Raises:
-        InputError: the model cannot be used, memory is too small, or the hours are too few.
-    """
+def _make_rounds(run: AdaptRun, plan: AdaptPlan | None) -> _MadeRounds:
+    """From here on MLX's cache of freed memory is limited to `CACHE_BYTES`."""
     options = run.options
     mx.set_cache_limit(CACHE_BYTES)
     run.say(f"loading {options.model} ...")
     with busy("loading"):
-        source = load_model_and_prompts(run)
+        source = load_source(run)
     responder = BatchResponder(source.answering, source.tokenizer, 1, options.seed, run.wait)
     if plan is None:
-        plan = time_and_make_plan_without_rounds(run, source, responder)
+        plan = make_timed_plan(run, source, responder)
     plan = replace(plan, base={"model": options.model, "folder": str(options.path.resolve())})
-    run.say(model_streams_and_costs_lines(plan, source))
-    plan = append_round_if_more_hours_and_say(run, plan, source)
+    run.say(describe_streams(plan, source))
+    plan = extend_plan(run, plan, source)
     plan.write(options.out / PLAN_FILE)
     responder = replace(responder, batch_size=plan.rates.answers_at_once)
-    restore_or_clear_interrupted_write(options.adapter_folder)
+    mend_interrupted_write(options.adapter_folder)
     for number in range(len(plan.rounds)):
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
-            plan = answer_and_train_round(run, plan, number, source, responder)
-            with name_file_in_os_errors(folder):
+            plan = run_round(run, plan, number, source, responder)
+            with naming_file(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)
     base_bits = (source.base.get("quantization") or {}).get("bits")

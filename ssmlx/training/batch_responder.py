@@ -25,9 +25,7 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class NumberedPrompt:
-    """A prompt's token ids for `BatchResponder`, and the temperature at which its answer is
-    sampled; 0 is greedy.
-    """
+    """A prompt's token ids, and the temperature of its answer."""
 
     number: int  # its noise depends on this and the seed alone
     prompt: Sequence[int]
@@ -35,10 +33,10 @@ class NumberedPrompt:
 
 
 class NumberedAnswer(NamedTuple):
-    """An answer's token ids, and the number of the `NumberedPrompt` that it answers."""
+    """The token ids of an answer, and its prompt's number."""
 
     number: int
-    tokens: list[int]  # with the end token where the model gave one
+    tokens: list[int]  # with the end token if the model gave one
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,10 @@ class BatchResponder:
     seed: int = 0
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
-    def yield_answers_as_they_end(
+    def stream_answers(
         self, requests: Sequence[NumberedPrompt], max_tokens: int
     ) -> Iterator[NumberedAnswer]:
-        """Decode answers together, and yield each as it ends, so not in the order of `requests`.
-
-        At most `batch_size` are decoded at once. `wait` is called after each step, in which each of
-        these gets a token.
-
-        Args:
-            requests: each is answered greedily, or sampled where its `temp` is above 0; may be
-                empty.
-            max_tokens: of the longest answer.
-
-        Yields:
-            Each answer, with its request's own `number`, not its place in the list.
-        """
+        """At most `batch_size` are decoded at once; `wait` is called after each token."""
         if not requests:
             return
         generator: Any = BatchGenerator(
@@ -94,62 +80,42 @@ class BatchResponder:
             generator.close()
 
     def _make_seeded_sampler(self, request: NumberedPrompt) -> Callable[[mx.array], mx.array]:
-        """Return a function that draws token ids [B] from log probabilities [B, V] at the request's
-        temperature, after min-p.
-
-        Its noise depends on the seed, the request's number and how often it was called.
-        """
+        """Draws [B] from log probabilities [B, V], after min-p."""
+        # Noise depends on the seed, the request's number and how often it was drawn.
         key = mx.random.key(self.seed * 1_000_003 + request.number)
 
         def draw(logprobs: mx.array) -> mx.array:
-            """Draw a token of each row, with a new part of the noise."""
             nonlocal key
             key, now = mx.random.split(key)
             return mx.random.categorical(apply_min_p(logprobs, _MIN_P) / request.temp, key=now)
 
         return draw
 
-    def answer_missing_and_keep(
-        self, requests: Sequence[NumberedPrompt], max_tokens: int, part: PartFile
+    def answer_missing(
+        self,
+        requests: Sequence[NumberedPrompt],
+        max_tokens: int,
+        part: PartFile,  # has, and gets, answers as [number, tokens]
     ) -> list[list[int]]:
-        """Answer every request that `part` has no answer to yet, with a progress bar.
-
-        Args:
-            requests: each has a number of its own.
-            max_tokens: of the longest answer.
-            part: finished answers are read from it, and each new one is appended to it as [number,
-                tokens].
-
-        Returns:
-            The answers' tokens, in the order of `requests`.
-        """
+        """In the order of `requests`, whose numbers differ."""
         known = dict(part.done)
         left = [request for request in requests if request.number not in known]
-        made = self.yield_answers_as_they_end(left, max_tokens)
+        made = self.stream_answers(left, max_tokens)
         for number, tokens in bar(made, "answers", initial=len(known), total=len(requests)):
             part.append([number, tokens])
             known[number] = tokens
         return [known[request.number] for request in requests]
 
-    def make_up_questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
-        """Let the model write users' questions, by continuing its chat template's user turn at
-        temperature 1.
+    def make_up_questions(
+        self,
+        wanted: int,
+        max_tokens: int,  # a text that has not ended by then is dropped
+        part: PartFile,  # has, and gets, questions as [number, text]
+    ) -> list[str]:
+        """Users' questions, by continuing the chat template's user turn at temperature 1.
 
-        Args:
-            wanted: different good questions to stop at; 0 asks for none.
-            max_tokens: of the longest question; a text that has not ended by then is dropped.
-            part: all that the model writes is appended to it as [number, text], and read from it
-                first.
-
-        Returns:
-            At most `wanted` questions, in the order of their numbers, those that differ in case,
-            spaces and punctuation alone once. Fewer where good ones are rare: it stops after
-            six tries a wanted question, or earlier where after ten rounds fewer than one in six is
-            good.
-
-        Raises:
-            InputError, ValueError: the chat template has no user turn to continue, see
-                `user_turn_prefix`.
+        Fewer than `wanted` if good ones are rare: it stops after six tries per wanted question, or
+        earlier if after ten rounds fewer than one in six is good.
         """
         prefix = user_turn_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)
@@ -164,7 +130,7 @@ class BatchResponder:
                 NumberedPrompt(number, prefix, 1.0) for number in numbers if number not in known
             ]
             label = f"questions, {len(found)} of {wanted}"
-            asked = self.yield_answers_as_they_end(requests, max_tokens)
+            asked = self.stream_answers(requests, max_tokens)
             for number, tokens in bar(asked, label, total=len(requests)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""

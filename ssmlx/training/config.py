@@ -1,10 +1,10 @@
-"""Settings of a training run: each field tells what it may be, and what `--help` says of it."""
+"""Settings of a training run: each field has its bounds and the help that `--help` prints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,6 +29,7 @@ Part = Literal["streams", "condition"]
 PARTS = get_args(Part)
 SCHEDULES = get_args(Schedule)
 STREAM_INIT_RANK = 32
+ROOT_INIT_RANK = 64
 DRAFT_VOCAB_SIZE = 16384
 _MAX_RANK = 4096
 _DO = "correct the option"
@@ -36,13 +37,8 @@ _DO = "correct the option"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How an adapter is trained; the same for both trainers. Defaults follow section 4 of
-    Speculative Streaming (arXiv 2402.11131).
-
-    `draft_vocab_size` None is `DRAFT_VOCAB_SIZE` where streams draft from a vocabulary of twice
-    that or more, else 0; `with_default_draft_vocab_size` fills it in. `stream_init` and
-    `stream_init_rank` are f of eq. 3 and its rank; None chooses low_rank of rank 32, or identity
-    (which has none) where streams rotate, where there are none, or where the rank is given as 0.
+    """How an adapter is trained, by both trainers. Defaults follow section 4 of Speculative
+    Streaming (arXiv 2402.11131).
     """
 
     num_streams: int = setting(
@@ -77,10 +73,9 @@ class TrainConfig:
         choices=STREAM_INITS,
     )
     stream_init_rank: int | None = setting(None, "eta: rank of f", least=0, most=_MAX_RANK)
-    root_init_rank: int = setting(
-        0,
-        "rank of a term of the root token and the last hidden state that is added to f; 0 adds "
-        "none. With it, streams always run in a second pass",
+    root_init_rank: int | None = setting(
+        None,
+        "rank of what the root token and the last hidden state before it add to f; 0 adds none",
         least=0,
         most=_MAX_RANK,
     )
@@ -102,9 +97,8 @@ class TrainConfig:
     )
     lora_rank: int = setting(16, "rank of LoRA", least=1, most=_MAX_RANK)
     lora_alpha: float = setting(32.0, "LoRA is multiplied by this over its rank", above=0, most=1e6)
-    lora_modules: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "linear layers that get LoRA, such as q_proj v_proj (default: all)"},
+    lora_modules: tuple[str, ...] = setting(
+        (), "linear layers that get LoRA, such as q_proj v_proj (default: all)"
     )
     main_weight: float = setting(
         1.0, "alpha_0: weight of the next token's loss", least=0, most=1e38
@@ -157,18 +151,22 @@ class TrainConfig:
         least=0,
         most=2**20,
     )
+    root_dropout: float = setting(
+        0.25,
+        "share of the places where streams learn without what --root-init-rank adds, as they start "
+        "in a fused pass; with 0 they need a second pass",
+        least=0,
+        below=1,
+    )
     seed: int = setting(
         0, "seed of the first weights and of the order of examples", least=0, most=2**32 - 1
     )
 
     def __post_init__(self) -> None:
-        """Choose f of eq. 3 where it is None, and check every setting, and those that depend on one
-        another.
-
-        Raises:
-            InputError: a setting is out of bounds, or does not go with another.
-        """
         self._fill_in_missing_stream_init()
+        if self.root_init_rank is None:
+            rank = ROOT_INIT_RANK if self.num_streams else 0
+            object.__setattr__(self, "root_init_rank", rank)
         check_settings(self, do=_DO)
         rotated = self.stream_design == "value_rotation"
         identity = self.stream_init == "identity"
@@ -208,11 +206,6 @@ class TrainConfig:
             require(ok, found, expected=expected, do=_DO)
 
     def _fill_in_missing_stream_init(self) -> None:
-        """Fill in `stream_init` and `stream_init_rank` where they are None; what is given stays.
-
-        The kind is low_rank where there are stream embeddings and the rank is not given as 0, else
-        identity. The rank is 0 for identity, else `STREAM_INIT_RANK`.
-        """
         kind = self.stream_init
         rank = self.stream_init_rank
         if kind is None:
@@ -224,38 +217,31 @@ class TrainConfig:
         object.__setattr__(self, "stream_init_rank", rank)
 
     def with_default_draft_vocab_size(self, model_vocab_size: int) -> TrainConfig:
-        """Return the settings with `draft_vocab_size` chosen, for a model of `model_vocab_size`
-        tokens, where it is None; a size that was given stays.
-
-        It becomes `DRAFT_VOCAB_SIZE` where there are streams and the model has twice as many tokens
-        or more, else 0.
-        """
+        """A draft vocabulary pays if the model has at least twice as many tokens."""
         if self.draft_vocab_size is not None:
             return self
         pays = self.num_streams > 0 and model_vocab_size >= 2 * DRAFT_VOCAB_SIZE
         return replace(self, draft_vocab_size=DRAFT_VOCAB_SIZE if pays else 0)
 
     @property
+    def teaches_rootless_starts(self) -> bool:
+        """Whether streams that start from the root also learn to start without it."""
+        return bool(self.root_init_rank) and self.root_dropout > 0 and not self.keeps_streams
+
+    @property
     def keeps_streams(self) -> bool:
-        """Whether the condition alone is trained, so that hidden states of streams never change."""
+        """The condition alone is trained, so hidden states of streams never change."""
         return self.train_only == "condition"
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """The weight of each stream in the loss, alpha_1 to alpha_gamma of eq. 5; a single weight
-        is repeated for all.
-        """
+        """alpha_1 to alpha_gamma of eq. 5: a single weight is repeated for all streams."""
         weights = self.stream_weights
         return weights if len(weights) == self.num_streams else weights * self.num_streams
 
     @classmethod
     def from_dict_ignoring_unknown(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Build from JSON values; lists become tuples, unknown keys are ignored, missing ones have
-        their defaults.
-
-        Raises:
-            InputError: a setting is out of bounds, or does not go with another.
-        """
+        """From JSON values, which newer or older versions may have written."""
         names = {f.name for f in fields(cls)}
         known: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names
@@ -263,30 +249,19 @@ class TrainConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values; tuples become lists."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def num_steps(self, num_examples: int) -> int:
-        """Return the optimiser steps of all epochs over `num_examples` examples, rounded to a whole
-        number; 1 at least.
-
-        A last batch of an epoch that is not full counts as a step.
-        """
+        # An incomplete last batch is a step.
         per_epoch = -(-num_examples // self.batch_size)
         return max(1, round(self.epochs * per_epoch))
 
-    def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step: linearly rising in the warm-up, of one step at least,
-        then as the schedule says.
-
-        The schedules "linear" and "cosine" fall from the peak rate towards 0 at `num_steps`;
-        "constant" stays at it.
-
-        Args:
-            step: counted from 0.
-            num_steps: of the whole run.
-        """
+    def learning_rate_at(
+        self,
+        step: int,  # counted from 0
+        num_steps: int,
+    ) -> float:
         warm = max(1, round(self.warmup * num_steps))
         if step < warm:
             return self.learning_rate * (step + 1) / warm

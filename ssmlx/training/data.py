@@ -1,21 +1,8 @@
 """Data folders as token ids, draft vocabularies, and bucketed batches.
 
-A folder, as mlx-lm's LoRA training takes it, holds `train.jsonl` and `valid.jsonl`, one JSON
-object a line:
-
-    {"prompt": ..., "completion": ...}                    a question and its answer
-    {"messages": [{"role": ..., "content": ...}, ...]}    a chat; its last answer is learnt
-    {"text": ...}                                         learnt from its second token on
-    {"prompt_tokens": [...], "completion_tokens": [...]}  ids, as `convert.continuations` writes
-
-The answers of a batch start in one column:
-
-    column     0   1   2   3   4   5   6      P = 3, the widest prompt
-    row 0      .   a   b   A   B   C   /      . padding before the prompt
-    row 1      d   e   f   D   /   .   .      / end token      . padding behind it
-
-Node rows P - 1 to T - 2 carry streams. Where several examples are packed into one text, as turns
-of a conversation, texts start in column 0, and each has anchors of its own.
+A folder, as mlx-lm's LoRA training takes it, holds `train.jsonl` and `valid.jsonl`, one JSON object
+per line; `_FORMS` below lists their fields. "messages" is a chat whose last answer is learned;
+"text" is learned from its second token on; token ids are as `convert.continuations` writes them.
 """
 
 from __future__ import annotations
@@ -37,7 +24,7 @@ from ..prompts import (
     TokensBetweenTurns,
     check_text,
     encode,
-    encode_turns_or_last,
+    encode_turns,
     require_text_field,
     shows_last_turn_alone,
 )
@@ -54,9 +41,7 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text that is learned from: a prompt and an answer, or a conversation with
-    several answers.
-    """
+    """A text to learn from: a prompt and an answer, or a conversation with several answers."""
 
     tokens: np.ndarray  # [T] ids, prompt first
     start: int  # the first token of the answer, at least 1
@@ -74,7 +59,7 @@ class Example:
 
 
 class _PromptAndAnswer(NamedTuple):
-    """Token ids of a prompt, and of the answer that is to be learned."""
+    """Token ids, either of which may be empty."""
 
     prompt: list[int]
     answer: list[int]
@@ -83,35 +68,19 @@ class _PromptAndAnswer(NamedTuple):
 @dataclass(frozen=True)
 class Encoder:
     """Turns lines of training data into token ids, see
-    `encode_unless_prompt_too_long`."""
+    `encode_row`."""
 
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
-    end_token: int | None  # put behind an answer that has none; None for no end token
+    end_token: int | None  # ends an answer that has none; None for no end token
     max_length: int  # tokens of an example at most
 
-    def encode_unless_prompt_too_long(
-        self, row: Mapping[str, Any], where: str = "the row"
+    def encode_row(
+        self,
+        row: Mapping[str, Any],
+        where: str = "the row",  # the file and the line, which begin each message
     ) -> Example | None:
-        """Tokenise a row of training data, of one of the forms at the top of this file.
-
-        A question or a chat is put under the template. Its answer, and a "text", which has no
-        template and whose first token is the prompt, get the end token; token ids are taken as they
-        are.
-
-        Args:
-            row: the JSON object.
-            where: the file and the line, which begin each message.
-
-        Returns:
-            The example, its end cut to fit `max_length`; None where its prompt alone has
-            `max_length` tokens or more.
-
-        Raises:
-            InputError: the row has none of the forms; a field is missing, or has another value than
-                it should; its last turn is not the assistant's; its prompt or its answer is empty;
-                or the template refuses the turns.
-        """
+        """The example, its end cut to fit `max_length`; None if its prompt alone does not fit."""
         prompt, answer = self._encode(row, where)
         empty = "answer" if prompt else "prompt"
         require(
@@ -127,11 +96,6 @@ class Encoder:
         return Example(kept, len(prompt), is_cut=len(tokens) > self.max_length)
 
     def _encode(self, row: Mapping[str, Any], where: str) -> _PromptAndAnswer:
-        """Tokenise a row as a prompt and an answer, either of which may be empty.
-
-        Raises:
-            InputError: see `encode_unless_prompt_too_long`.
-        """
         if "completion_tokens" in row:
             prompt, answer = (_token_ids_of(row, name, where) for name in _TOKEN_FIELDS)
             return _PromptAndAnswer(prompt, answer)
@@ -147,34 +111,17 @@ class Encoder:
     def _encode_prompt_and_answer(
         self, turns: list[dict[str, Any]], tools: Any
     ) -> _PromptAndAnswer:
-        """Tokenise a conversation as a prompt and the answer of its last turn, with the tool calls
-        that this may have.
-
-        Args:
-            turns: of the chat, the last one the assistant's.
-            tools: for the template; None for none.
-
-        Returns:
-            The prompt: all turns but the last, up to where an answer starts; and the answer, with
-            the end token if there is one. Tool calls are written as the template does it; what it
-            writes behind the first end token is cut.
-
-        Raises:
-            InputError: the template is not for several turns, refuses them, or writes the tool
-                calls elsewhere.
-        """
         require(
             not (len(turns) > 2 and shows_last_turn_alone(turns[:-1], self.template, tools=tools)),
             "it has several turns",
             expected="one question and its answer, as a template of one's own is of single ones",
             do="give such rows, or no --template",
         )
-        of_turns = partial(
-            encode_turns_or_last, tokenizer=self.tokenizer, own_template=self.template
-        )
+        of_turns = partial(encode_turns, tokenizer=self.tokenizer, own_template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
             return _PromptAndAnswer(prompt, self._encode_answer(turns[-1]["content"]))
+        # What the template writes after the first end token is cut.
         # How a model calls a tool, its template alone knows.
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         require(
@@ -190,24 +137,14 @@ class Encoder:
         return _PromptAndAnswer(prompt, answer)
 
     def _encode_answer(self, text: str) -> list[int]:
-        """Return the tokens of an answer's text, without special tokens but for the end token at
-        its end, if there is one.
-
-        Raises:
-            InputError: it is not Unicode.
-        """
+        """Without special tokens, except the end token."""
         check_text(text)
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
 
 def _turns_of(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the turns of a row with "prompt" and "completion", or "messages"; the last one is the
-    assistant's.
-
-    Raises:
-        InputError: the row has neither, or something else in them.
-    """
+    """The last turn is the assistant's."""
     if "completion" in row and ("prompt" in row or "messages" not in row):
         asked = require_text_field(row, "prompt", where)
         answer = require_text_field(row, "completion", where, may_be_blank=True)
@@ -225,11 +162,6 @@ def _turns_of(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _token_ids_of(row: Mapping[str, Any], name: str, where: str) -> list[int]:
-    """Return the token ids in a field of a row.
-
-    Raises:
-        InputError: there is no such field, or it is no list of whole numbers from 0 on.
-    """
     given = row.get(name)
     expected = "a list of token ids, whole numbers from 0 on"
     do = "correct the line"
@@ -245,26 +177,16 @@ def _token_ids_of(row: Mapping[str, Any], name: str, where: str) -> list[int]:
 
 @frozen_at_new_year_2026()
 def read_examples(
-    path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
+    path: Path,
+    encoder: Encoder,
+    # yields the rows again, with a progress bar
+    progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None,
 ) -> list[Example]:
-    """Read every example of a JSON Lines file whose prompt is not too long, in order.
-
-    Blank lines are skipped. How many rows are cut or left out for their length is logged. Templates
-    that ask for the date get a fixed one.
-
-    Args:
-        path: the file.
-        encoder: tokenises its rows.
-        progress: is given the rows and yields them again, behind a progress bar; None for no bar.
-
-    Raises:
-        InputError: the file or a line, whose number is named, cannot be read; or no example is
-            short enough.
-    """
+    """Templates that ask for the date get a fixed one, so that runs repeat."""
     rows = read_json_rows(path, "--data", f"a JSON object a line, with {_FORMS}")
     examples = []
     for where, row in (progress or iter)(rows):
-        example = encoder.encode_unless_prompt_too_long(row, where)
+        example = encoder.encode_row(row, where)
         if example is not None:
             examples.append(example)
     most = encoder.max_length
@@ -286,20 +208,12 @@ def read_examples(
     return examples
 
 
-def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) -> np.ndarray:
-    """Choose the tokens that streams may guess: the most frequent ones of the answers.
-
-    Where the answers have fewer kinds of token, those of the prompts follow, the most frequent
-    first, then the lowest ids. A token that is left out is never drafted.
-
-    Args:
-        examples: the training data.
-        size: Vd, how many tokens.
-        vocab_size: V, of the model.
-
-    Returns:
-        [Vd] int32 ids, ascending; all V of them where `size` is more.
-    """
+def choose_draft_vocab(
+    examples: Sequence[Example],
+    size: int,  # Vd
+    vocab_size: int,  # V, of the model
+) -> np.ndarray:
+    """[Vd] int32, ascending: the answers' most frequent tokens, then those of prompts."""
     answers = np.zeros(vocab_size, np.int64)
     prompts = np.zeros(vocab_size, np.int64)
     for example in examples:
@@ -310,26 +224,16 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
 
 
 def draft_vocab_coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
-    """Return the share of the answers' tokens, each as often as it occurs, that are in the draft
-    vocabulary: 0 to 1.
-
-    Args:
-        examples: one or more; conversations count from their first answer on.
-        draft_vocab: [Vd] token ids.
-    """
+    """The share of the answers' tokens, by occurrences, in the draft vocabulary [Vd]: 0 to 1."""
     answers = np.concatenate([example.tokens[example.start :] for example in examples])
     return float(np.isin(answers, draft_vocab).mean())
 
 
-def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.ndarray:
-    """Return, for token ids, their indices in a draft vocabulary, in the same shape; -1 where a
-    token is not in it, or was -1.
-
-    Args:
-        targets: ids of any shape.
-        draft_vocab: [Vd] ids, ascending; None for no draft vocabulary, and the ids are returned as
-            they are.
-    """
+def draft_vocab_indices(
+    targets: np.ndarray,  # ids, or -1
+    draft_vocab: np.ndarray | None,  # [Vd] ids, ascending
+) -> np.ndarray:
+    """Indices in a draft vocabulary, in the shape of `targets`; -1 for tokens that it lacks."""
     if draft_vocab is None:
         return targets
     places = np.searchsorted(draft_vocab, targets).clip(max=len(draft_vocab) - 1)
@@ -338,22 +242,14 @@ def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> 
 
 @dataclass(frozen=True)
 class Packing:
-    """Puts examples one after another as turns of a conversation, and tells what streams see."""
+    """Joins examples as turns of a conversation, and says what streams see."""
 
     num_tokens: int  # of a conversation at most
     frame: TokensBetweenTurns
     window: int  # `StreamConfig.stream_window`
 
     def pack(self, examples: Sequence[Example]) -> list[Example]:
-        """Put one example or more, in their order, into conversations of `num_tokens` tokens at
-        most.
-
-        An example that is longer by itself is a conversation alone.
-
-        Returns:
-            The conversations. One of several examples has an answer in `turns` for each; a single
-            example is returned as it is.
-        """
+        """In order; an example that is longer than `num_tokens` is a conversation alone."""
         found: list[list[Example]] = [[]]
         for example in examples:
             turns = [*found[-1], example]
@@ -364,12 +260,7 @@ class Packing:
         return [self.join_as_turns(turns) for turns in found]
 
     def join_as_turns(self, examples: Sequence[Example]) -> Example:
-        """Join examples as turns of one conversation; one example alone is returned as it is.
-
-        What stands before a prompt's first turn, such as a system prompt, is the first example's
-        alone. Between an answer and the next prompt stands the template's closing, which is not
-        learned; without its first token where the answer ends with that.
-        """
+        """Joins examples as turns of one conversation."""
         if len(examples) == 1:
             return examples[0]
         text: list[int] = []
@@ -378,8 +269,12 @@ class Packing:
         opening = list(self.frame.opening)
         for example in examples:
             own = example.tokens.tolist()
+            # What stands before a prompt's first turn, such as a system prompt, is the first
+            # example's alone.
             opens = [n for n in range(example.start) if size and own[n : n + size] == opening]
             if text:
+                # The template's closing, which is not learned; the answer may end with its first
+                # token.
                 text += self.frame.closing[text[-1:] == [*self.frame.closing[:1]] :]
                 own = own[opens[0] if opens else 0 :]
             text += own
@@ -387,18 +282,11 @@ class Packing:
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
 
     def first_visible_tokens(self, text: Example, start: int, end: int) -> list[int]:
-        """Return, for each anchor of an answer, the position of the first token after the attention
-        sinks that its streams see.
-
-        The anchors are the tokens `start` - 1 to `end` - 2 of the text, for an answer of the tokens
-        `start` to `end` - 1.
-        """
+        """The first token after the attention sinks that streams of each anchor see."""
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
 
 class BatchAnswer(NamedTuple):
-    """One answer of a batch, and where it stands there."""
-
     row: int
     anchors: slice  # of `Batch.anchors[row]`, those of this answer
     tokens: np.ndarray  # [A] ids
@@ -406,16 +294,27 @@ class BatchAnswer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Texts side by side: B of them, T columns; K anchors in the text with most; G streams each."""
+    """Texts side by side: B of them, T columns; K anchors in the text with the most; G streams
+    each.
+
+    The answers of a batch start in one column, P:
+
+        column     0   1   2   3   4   5   6      P = 3, the widest prompt
+        row 0      .   a   b   A   B   C   /      . padding before the prompt
+        row 1      d   e   f   D   /   .   .      / end token      . padding after it
+
+    Node rows P - 1 to T - 2 carry streams. If several examples are packed into one text, as turns
+    of a conversation, texts start in column 0, and each example has anchors of its own.
+    """
 
     indices: np.ndarray  # [B] which examples they are, or all that are packed into them
     tokens: np.ndarray  # [B, T] ids, 0 for padding
     lengths: np.ndarray  # [B] tokens of each text
     pads: np.ndarray  # [B] columns of padding before each text
-    # [B, T] the column behind the answer of which each row predicts a token, and so carries
+    # [B, T] the column after the answer of which each row predicts a token, and so carries
     # streams; 0 for others
     ends: np.ndarray
-    # [B, T] of packed texts: the first token behind the sinks that streams of each anchor see
+    # [B, T] of packed texts: the first token after the sinks that streams of each anchor see
     firsts: np.ndarray | None = None
     whole: Batch | None = None  # of which it is the part of one of many ranks
 
@@ -428,11 +327,8 @@ class Batch:
 
     @property
     def causal_visible(self) -> np.ndarray:
-        """[B, T, T] bool, which node row (second axis) sees which (third axis).
-
-        A row sees itself and earlier ones of its text, other packed examples among them; padding
-        before the text sees itself alone.
-        """
+        """[B, T, T] bool, which node row (second axis) sees which (third axis)."""
+        # Padding before the text sees itself alone. Packed examples see earlier ones of their text.
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
         own = columns[None, None, :] >= self.pads[:, None, None]
@@ -441,25 +337,14 @@ class Batch:
 
     @property
     def stream_visible(self) -> np.ndarray:
-        """[B, T, T] bool, which node rows (third axis) the streams of each node row (second axis)
-        see.
-
-        As `causal_visible`; of packed texts only the attention sinks and what begins at `firsts`.
-        """
+        """[B, T, T] bool, which node rows (third axis) a row's (second axis) streams see."""
+        # Streams of packed texts see only the attention sinks and what begins at `firsts`.
         if self.firsts is None:
             return self.causal_visible
         return np.asarray(hide_outside_window(self.causal_visible, self.positions, self.firsts))
 
-    def every_nth_text_of_rank(self, rank: int, num_ranks: int) -> Batch:
-        """Return the texts of one rank as a batch: every `num_ranks`-th from number `rank` on,
-        counted from 0.
-
-        Its `whole` is this batch. A rank without texts gets the first text, without targets.
-
-        Args:
-            rank: which part.
-            num_ranks: how many ranks share the batch.
-        """
+    def part_of_rank(self, rank: int, num_ranks: int) -> Batch:
+        """A rank without texts gets the first text, without targets."""
         rows = np.arange(rank, len(self.tokens), num_ranks)
         share = min(1, len(rows))
         rows = rows if share else np.zeros(1, int)
@@ -469,25 +354,22 @@ class Batch:
 
     @property
     def anchors(self) -> np.ndarray:
-        """[B, K] columns of the rows from which streams start, ascending. A text with fewer than K
-        anchors has columns without targets behind them.
-        """
+        """[B, K] columns of rows that carry streams, ascending; those without targets are last."""
         most = (self.ends > 0).sum(axis=1).max()
         return np.argsort(self.ends == 0, axis=1, kind="stable")[:, :most]
 
     def targets(self, ahead: int) -> np.ndarray:
-        """Return [B, K] the token that stream `ahead` of each anchor should predict; -1 where its
-        answer has ended.
+        """[B, K] the token that stream `ahead` of each anchor should predict (eq. 5); -1 after the
+        answer's end.
 
-        Stream j predicts the token j + 1 places after its anchor (eq. 5); `ahead` 0 is the main
-        stream.
+        Stream j predicts the token j + 1 places after its anchor; `ahead` 0 is the main stream.
         """
         at = self.anchors + ahead + 1
         found = np.take_along_axis(self.tokens, np.minimum(at, self.tokens.shape[1] - 1), axis=1)
         return np.where(at < np.take_along_axis(self.ends, self.anchors, axis=1), found, -1)
 
     def answers_with_anchors(self) -> Iterator[BatchAnswer]:
-        """Yield each answer, row by row; of packed texts several in a row."""
+        """Row by row; of packed texts several in a row."""
         for row, ends in enumerate(self.ends):
             place = 0
             for end in np.unique(ends[ends > 0]):
@@ -497,16 +379,11 @@ class Batch:
 
 
 def collate(
-    examples: Sequence[Example], indices: np.ndarray, packing: Packing | None = None
+    examples: Sequence[Example],
+    indices: np.ndarray,  # [B] which of them
+    packing: Packing | None = None,
 ) -> Batch:
-    """Put examples side by side, so that their answers begin in one column.
-
-    Args:
-        examples: the data.
-        indices: [B] which of them.
-        packing: joins them as turns of conversations first, each of which is a row that begins in
-            column 0; None joins none.
-    """
+    """Side by side, so that answers begin in one column; packed texts begin in column 0."""
     texts = [examples[one] for one in indices]
     if packing is not None:
         texts = packing.pack(texts)
@@ -527,25 +404,18 @@ def collate(
 
 
 def draw_epoch_batches(
-    examples: Sequence[Example], batch_size: int, seed: int, epoch: int
+    examples: Sequence[Example],
+    batch_size: int,
+    seed: int,
+    epoch: int,  # counted from 0
 ) -> list[np.ndarray]:
-    """Return the batches of one epoch as arrays of example indices, each of `batch_size` at most.
-
-    The examples are shuffled, sorted in pools of 32 batches by the answer's length and then the
-    prompt's, cut into batches, and the batches are shuffled. A batch at the end of a pool may have
-    fewer examples. The result depends on the arguments alone, so that a stopped run goes on with
-    it.
-
-    Args:
-        examples: the data, of which only lengths are used.
-        batch_size: examples of a batch.
-        seed: of the run.
-        epoch: counted from 0.
-    """
+    """Depends on the arguments alone, so that a stopped run goes on with the same batches."""
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(examples))
     batches = []
     for first in range(0, len(order), batch_size * _POOL):
+        # Texts of like length stand together: within a pool, sorted by the answer's length, then
+        # the prompt's.
         pool = order[first : first + batch_size * _POOL]
         sizes = [(examples[i].num_answer, examples[i].start) for i in pool]
         pool = pool[sorted(range(len(pool)), key=sizes.__getitem__)]
@@ -554,28 +424,18 @@ def draw_epoch_batches(
 
 
 class BatchPlan:
-    """Says which examples each step of a run learns from, by the seed and the step alone."""
+    """Which examples each step of a run learns from, by the seed and the step alone."""
 
     def __init__(
         self,
         examples: Sequence[Example],
-        batch_size: int,
+        batch_size: int,  # examples of a step, over all ranks
         seed: int,
         rank: int = 0,
         num_ranks: int = 1,
+        # joins the examples of half of each epoch's batches, drawn at random
         half_packing: Packing | None = None,
     ) -> None:
-        """Keep the arguments; nothing is drawn before the first call of `batch`.
-
-        Args:
-            examples: the training data.
-            batch_size: examples of a step, over all ranks.
-            seed: of the run.
-            rank: of this process.
-            num_ranks: processes that share each batch.
-            half_packing: joins the examples of half of each epoch's batches, drawn at random; None
-                joins none.
-        """
         self._examples = examples
         self._batch_size = batch_size
         self._seed = seed
@@ -586,27 +446,19 @@ class BatchPlan:
         self._joined: set[int] = set()
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of a step, counted from 0 over all epochs; of several ranks, this rank's
-        part.
-
-        The order of the step's epoch is made anew where the last call was of another one.
-        """
+        """The batch of a step, counted from 0 over all epochs; this rank's part of it."""
         epoch, place = divmod(step, -(-len(self._examples) // self._batch_size))
         if epoch != self._epoch:
             self._batches = draw_epoch_batches(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
             if self._packing is not None:
-                self._shuffle_half_and_mark_for_packing()
+                self._choose_packed_half()
         packing = self._packing if place in self._joined else None
         batch = collate(self._examples, self._batches[place], packing)
-        return batch if self._part == (0, 1) else batch.every_nth_text_of_rank(*self._part)
+        return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
-    def _shuffle_half_and_mark_for_packing(self) -> None:
-        """Draw half of the epoch's batches, rounded up, shuffle their examples among them, and mark
-        them; `batch` packs them.
-
-        `_batches` is changed, and `_joined` set to the numbers of the drawn batches.
-        """
+    def _choose_packed_half(self) -> None:
+        """Half of the epoch's batches, rounded up, have their examples shuffled among them."""
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         batches = self._batches
         chosen = rng.permutation(len(batches))[: (len(batches) + 1) // 2]
@@ -618,13 +470,7 @@ class BatchPlan:
 
 
 def batches_by_length(examples: Sequence[Example], batch_size: int) -> list[Batch]:
-    """Put every example into one batch, those of like length together, the shortest first: for
-    passes without learning.
-
-    Args:
-        examples: the data.
-        batch_size: examples of a batch at most.
-    """
+    """For passes without learning; the shortest first."""
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens))
     starts = range(0, len(order), batch_size)
     return [collate(examples, np.array(order[i : i + batch_size])) for i in starts]

@@ -1,4 +1,4 @@
-"""A training run from its options to its last step, whichever trainer takes the steps."""
+"""A training run from its options to its last step, with either trainer."""
 
 import hashlib
 import json
@@ -16,10 +16,11 @@ import numpy as np
 
 from ..bars import bar, busy
 from ..errors import InputError, require, unwritable_error
-from ..json_files import read_json
+from ..json_files import build_settings, read_json
 from ..loading.adapter import StreamAdapter
 from ..loading.files import make_folder
-from ..loading.identity import stored_weights_digest, weights_and_configs_digest
+from ..loading.folders import CONFIG_FILE
+from ..loading.identity import folder_digest, stored_weights_digest
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
 from ..prompts import find_tokens_between_turns
@@ -38,7 +39,7 @@ from .data import (
     read_examples,
 )
 from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves_if_matplotlib
+from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
@@ -58,15 +59,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """Take one optimiser step, which changes the weights and adds 1 to `step`.
+        """One optimiser step on this process's part of a batch, gradients clipped; returns "step",
+        "rate", "NAME_loss".
 
-        Args:
-            batch: this process's part.
-            lower: as `Objective.lower` gives it for the batch.
-
-        Returns:
-            The steps taken so far as "step", the learning rate as "rate", and each loss before the
-            step as "NAME_loss".
+        The losses are those before the step, in nats per token. If the gradient is not finite, no
+        step is taken and InputError raised.
         """
 
     @abstractmethod
@@ -75,26 +72,14 @@ class Trainer(ABC):
 
     @abstractmethod
     def read(self, path: Path) -> tuple[str, Any]:
-        """Read a file of `write`, and change nothing; raises whatever a broken file makes it raise.
-
-        Returns:
-            The run's identity, and the state for `restore`.
-        """
+        """The identity and state that `write` has written; any exception if broken."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
         """Set weights, optimiser and step to those of a state that `read` returned."""
 
     def save(self, path: Path, identity: str) -> None:
-        """Write the state into a new file, which then takes the place of `path`.
-
-        Args:
-            path: of the file; where writing fails, an older one stays.
-            identity: of the run, written with it.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
+        """An older file stays if writing fails."""
         work = path.with_name("new." + path.name)
         try:
             self.write(work, identity)
@@ -104,18 +89,14 @@ class Trainer(ABC):
         finally:
             work.unlink(missing_ok=True)
 
-    def resume_if_saved(self, path: Path, identity: str, differing_options: str = "") -> None:
-        """Go on from a saved state, see `restore`; do nothing where there is no file.
-
-        Args:
-            path: of the state's file.
-            identity: of this run.
-            differing_options: what another run has other than this one, for the message; may be
-                empty.
-
-        Raises:
-            InputError: the file cannot be read, or is another run's.
-        """
+    def resume(
+        self,
+        path: Path,
+        identity: str,
+        # what another run has other than this one, for the message; may be empty
+        differing_options: str = "",
+    ) -> None:
+        """Go on from a saved state."""
         if not path.exists():
             return
         try:
@@ -138,7 +119,7 @@ class Trainer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that a training run is made of, read and checked, see `read_and_check_job`."""
+    """All that a training run is made of, read and checked, see `read_job`."""
 
     options: RunOptions
     train: TrainConfig
@@ -152,12 +133,11 @@ class Job:
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps of the whole run."""
         return self.train.num_steps(len(self.examples))
 
 
 class Identities(NamedTuple):
-    """What tells a run, and what its frozen part gives, from others: SHA-256 in hexadecimal."""
+    """What distinguishes a run, and its frozen part's states, from others: SHA-256, in hex."""
 
     run: str
     frozen_part: str
@@ -167,42 +147,28 @@ def _make_identities(
     job: Job,
     objective: Objective,
     dtype: str,
+    # weights of the frozen part beside the base's, such as a task's LoRA
     frozen_folders: Sequence[Path | None],
-    start_folders: Sequence[Path | None],
-    other_settings: Sequence[Any],
+    start_folders: Sequence[Path | None],  # weights that training starts from
+    other_settings: Sequence[Any],  # JSON values
 ) -> Identities:
-    """Digest all that decides a run's result, and of it what decides the results of its frozen
-    part.
+    """Digests of all that decides a run's result, and of what decides its frozen part's states.
 
-    Both have the base's weights, the training examples, `dtype` and `frozen_folders`. The run's has
-    all settings too, `other_settings` and `start_folders`; the frozen part's has the layers at
-    which it ends, so that runs share it that differ only above. The base model's name decides
-    nothing.
-
-    Args:
-        job: the run.
-        objective: says what its frozen part gives.
-        dtype: of the frozen layers.
-        frozen_folders: whose weights the frozen part has beside the base's, such as a task's LoRA.
-            Here and below the files count; None counts as a folder without files.
-        start_folders: whose weights training starts from.
-        other_settings: JSON values.
+    Runs share the frozen part's states if they differ only above the insertion layer. The base
+    model's name decides nothing.
     """
-    frozen = [dtype, *map(weights_and_configs_digest, frozen_folders)]
-    start = map(weights_and_configs_digest, start_folders)
+    frozen = [dtype, *map(folder_digest, frozen_folders)]
+    start = map(folder_digest, start_folders)
     config = job.config
     settings = job.train.to_dict(), replace(config, base_model="").to_dict()
     layers = config.num_layers, config.insertion_layer
     return Identities(
-        run=_digest_with_weights_and_examples(job, *settings, *frozen, *other_settings, *start),
-        frozen_part=_digest_with_weights_and_examples(job, *layers, *objective.LOWER_KIND, *frozen),
+        run=_digest(job, *settings, *frozen, *other_settings, *start),
+        frozen_part=_digest(job, *layers, *objective.LOWER_KIND, *frozen),
     )
 
 
-def _digest_with_weights_and_examples(job: Job, *values: Any) -> str:
-    """Return the SHA-256, in hexadecimal, over the base's weights, JSON values, and the tokens and
-    answers of all training examples.
-    """
+def _digest(job: Job, *values: Any) -> str:
     said = json.dumps([job.weights_digest, *values], sort_keys=True)
     digest = hashlib.sha256(said.encode())
     for example in job.examples:
@@ -210,21 +176,8 @@ def _digest_with_weights_and_examples(job: Job, *values: Any) -> str:
     return digest.hexdigest()
 
 
-def _fill_store_and_make_lower(job: Job, objective: Objective, identity: str) -> Lower:
-    """Return a function that gives the frozen part's results of a batch of the training examples.
-
-    It reads them from a file in the run's folder, which is filled before this returns. Packed
-    batches, in which other text stands before an example each epoch, are computed anew; so are all
-    batches, without a file, where it would take more disk than `cache_gb`.
-
-    Args:
-        job: the run.
-        objective: computes them.
-        identity: tells layers and data from others; a file of another identity is replaced.
-
-    Raises:
-        InputError: the disk is full.
-    """
+def _make_lower(job: Job, objective: Objective, identity: str) -> Lower:
+    """The frozen part's states of a batch of training examples, stored if `cache_gb` allows."""
     tokens = sum(len(example.tokens) for example in job.examples)
     size = tokens * objective.state_size * objective.state_bytes
     if size > job.options.cache_gb * 2**30:
@@ -232,15 +185,13 @@ def _fill_store_and_make_lower(job: Job, objective: Objective, identity: str) ->
     path = job.options.out / objective.STORE_FILE
     store = LowerStore(path, job.examples, objective, identity)
     store.fill_missing(objective.FROZEN_PART)
+    # In packed batches other text stands before an example in each epoch, so they are computed
+    # anew.
     return lambda batch: (store.read_batch if batch.firsts is None else objective.lower)(batch)
 
 
 def read_base_settings(folder: Path) -> dict[str, Any]:
-    """Read config.json of a base model's folder; what its "text_config" says goes before the rest.
-
-    Raises:
-        InputError: there is none, or numbers of layers, hidden size or vocabulary are missing.
-    """
+    """config.json of a base model; its "text_config" overrides the rest."""
     path = folder / "config.json"
     settings = read_json(path, "a model folder")
     settings = {**settings, **(settings.get("text_config") or {})}  # of a model that also sees
@@ -254,24 +205,13 @@ def read_base_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def read_and_check_job(
-    options: RunOptions, train: TrainConfig, start: StreamAdapter | None = None
+def read_job(
+    options: RunOptions,
+    train: TrainConfig,
+    # its settings, draft vocabulary and template stay, if `train` trains a part of it
+    start: StreamAdapter | None = None,
 ) -> Job:
-    """Read a run's data, find its base model, and choose settings and draft vocabulary.
-
-    The model is downloaded where it is not here; its weights are only digested, not loaded. Of the
-    held-out examples the first `valid_count` are kept. A new adapter's stream window is as long as
-    the longest training example, or longer.
-
-    Args:
-        options: of the run.
-        train: how to train.
-        start: the adapter whose settings, draft vocabulary and template are kept, where `train`
-            trains a part of it; None for a new adapter.
-
-    Raises:
-        InputError: the model or the data cannot be used, such as token ids that the model has not.
-    """
+    """The model is downloaded if missing; its weights are only digested, not loaded."""
     path = resolve_model(options.model)
     base = read_base_settings(path)
     train = train.with_default_draft_vocab_size(base["vocab_size"])
@@ -284,11 +224,6 @@ def read_and_check_job(
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
 
     def read_checked_examples(file_name: str) -> list[Example]:
-        """Read a file of examples in the data folder.
-
-        Raises:
-            InputError: it cannot be read, or has token ids that the model has not.
-        """
         file = options.data / file_name
         examples = read_examples(file, encoder, lambda lines: bar(lines, file_name))
         low = min(int(example.tokens.min()) for example in examples)
@@ -304,6 +239,7 @@ def read_and_check_job(
     examples = read_checked_examples("train.jsonl")
     valid = read_checked_examples("valid.jsonl")[: options.valid_count]
     if start is None:
+        # A new adapter's stream window holds the longest training example.
         longest = max(len(example.tokens) for example in examples)
         config = replace(config, stream_window=max(config.stream_window, longest))
     vocab = None
@@ -319,19 +255,11 @@ def read_and_check_job(
 
 
 def make_stream_config(
-    train: TrainConfig, base: dict[str, Any], options: RunOptions, end_tokens: list[int]
+    train: TrainConfig,  # its draft vocabulary's size is filled in
+    base: dict[str, Any],  # as `read_base_settings` gives it
+    options: RunOptions,
+    end_tokens: list[int],  # ids that end an answer
 ) -> StreamConfig:
-    """Return the settings of the adapter that a run will make.
-
-    Args:
-        train: how it is trained, its draft vocabulary's size filled in.
-        base: settings of the base model, as `read_base_settings` gives them.
-        options: of the run: the template and the model's name.
-        end_tokens: ids that end an answer.
-
-    Raises:
-        InputError: more layers or draft tokens are asked for than the model has.
-    """
     for name, most, what in (
         ("num_msa_layers", base["num_hidden_layers"], "layers"),
         ("draft_vocab_size", base["vocab_size"], "tokens"),
@@ -342,15 +270,18 @@ def make_stream_config(
             expected="at most those that the model has",
             do=f"lower --{name.replace('_', '-')}",
         )
-    return StreamConfig.from_dict(
+    return build_settings(
+        StreamConfig,
         {
             **train.to_dict(),
+            "starts_without_root": train.teaches_rootless_starts,
             "num_layers": base["num_hidden_layers"],
             "hidden_size": base["hidden_size"],
             "prompt_template": options.template,
             "end_token_ids": end_tokens,
             "base_model": options.model,
-        }
+        },
+        Path(CONFIG_FILE),
     )
 
 
@@ -358,42 +289,24 @@ def run_to_end(
     job: Job,
     trainer: Trainer,
     *,
-    prog: str,
-    dtype: str,
+    prog: str,  # the command's module, for records
+    dtype: str,  # of the frozen layers, by PyTorch's name or MLX's
     write_trained: Callable[[Validation], Path],
+    # this and the next two decide the result too, see `_make_identities`
     frozen_folders: Sequence[Path | None],
     start_folders: Sequence[Path | None],
     other_settings: Sequence[Any] = (),
+    # validate before a new run's first step too, and write whenever tokens per call are the most so
+    # far, by the log; otherwise write once, at the end
     keep_best: bool = False,
     before_step: Callable[[], None] = lambda: None,
+    # not called for the validation before the first step
     after_validation: Callable[[Validation], None] = lambda validation: None,
 ) -> None:
     """Take the steps of a run that are left; log, validate, save, and write what was trained.
 
-    A run that was stopped goes on from its last saved state. It is validated every `valid_every`
-    steps and at the end, where the data is packed on packed text too, and its state is saved every
-    `save_every` steps and at the end. Then its curves are drawn, if matplotlib is there. Settings,
-    log, state and curves are files in the run's folder; log entries of steps behind the saved state
-    are deleted.
-
-    Args:
-        job: the run; with `max_steps` it ends there.
-        trainer: takes the steps; goes on from the state in the run's folder.
-        prog: the command's module, for records.
-        dtype: of the frozen layers, by PyTorch's name or MLX's.
-        write_trained: writes what was trained, and returns where.
-        frozen_folders: whose weights the frozen part has beside the base's. This and the next two
-            decide the result with the job, see `_make_identities`: a state that was made of others
-            is refused.
-        start_folders: whose weights training starts from.
-        other_settings: JSON values that decide the result.
-        keep_best: validate before the first step of a new run too, and call `write_trained`
-            whenever tokens per call are the most so far, by the log; otherwise once, at the end.
-        before_step: called before each step.
-        after_validation: called after each validation but that before the first step.
-
-    Raises:
-        InputError: the folder holds another run, cannot be written, or a gradient is not finite.
+    The run goes on from the state in its folder. Log entries of steps after the saved state are
+    deleted.
     """
     out = job.options.out
     options = job.options
@@ -404,13 +317,13 @@ def run_to_end(
         job, objective, dtype, frozen_folders, start_folders, other_settings
     )
     settings = _settings_for_records(job, prog, dtype)
-    trainer.resume_if_saved(
+    trainer.resume(
         state, identities.run, _describe_differing_options(out / SETTINGS_FILE, settings)
     )
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
-    lower_of = _fill_store_and_make_lower(job, objective, identities.frozen_part)
+    lower_of = _make_lower(job, objective, identities.frozen_part)
     size = options.tree_size
     batches = batches_by_length(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
@@ -432,15 +345,15 @@ def run_to_end(
     first = trainer.step
     written = out
     if keep_best and not record.entries:
-        record.add({"step": 0, **validation.measure_losses_and_tokens_per_call()})
+        record.add({"step": 0, **validation.measure()})
     best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
     for step in bar(range(first, last), "training", initial=first, total=last, unit="step"):
         before_step()
         batch = plan.batch(step)
         entry = trainer.advance(batch, lower_of(batch))
         if trainer.step % options.valid_every == 0 or trainer.step == last:
-            entry |= validation.measure_losses_and_tokens_per_call()
-            packed = of_packed.measure_losses_and_tokens_per_call()
+            entry |= validation.measure()
+            packed = of_packed.measure()
             if rate := packed.get("tokens_per_call"):
                 entry["packed_tokens_per_call"] = rate
             _log_validation(entry, job.num_steps)
@@ -453,18 +366,11 @@ def run_to_end(
             trainer.save(state, identities.run)
     if not keep_best:
         written = write_trained(validation)
-    draw_curves_if_matplotlib(record.entries, out / PICTURE_FILE, out.name)
+    draw_curves(record.entries, out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", written, trainer.step, job.num_steps)
 
 
 def _settings_for_records(job: Job, prog: str, dtype: str) -> dict[str, Any]:
-    """Return what a run's folder says of its command, data and settings.
-
-    Args:
-        job: the run.
-        prog: the command's module.
-        dtype: of the frozen layers, by PyTorch's name or MLX's.
-    """
     settings: dict[str, Any] = {
         "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
         "model": job.options.model,
@@ -480,19 +386,11 @@ def _settings_for_records(job: Job, prog: str, dtype: str) -> dict[str, Any]:
     return settings
 
 
-def _describe_differing_options(path: Path, settings: Mapping[str, Any]) -> str:
-    """List which options of a stopped run differ from those of this one, for a message.
-
-    The settings of training, model, template and dtype are compared, and nothing else.
-
-    Args:
-        path: of the settings that the stopped run has written.
-        settings: of this run.
-
-    Returns:
-        Such as "--num-streams 4 and not 5"; empty where none differs, or the old settings cannot be
-        read.
-    """
+def _describe_differing_options(
+    path: Path,  # of the settings that the stopped run has written
+    settings: Mapping[str, Any],
+) -> str:
+    """Such as "--num-streams 4 and not 5"; empty if none differs or old settings are unreadable."""
     try:
         old = read_json(path, "the settings of a run")
         now = {**settings, **settings["train"]}
@@ -508,7 +406,6 @@ def _describe_differing_options(path: Path, settings: Mapping[str, Any]) -> str:
 
 
 def check_gradient_is_finite(norm: float, step: int) -> None:
-    """Raise InputError where `norm`, the gradient norm of step `step`, is infinite or NaN."""
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",
@@ -518,13 +415,6 @@ def check_gradient_is_finite(norm: float, step: int) -> None:
 
 
 def _log_validation(entry: dict[str, float], num_steps: int) -> None:
-    """Log a validation: the step, the held-out losses, and tokens per call where the entry has
-    them.
-
-    Args:
-        entry: of the run's log, with "step".
-        num_steps: of the whole run.
-    """
     losses = " ".join(
         f"{name.removeprefix('valid_').removesuffix('_loss')} {value:.3f}"
         for name, value in entry.items()
@@ -534,17 +424,11 @@ def _log_validation(entry: dict[str, float], num_steps: int) -> None:
     logger.info("step %.0f of %d: %s%s", entry["step"], num_steps, losses, rate)
 
 
-def require_same_lora_scale(source: Path, found: float, expected: float) -> None:
-    """Raise InputError where LoRA weights to start from have another scale, alpha / rank, than the
-    new run's.
-
-    Scales count as equal up to a relative difference of 1e-6.
-
-    Args:
-        source: folder of these weights, for the message.
-        found: their scale.
-        expected: the new run's.
-    """
+def require_same_lora_scale(
+    source: Path,  # folder of the weights to start from, for messages
+    found: float,  # alpha / rank
+    expected: float,
+) -> None:
     require(
         math.isclose(found, expected, rel_tol=1e-6),
         f"the LoRA in {source} has the scale alpha / rank {found:g}",
@@ -554,14 +438,7 @@ def require_same_lora_scale(source: Path, found: float, expected: float) -> None
 
 
 def require_task_lora_kept(source: Path, *, start_has_it: bool, run_has_it: bool) -> None:
-    """Raise InputError where streams to start from draft beside the LoRA of a task, which the new
-    run has not.
-
-    Args:
-        source: folder of the weights to start from, for the message.
-        start_has_it: whether these streams draft beside such a LoRA.
-        run_has_it: whether the new run has one; which, is not compared.
-    """
+    """Whether the start's LoRA and the run's are the same is not compared."""
     require(
         run_has_it or not start_has_it,
         f"the streams in {source} draft beside the LoRA of a task",
@@ -571,14 +448,6 @@ def require_task_lora_kept(source: Path, *, start_has_it: bool, run_has_it: bool
 
 
 def require_same_stream_design(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
-    """Raise InputError for the first of `_OF_STREAMS` in which streams to start from differ from
-    those of the new run; nothing is compared where `found` has no streams.
-
-    Args:
-        source: folder of the weights to start from, for the message.
-        found: the settings there.
-        wanted: those of the new run.
-    """
     for name in _OF_STREAMS if found.num_streams else ():
         before = getattr(found, name)
         now = getattr(wanted, name)
@@ -593,14 +462,7 @@ def require_same_stream_design(source: Path, found: StreamConfig, wanted: Stream
 def require_run_has_start_shapes(
     source: Path, start_arrays: Mapping[str, Any], run_arrays: Mapping[str, Any]
 ) -> None:
-    """Raise InputError unless for each array to start from the new run has one of the same name and
-    shape.
-
-    Args:
-        source: folder of the weights to start from, for the message.
-        start_arrays: those there, by name.
-        run_arrays: those of the new run, by name; it may have more.
-    """
+    """The run may have more arrays."""
     for name, array in start_arrays.items():
         here = list(run_arrays[name].shape) if name in run_arrays else None
         require(

@@ -1,14 +1,11 @@
 """The stream-fused model as a function of its trained weights, in batches, for gradients.
 
-mlx-lm's own layers run unchanged, as in `ssmlx.model.streams`. Each layer with multi-stream
-attention runs on the node rows first (eq. 1), then on the stream rows, which see the keys and
-values that the node rows left (eq. 2). So node rows are exactly what the base model computes, and
-streams of far apart anchors, which never see each other, run in groups: their masks stay small.
+mlx-lm's own layers run unchanged, first on the node rows (eq. 1), then on the stream rows, which
+see the keys and values of the nodes (eq. 2). So node rows are exactly what the base model computes;
+streams of different anchors never see each other and run in groups, whose masks stay small.
 
-Shapes, beside the legend of `ssmlx.model.shapes`:
-    B   examples of a batch
-    T   node rows: the batch's columns
-    K   node rows that carry streams; stream j of the m-th is row m * G + j - 1 of the streams'
+Shapes, beside the legend of `ssmlx.model.shapes`: B examples of a batch; T node rows, its columns;
+K node rows that carry streams, stream j of the m-th being row m * G + j - 1 of the streams'.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from ..loading.adapter import (
     StreamAdapter,
     stream_tensors,
     streams_from_tensors,
-    write_adapter_in_place,
+    write_adapter,
 )
 from ..loading.attach import require_same_base
 from ..loading.files import atomic_folder
@@ -40,8 +37,8 @@ from ..model.lora import (
     RowLora,
     RowScope,
     attach_lora,
-    linear_out_and_in,
     linear_paths,
+    linear_sizes,
     split_layer_path,
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
@@ -59,8 +56,7 @@ from .objective import RECORDED_TREE_SIZES, Validation
 EMBEDDING_STD = 0.02
 _ANCHORS_AT_ONCE = 64
 
-Weights = dict[str, mx.array]
-"""What is trained, by its name in the adapter's files."""
+Weights = dict[str, mx.array]  # what is trained, by its name in the adapter's files
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +68,7 @@ class Rows:
     key_positions: mx.array  # [B, keys]
 
     def mask_in_window(self, window: int | None) -> mx.array:
-        """Return [B, 1, R, keys] bool: `mask` without the keys that stand `window` tokens or more
-        before the row; `mask` itself for None.
-        """
+        """`mask` [B, 1, R, keys] without keys that are `window` or more tokens before the row."""
         if window is None:
             return self.mask
         first = self.positions[:, None, :, None] - window + 1
@@ -92,11 +86,7 @@ class Layout:
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
-        """Build the layout of a batch whose anchors have `num_streams` streams each.
-
-        A group has the streams of `_ANCHORS_AT_ONCE` anchor columns at most; without streams there
-        are no groups.
-        """
+        """Each group has the streams of at most `_ANCHORS_AT_ONCE` anchor columns."""
         positions = mx.array(batch.positions)
         nodes = Rows(positions, mx.array(batch.causal_visible[:, None]), positions)
         cuts = range(0, batch.anchors.shape[1] if num_streams else 0, _ANCHORS_AT_ONCE)
@@ -110,32 +100,22 @@ class Layout:
 
 
 def anchor_indices(anchors: np.ndarray) -> tuple[mx.array, mx.array]:
-    """Return rows [B, 1] and columns [B, k], which together index anchors [B, k] in [B, T, ...]."""
+    """Rows [B, 1] and columns [B, k], which together index anchors [B, k] in [B, T, ...]."""
     return mx.arange(len(anchors))[:, None], mx.array(anchors)
 
 
 def _stream_rows(
-    positions: np.ndarray, visible: np.ndarray, anchors: np.ndarray, num_streams: int
+    positions: np.ndarray,  # [B, T] of the node rows
+    visible: np.ndarray,  # [B, T, T] bool: nodes (third axis) that each node's streams see
+    anchors: np.ndarray,  # [B, k] columns
+    num_streams: int,  # G, of each anchor
 ) -> Rows:
-    """Return where the streams of some anchors stand, and what they see (eq. 2).
-
-    Stream j of an anchor stands j positions further on. It sees what its anchor's streams may see
-    of the nodes, and streams 1 to j of that anchor.
-
-    Args:
-        positions: [B, T] of the node rows.
-        visible: [B, T, T] bool, which nodes (third axis) the streams of each node (second axis)
-            see.
-        anchors: [B, k] columns.
-        num_streams: G, of each anchor.
-
-    Returns:
-        Rows with positions [B, k * G] and a mask [B, 1, k * G, T + k * G], anchor by anchor.
-    """
+    """Positions [B, k * G], mask [B, 1, k * G, T + k * G] of streams, anchor by anchor (eq. 2)."""
     ahead = np.arange(1, num_streams + 1, dtype=np.int32)
     texts = np.arange(len(anchors))[:, None]
     own_positions = (positions[texts, anchors, None] + ahead).reshape(len(positions), -1)
     row = np.arange(own_positions.shape[1])
+    # A stream sees itself and the earlier streams of its anchor.
     siblings = (row[:, None] // num_streams == row // num_streams) & (row <= row[:, None])
     sees_nodes = np.repeat(visible[texts, anchors], num_streams, axis=1)
     sees_streams = np.broadcast_to(siblings, (len(positions), *siblings.shape))
@@ -145,38 +125,25 @@ def _stream_rows(
 
 
 class _LayerCache:
-    """Stands in the place of mlx-lm's cache for one layer: it keeps the keys and values of one
-    pass.
-    """
+    """Takes the place of mlx-lm's cache for one layer; holds the keys and values of one pass."""
 
     def __init__(
-        self, rows: Rows, nodes: _LayerCache | None = None, rotation: ValueRotation | None = None
+        self,
+        rows: Rows,  # of this pass; only their positions are used, for rotary embeddings
+        nodes: _LayerCache | None = None,  # of the pass of node rows, for stream rows
+        rotation: ValueRotation | None = None,  # of stream rows' values (eq. 7)
     ) -> None:
-        """Begin with nothing kept.
-
-        Args:
-            rows: of this pass; only their positions are used, for rotary embeddings.
-            nodes: the cache that a pass of the node rows has filled, whose keys and values stand
-                before those of stream rows; None for a pass of node rows.
-            rotation: turns the values of stream rows (eq. 7); None turns none.
-        """
         self.offset = rows.positions
         self.kept: tuple[mx.array, mx.array] | None = None
         self._nodes = nodes
         self._rotation = rotation
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values that the rows of this pass may see, and keep them in `kept`,
-        in the place of older ones.
-
-        Args:
-            keys: [B, Hkv, R, Dh] of the rows of this pass.
-            values: [B, Hkv, R, Dh] likewise; of streams, turned first where they rotate.
-
-        Returns:
-            Keys and values [B, Hkv, R, Dh]; of stream rows [B, Hkv, T + R, Dh], behind those of the
-            nodes.
-        """
+    def update_and_fetch(
+        self,
+        keys: mx.array,  # [B, Hkv, R, Dh]
+        values: mx.array,  # [B, Hkv, R, Dh]
+    ) -> tuple[mx.array, mx.array]:
+        """What this pass sees: [B, Hkv, R, Dh]; of stream rows [B, Hkv, T + R, Dh], nodes first."""
         if self._rotation is not None:
             values = self._rotation.rotate_streams(values)
         if self._nodes is not None:
@@ -196,28 +163,14 @@ class LastStates(NamedTuple):
 
 
 class TrainedModel:
-    """A base model whose streams, LoRA and pruning adapter can be replaced, so that it is a
-    function of them: for gradients.
-    """
+    """A base model as a function of its streams, LoRA and pruning adapter, for gradients."""
 
     def __init__(
-        self, backbone: Backbone, adapter: StreamAdapter, part: Part | None = None
+        self,
+        backbone: Backbone,  # its layers are changed in place
+        adapter: StreamAdapter,
+        part: Part | None = None,  # what `weights` has, and training changes; None for all
     ) -> None:
-        """Put LoRA on the layers of a frozen model in place, and bind the weights of an adapter, in
-        float32.
-
-        The adapter's task LoRA is merged into the layers where these are not quantised, and stays
-        as it is.
-
-        Args:
-            backbone: the base model; its layers are changed.
-            adapter: of this base model.
-            part: which of the adapter's weights `weights` has, and training changes, see
-                `trainable_weights`; None for all.
-
-        Raises:
-            InputError: the adapter is another model's.
-        """
         require_same_base(adapter, backbone)
         self.backbone = backbone
         self.config = adapter.config
@@ -235,17 +188,14 @@ class TrainedModel:
         self.draft_head = self._fused.draft_head
         self._start = trainable_weights(adapter)
         self.weights = trainable_weights(adapter, part)
-        self.bind_and_reset_others_to_start(self.weights)
+        self.bind(self.weights)
 
     @property
     def adapter(self) -> StreamAdapter:
-        """The adapter with the weights that are bound now, which are float32."""
+        """The adapter with the weights that are bound now, in float32."""
         return replace_weights(self._adapter, self.weights)
 
     def measure_and_write(self, folder: Path, validation: Validation) -> Path:
-        """Write the adapter with the weights that are bound now into a folder, see
-        `measure_and_write_adapter`; return the folder.
-        """
         return measure_and_write_adapter(folder, self.adapter, validation)
 
     @property
@@ -253,13 +203,11 @@ class TrainedModel:
         assert self._fused.streams is not None
         return self._fused.streams
 
-    def bind_and_reset_others_to_start(self, weights: Weights) -> None:
-        """Put `weights` into the model, by their names in the adapter's files, and keep them as
-        `self.weights`.
-
-        They may be traced arrays of a gradient. Those that are not given have the values that they
-        had when the model was made, not those that were bound last.
-        """
+    def bind(
+        self,
+        weights: Weights,  # may be traced arrays of a gradient
+    ) -> None:
+        """Weights that are not given return to their first values, not to those bound last."""
         self.weights = weights
         every = {**self._start, **weights}
         for path, module in self._loras.items():
@@ -269,9 +217,7 @@ class TrainedModel:
         self._fused.streams = replace(streams_from_tensors(every), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
-        """Return [B, T, D] node states before the insertion layer: embeddings, run through the
-        frozen layers below it.
-        """
+        """[B, T, D] node states before the insertion layer."""
         batch, length = layout.tokens.shape
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
@@ -279,27 +225,28 @@ class TrainedModel:
             nodes = self._run(index, nodes, layout.nodes, _LayerCache(layout.nodes))
         return nodes
 
-    def upper_before_norm(self, nodes: mx.array, layout: Layout) -> LastStates:
-        """Run node rows, and then their streams, through the layers from the insertion layer on.
-
-        Args:
-            nodes: [B, T, D] node states before the insertion layer.
-            layout: of the batch.
-
-        Returns:
-            The last hidden states, to which the final norm is not applied.
-        """
+    def upper_before_norm(
+        self,
+        nodes: mx.array,  # [B, T, D] before the insertion layer
+        layout: Layout,
+        rootless: np.ndarray | None = None,  # [B, K] bool: streams without the root's term
+    ) -> LastStates:
+        """Node rows, and then their streams, from the insertion layer on."""
         started = nodes
         views = []
         for index in range(self.config.insertion_layer, self.config.num_layers):
             views.append((index, _LayerCache(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
         streams = [nodes[:, :0]]
-        for (texts, anchors), rows in layout.groups:
+        for number, ((texts, anchors), rows) in enumerate(layout.groups):
             known = None
             if self._fused.starts_from_root:
                 roots = layout.tokens[texts, anchors + 1]
                 known = self._fused.root_states(roots, nodes[texts, anchors])
+                if rootless is not None:
+                    first = number * _ANCHORS_AT_ONCE
+                    without = mx.array(rootless[:, first : first + _ANCHORS_AT_ONCE, None])
+                    known = mx.where(without, 0, known)
             states = started[texts, anchors]
             count = self.config.num_streams
             states = self._fused.start_streams(states, count, known)
@@ -310,53 +257,33 @@ class TrainedModel:
             streams.append(states)
         return LastStates(nodes, mx.concatenate(streams, axis=1))
 
-    def early_exit(self, nodes: mx.array) -> mx.array:
-        """Return node states with the pruning adapter's correction added, as the LM head takes them
-        behind the final norm (Speculative Streaming, section 3.2.3).
-
-        Args:
-            nodes: [..., D] states before the insertion layer.
-
-        Returns:
-            [..., D] in the same dtype, before the final norm.
-        """
+    def early_exit(
+        self,
+        nodes: mx.array,  # [..., D] before the insertion layer
+    ) -> mx.array:  # [..., D] before the final norm
+        """What the LM head takes after the final norm (Speculative Streaming, section 3.2.3)."""
         assert self._streams.prune is not None
         return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
 
     def head(self, uses_draft_head: bool) -> LMHead:
-        """Return the draft head where it is asked for and there is one, else the LM head."""
         return (self.draft_head if uses_draft_head else None) or self.backbone.lm_head
 
-    def apply_condition(self, normed: mx.array, tokens: mx.array) -> mx.array:
-        """Return final-normed stream rows with what the tokens before their guesses tell them
-        added.
-
-        Args:
-            normed: [R, D] rows behind the final norm.
-            tokens: [R] ids, of each row the token before the one that it guesses.
-
-        Returns:
-            [R, D] in the dtype of `normed`.
-        """
+    def apply_condition(
+        self,
+        normed: mx.array,  # [R, D] after the final norm
+        tokens: mx.array,  # [R] the token before the one that each row guesses
+    ) -> mx.array:  # [R, D]
         assert self._streams.condition is not None
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
 
     def rank_candidates(
-        self, streams: mx.array, roots: mx.array, count: int
+        self,
+        streams: mx.array,  # [A * G, D] before the final norm, anchor by anchor
+        roots: mx.array,  # [A] the token after each anchor
+        count: int,  # C, candidates of a stream
     ) -> tuple[mx.array, mx.array]:
-        """Return the `count` likeliest draft tokens of each stream, and their log probabilities.
-
-        Args:
-            streams: [A * G, D] hidden states before the final norm, anchor by anchor.
-            roots: [A] the token after each anchor.
-            count: C, candidates of a stream.
-
-        Returns:
-            Tokens [A, G, C], best first, and log probabilities: [A, G, C], or [A, G, C, C] given
-            each candidate of the stream before where there is a condition; see
-            `DraftVocab.rank_stream_tokens`.
-        """
+        """Tokens [A, G, C], best first, and log probabilities of `rank_stream_tokens`."""
         return DraftVocab(self._fused).rank_stream_tokens(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
@@ -365,16 +292,8 @@ class TrainedModel:
 
 
 def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
-    """Return the arrays of an adapter that training may change, in float32, by name.
-
-    Args:
-        adapter: the adapter, which stays as it is.
-        part: "streams" takes the streams, their condition, and LoRA on stream rows; "condition" the
-            condition alone; None the streams and the LoRA that is trained with them.
-
-    Returns:
-        The arrays by their names in the adapter's files; never the draft vocabulary.
-    """
+    """Float32 arrays by their names in the adapter's files; never the draft vocabulary."""
+    # "streams" includes their condition and LoRA on stream rows.
     lora = adapter.stream_lora if part else adapter.trained_lora
     weights = {**stream_tensors(adapter.streams), **lora_tensors(lora)}
     weights.pop("draft_vocab", None)
@@ -383,13 +302,6 @@ def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weigh
 
 
 def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
-    """Return a copy of the adapter with these arrays in the place of those of the same names;
-    others stay as they are.
-
-    Args:
-        adapter: the adapter.
-        weights: arrays by their names in the adapter's files, as `trainable_weights` gives them.
-    """
     trained = adapter.trained_lora
     every = {**stream_tensors(adapter.streams), **lora_tensors(trained), **weights}
     lora = {
@@ -399,23 +311,12 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     return adapter.with_trained(lora, streams=streams_from_tensors(every))
 
 
-def bind_weights_that_adapter_has(
-    model: TrainedModel, adapter: StreamAdapter, source: Path
+def bind_adapter(
+    model: TrainedModel,
+    adapter: StreamAdapter,
+    source: Path,  # the adapter's folder, for messages
 ) -> None:
-    """Bind the weights of another adapter to a model, as far as that has them.
-
-    The adapter may lack parts, such as streams where it is a LoRA alone; these keep the model's
-    weights. Its draft vocabulary is not taken.
-
-    Args:
-        model: its weights are replaced, in float32.
-        adapter: to start from.
-        source: its folder, for messages.
-
-    Raises:
-        InputError: the adapter is for another base, its streams are of another design, or a scale
-            or a shape differs.
-    """
+    """What `adapter` lacks keeps the model's weights; so does the draft vocabulary."""
     require_same_base(adapter, model.backbone)
     start_has_it = bool(adapter.task_lora)
     run_has_it = bool(model.adapter.task_lora)
@@ -428,76 +329,54 @@ def bind_weights_that_adapter_has(
     require_run_has_start_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
-    model.bind_and_reset_others_to_start(weights)
+    model.bind(weights)
 
 
-def measure_and_write_adapter(folder: Path, adapter: StreamAdapter, validation: Validation) -> Path:
-    """Measure tokens per call on held-out text, and write an adapter with them in its settings.
-
-    Args:
-        folder: an older one is replaced as a whole when the new one is written.
-        adapter: it stays as it is.
-        validation: replays with trees of `RECORDED_TREE_SIZES`; without streams nothing is
-            recorded.
-
-    Returns:
-        The folder.
-    """
+def measure_and_write_adapter(
+    folder: Path,  # replaced as a whole once the new one is written
+    adapter: StreamAdapter,
+    validation: Validation,
+) -> Path:
+    """Records tokens per call of trees of `RECORDED_TREE_SIZES` in the adapter's settings."""
     config = replace(
         adapter.config,
         tokens_per_call=validation.tokens_per_call_by_tree_size(RECORDED_TREE_SIZES) or None,
     )
     with atomic_folder(folder) as work:
-        write_adapter_in_place(work, replace(adapter, config=config))
+        write_adapter(work, replace(adapter, config=config))
     return folder
 
 
 def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
-    """Return a copy of the adapter with a condition and a root init where `train` asks for one and
-    it has none.
-
-    New weights change no guess before they are trained. The settings of the copy have the two ranks
-    of `train`, and no recorded tokens per call.
-    """
+    """New weights change no guess before they are trained; recorded tokens per call are dropped."""
     streams = adapter.streams
     size = adapter.config.hidden_size
-    condition = streams.condition or draw_condition_or_none(train, size)
-    root_init = streams.root_init or draw_root_init_or_none(train, size)
+    condition = streams.condition or draw_condition(train, size)
+    root_init = streams.root_init or draw_root_init(train, size)
     config = replace(
         adapter.config,
         condition_rank=train.condition_rank,
-        root_init_rank=train.root_init_rank,
+        root_init_rank=train.root_init_rank or 0,
+        starts_without_root=adapter.config.starts_without_root or train.teaches_rootless_starts,
         tokens_per_call=None,
     )
     streams = replace(streams, condition=condition, root_init=root_init)
     return replace(adapter, config=config, streams=streams)
 
 
-def draw_root_init_or_none(train: TrainConfig, hidden_size: int) -> LowRank | None:
-    """Draw what the root token and the last hidden state add to f of eq. 3: a low-rank map from 2
-    `hidden_size` to `hidden_size` numbers.
-
-    It is zero until it is trained. None where `train.root_init_rank` is 0.
-    """
+def draw_root_init(train: TrainConfig, hidden_size: int) -> LowRank | None:
+    """f's term of the root token and the last hidden state (eq. 3), [2 D] to [D]; zero at first."""
     rng = np.random.default_rng([train.seed, 2])
-    return draw_low_rank_or_none(rng, train.root_init_rank, 2 * hidden_size, hidden_size)
+    return draw_low_rank(rng, train.root_init_rank or 0, 2 * hidden_size, hidden_size)
 
 
-def draw_low_rank_or_none(
-    rng: np.random.Generator, rank: int, inputs: int, size: int
-) -> LowRank | None:
-    """Draw a low-rank map from `inputs` to `size` numbers, whose second factor is zero; None for
-    rank 0.
-    """
+def draw_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
+    """The second factor is zero."""
     return LowRank(_uniform(rng, rank, inputs, inputs), mx.zeros((size, rank))) if rank else None
 
 
-def draw_condition_or_none(train: TrainConfig, hidden_size: int) -> Condition | None:
-    """Draw a condition for hidden size `hidden_size`, from the run's seed; None where
-    `train.condition_rank` is 0.
-
-    Its last factor is zero, so it changes no guess until it is trained.
-    """
+def draw_condition(train: TrainConfig, hidden_size: int) -> Condition | None:
+    """The last factor is zero, so it changes no guess until it is trained."""
     rank = train.condition_rank
     rng = np.random.default_rng([train.seed, 1])
     if not rank:
@@ -507,7 +386,7 @@ def draw_condition_or_none(train: TrainConfig, hidden_size: int) -> Condition | 
 
 
 def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> mx.array:
-    """Draw [rows, columns] float32, uniform between -1 and 1 over the square root of `inputs`."""
+    """[rows, columns] float32 between -1 and 1 over the square root of `inputs`."""
     bound = inputs**-0.5
     return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
 
@@ -516,25 +395,10 @@ def new_adapter(
     backbone: Backbone,
     config: StreamConfig,
     train: TrainConfig,
-    draft_vocab: np.ndarray | None,
-    task_lora: Loras | None = None,
+    draft_vocab: np.ndarray | None,  # [Vd] int32 tokens; None for all
+    task_lora: Loras | None = None,  # on every row, of the model that the streams draft for
 ) -> StreamAdapter:
-    """Make an adapter that changes no answer yet: the second factor of every low-rank pair is zero.
-
-    The rest is drawn from the run's seed, alike on every machine. LoRA is made for linear modules
-    from the insertion layer on.
-
-    Args:
-        backbone: the base model, whose linear modules get LoRA; it stays as it is.
-        config: the adapter's settings.
-        train: ranks, modules and the seed.
-        draft_vocab: [Vd] int32 tokens that streams draft from; None for all.
-        task_lora: LoRA on every row of the model that the streams draft for, beside streams of
-            scope "streams"; None for none.
-
-    Raises:
-        InputError: `train.lora_modules` names no linear module.
-    """
+    """Alike on every machine. Changes no answer: second factors of low-rank pairs are zero."""
     rng = np.random.default_rng(train.seed)
     size = config.hidden_size
     scale = train.lora_alpha / train.lora_rank
@@ -544,18 +408,18 @@ def new_adapter(
         embeddings = mx.array(drawn.astype(np.float32))
     streams = StreamWeights(
         embeddings,
-        draw_low_rank_or_none(rng, config.stream_init_rank, size, size),
-        draw_root_init_or_none(train, size),
-        draw_low_rank_or_none(rng, config.prune_rank, size, size),
+        draw_low_rank(rng, config.stream_init_rank, size, size),
+        draw_root_init(train, size),
+        draw_low_rank(rng, config.prune_rank, size, size),
         None if draft_vocab is None else mx.array(draft_vocab),
-        draw_condition_or_none(train, size),
+        draw_condition(train, size),
     )
     layers = range(config.insertion_layer, config.num_layers)
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())
     lora = {}
     paths = linear_paths(backbone.model, layers, train.lora_modules, "correct --lora-modules")
     for path in sorted(paths, key=split_layer_path):
-        out_size, in_size = linear_out_and_in(modules[path])
+        out_size, in_size = linear_sizes(modules[path])
         a = _uniform(rng, in_size, train.lora_rank, in_size)
         lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
     adapter = StreamAdapter(

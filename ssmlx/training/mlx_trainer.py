@@ -1,7 +1,7 @@
 """A training run in MLX: its losses (eq. 5), its steps, and what is saved.
 
-Every step is a function of the settings, the data and the state before it. A run that was
-killed goes on from its last saved state to the same result.
+Every step is a function of the settings, the data and the state before it. A run that was killed
+goes on from its last saved state to the same result.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,42 +30,34 @@ _ROWS_AT_ONCE = 256
 _CACHE_BYTES = 1 << 31
 _clip_gradients: Callable[[Weights, float], tuple[Weights, mx.array]] = optim.clip_grad_norm
 
+# Hidden states [R, D] after the final norm to logits [R, V]: the LM head, quantized or not.
 LogitsOf = Callable[[mx.array], mx.array]
-"""Hidden states [R, D] after the final norm to logits [R, V]: the LM head, packed or not."""
 
 
 def linear_cross_entropy(
-    logits_of: LogitsOf, hidden: mx.array, targets: mx.array, scales: mx.array, vocab_size: int
+    logits_of: LogitsOf,  # no gradient goes to it
+    hidden: mx.array,  # [R, D] final-normed
+    targets: mx.array,  # [R] token ids
+    scales: mx.array,  # [R] float32, weight of each row in the sum
+    vocab_size: int,  # decides how many rows are computed at a time
 ) -> tuple[mx.array, mx.array]:
-    """Return the weighted sum of cross-entropies under an LM head, and each row's own.
+    """The weighted sum of cross-entropies, and each row's own [R] in nats, which has no gradient.
 
-    Logits are computed some rows at a time, with the gradient of `hidden` in the same go, and are
-    not kept.
-
-    Args:
-        logits_of: the LM head, to which no gradient goes.
-        hidden: [R, D] final-normed states; the gradient reaches them.
-        targets: [R] token ids.
-        scales: [R] float32, the weight of each row in the sum.
-        vocab_size: V of the head, which decides how many rows go at a time.
-
-    Returns:
-        The sum; and each row's cross-entropy [R] in nats, which has no gradient.
+    Logits are the largest arrays of a step: they are computed, with the gradient of `hidden`, some
+    rows at a time, and not kept.
     """
 
     def surrogate_and_losses(
         rows: mx.array, wanted: mx.array, weights: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Return a scalar that has the loss's gradient, if not its value; and the cross-entropies
-        of the rows.
-        """
+        """A scalar with the loss's gradient, but not its value; the rows' cross-entropies."""
         logits = logits_of(rows).astype(mx.float32)
         losses, probs = cross_entropies_and_probs(mx.stop_gradient(logits), wanted)
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
-    def sum_rows_and_gradient_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the sum, each row's loss [R] and the sum's gradient [R, D], chunk by chunk."""
+    def sum_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """The sum, each row's loss [R] and the sum's gradient [R, D]."""
         losses: list[mx.array] = []
         gradients: list[mx.array] = []
         for rows in split_rows(len(hidden), vocab_size):
@@ -83,57 +75,46 @@ def linear_cross_entropy(
     def gradient_of_hidden(
         hidden: mx.array, upstream: tuple[mx.array, ...], found: tuple[mx.array, ...]
     ) -> mx.array:
-        """Return the stored gradient of `hidden`, times that of the sum."""
         return (found[2] * upstream[0]).astype(hidden.dtype)
 
-    summed: Any = mx.custom_function(sum_rows_and_gradient_by_chunks)
+    summed: Any = mx.custom_function(sum_by_chunks)
     summed.vjp(gradient_of_hidden)
     total, losses, _ = summed(hidden)
     return total, mx.stop_gradient(losses)
 
 
-def cross_entropies_and_probs(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Return cross-entropies [R] in nats and probabilities [R, V] of float32 logits [R, V].
-
-    Sums are taken a block of tokens at a time. MLX's CPU backend adds one number after the other:
-    over a whole vocabulary small ones are lost, losses come out some 1e-4 too low, and gradients of
-    likely tokens are off by percents.
-
-    Args:
-        logits: [R, V] float32.
-        targets: [R] token ids.
-    """
+def cross_entropies_and_probs(
+    logits: mx.array,  # [R, V] float32
+    targets: mx.array,  # [R] token ids
+) -> tuple[mx.array, mx.array]:
+    """[R] in nats, and [R, V]."""
     rows = len(logits)
     whole = logits.shape[1] // _BLOCK * _BLOCK
     top = logits.max(axis=-1, keepdims=True)
     powers = mx.exp(logits - top)
+    # MLX's CPU backend adds one number after the other: over a whole vocabulary small ones are
+    # lost, losses come out some 1e-4 too low, and gradients of likely tokens are off by percents.
+    # So sums are taken a block of tokens at a time.
     sums = [powers[:, :whole].reshape(rows, -1, _BLOCK).sum(axis=-1), powers[:, whole:]]
     mass = mx.concatenate(sums, axis=1).sum(axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
     return (mx.log(mass) + top - chosen)[:, 0], powers / mass
 
 
-def load_base_in_trainable_dtype(path: Path, dtype: str, name: str = Origin.name) -> Backbone:
-    """Load the base model of a folder for training, in a type that small gradients survive.
-
-    Quantised weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
-    which small gradients vanish, nor packed weights on the CPU in 16 bits, an eighth as fast:
-    floating parameters, scales among them, are held in float32 then. On a GPU, "auto" holds weights
-    that are not quantised in bfloat16.
-
-    Args:
-        path: the model's folder.
-        dtype: as `load` takes it.
-        name: what messages call the model, as the user gave it.
-
-    Raises:
-        InputError: the folder cannot be loaded.
-    """
+def load_trainable_base(
+    path: Path,
+    dtype: str,  # as `load` takes it
+    name: str = Origin.name,  # of the model in messages, as the user gave it
+) -> Backbone:
+    """Float32 or bfloat16, in which small gradients survive; quantized weights stay so."""
+    # Quantized weights stay so for "stored", and on a GPU for "auto".
     packed = read_json(path / "config.json", "a model folder").get("quantization") is not None
     if dtype == "auto" and resolve_dtype(dtype) == "stored" and not packed:
         dtype = "bfloat16"
     backbone, _ = load_base(path, dtype, origin=Origin(name=name))
     on_cpu = mx.default_device() == mx.cpu
+    # Small gradients vanish in float16; quantized weights in 16 bits run an eighth as fast on the
+    # CPU. Floating parameters, scales among them, are then held in float32.
     if backbone.dtype == mx.float16 or (on_cpu and is_quantised(backbone.model)):
         backbone.model.set_dtype(mx.float32)
         mx.eval(backbone.model.parameters())
@@ -141,19 +122,12 @@ def load_base_in_trainable_dtype(path: Path, dtype: str, name: str = Origin.name
 
 
 class MlxObjective(Objective):
-    """The loss of eq. 5 in MLX, over a model and its draft vocabulary, if it has one."""
-
     def __init__(
-        self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
+        self,
+        model: TrainedModel,
+        train: TrainConfig,
+        draft_vocab: np.ndarray | None,  # [Vd] tokens that streams draft from; None for all
     ) -> None:
-        """Keep the arguments, and read vocabulary, hidden size and bytes of a number from the
-        model.
-
-        Args:
-            model: whose weights are trained.
-            train: which terms the loss has, and their weights.
-            draft_vocab: [Vd] tokens that streams draft from; None for all.
-        """
         self.model = model
         self.train = train
         self.draft_vocab = draft_vocab
@@ -162,12 +136,7 @@ class MlxObjective(Objective):
         self.state_bytes = model.backbone.dtype.size
 
     def lower(self, batch: Batch) -> mx.array:
-        """Return [B, T, state_size] what the frozen layers give, evaluated.
-
-        That is node states before the insertion layer; or, where the condition alone is trained,
-        all G streams of each anchor before the final norm, in the anchor's column, and zeros in
-        others.
-        """
+        """See `Objective.lower`; evaluated. Streams are before the final norm."""
         layout = self._layout(batch)
         states = self.model.lower(layout)
         if self.train.keeps_streams:  # streams before the norm, in the columns of their anchors
@@ -179,30 +148,25 @@ class MlxObjective(Objective):
         return states
 
     def to_bits(self, states: mx.array) -> np.ndarray:
-        """Return states as integers of their width in NumPy, which has no bfloat16."""
         return np.array(states.view(mx.int16 if self.state_bytes == 2 else mx.int32))
 
     def from_bits(self, bits: np.ndarray) -> mx.array:
-        """Return the states of which `to_bits` made these integers."""
         return mx.array(bits).view(self.model.backbone.dtype)
 
     def loss_and_term_means(
-        self, weights: Weights, batch: Batch, lower: mx.array, step: int
+        self,
+        weights: Weights,  # bound to the model first; the gradient reaches them
+        batch: Batch,
+        lower: mx.array,  # [B, T, state_size]
+        step: int,  # see `loss_terms`
     ) -> tuple[mx.array, list[mx.array]]:
-        """Return eq. 5's weighted sum, and the mean of each of its terms.
+        """Eq. 5's weighted sum, and the means of `loss_terms` in order, in nats per token; 0
+        without targets.
 
-        Args:
-            weights: bound to the model first; the gradient reaches them.
-            batch: B texts.
-            lower: [B, T, state_size] as `lower` returns it.
-            step: decides which anchors teach the pruning adapter, see `loss_terms`.
-
-        Returns:
-            The sum; and the means in nats a token, in the order of `loss_terms`, 0 for one without
-            targets. Of one rank's part of a batch, both are shares that add up over the ranks.
+        Of one rank's part of a batch, both are partial sums that add up over the ranks.
         """
-        self.model.bind_and_reset_others_to_start(weights)
-        states = self._hidden_states_by_kind(batch, lower)
+        self.model.bind(weights)
+        states = self._hidden_states_by_kind(batch, lower, self.rootless_anchors(batch, step))
         total = mx.array(0.0)
         means = {}
         terms = self.loss_terms(batch, step)
@@ -220,46 +184,24 @@ class MlxObjective(Objective):
                 means[term.name] = rows.sum() / whole[term.name]
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
-    def _hidden_states_by_kind(self, batch: Batch, lower: mx.array) -> dict[TermKind, mx.array]:
-        """Return hidden states before the final norm, by the kinds of rows that terms name.
-
-        Args:
-            batch: the examples.
-            lower: what `lower` returned of the batch: states before the insertion layer, or where
-                the condition alone is trained the streams' last states, and no layer is run.
-
-        Returns:
-            [B, T, D] of `MAIN` and `PRUNE`, the latter `lower` itself; and of `STREAM` and `GIVEN`
-            the same array of the streams' rows, anchor by anchor. Where the condition alone is
-            trained there are only the latter two.
-        """
+    def _hidden_states_by_kind(
+        self, batch: Batch, lower: mx.array, rootless: np.ndarray | None = None
+    ) -> dict[TermKind, mx.array]:
+        """Before the final norm: [B, T, D] of nodes, [B, K * G, D] of streams, anchor by anchor."""
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
-        nodes, streams = self.model.upper_before_norm(lower, self._layout(batch))
+        nodes, streams = self.model.upper_before_norm(lower, self._layout(batch), rootless)
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
 
     def mean_losses(self, batch: Batch, lower: mx.array) -> dict[str, float]:
-        """Return the mean of each term under the weights that are bound, by "NAME_loss", in nats a
-        token.
-
-        Args:
-            batch: B texts.
-            lower: as `lower` returns it for the batch.
-        """
         _, means = self.loss_and_term_means(self.model.weights, batch, lower, 0)
         return self.read_losses_by_name(batch, 0, means)
 
     def read_losses_by_name(
         self, batch: Batch, step: int, means: list[mx.array]
     ) -> dict[str, float]:
-        """Read the means that `loss_and_term_means` has returned from the device, by "NAME_loss".
-
-        Args:
-            batch: as given to `loss_and_term_means`.
-            step: as given to `loss_and_term_means`.
-            means: of the terms, in order; may be empty.
-        """
+        """Reads the means of `loss_and_term_means` from the device."""
         values = to_list(mx.stack(means)) if means else []
         names = [f"{term.name}_loss" for term in self.loss_terms(batch, step)]
         return dict(zip(names, values, strict=True))
@@ -267,18 +209,6 @@ class MlxObjective(Objective):
     def rank_candidates(
         self, batch: Batch, lower: mx.array, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank the tokens that every stream of a batch may guess, under the weights that are bound.
-
-        Args:
-            batch: B texts with K anchors at most.
-            lower: as `lower` returns it for the batch.
-            count: C, tokens of each stream.
-
-        Returns:
-            [B, K, G, C] the likeliest draft tokens, best first; and their log probabilities [B, K,
-            G, C], or [B, K, G, C, C] given each candidate of the stream before where there is a
-            condition.
-        """
         rows = self._hidden_states_by_kind(batch, lower)[STREAM].reshape(-1, self.hidden_size)
         pieces = []
         streams = self.train.num_streams
@@ -297,26 +227,17 @@ class MlxObjective(Objective):
         return Layout.of(batch, self.train.num_streams)
 
     def _uses_draft_head(self, term: Term) -> bool:
-        """Whether a term's rows go to the draft head, and not to the whole LM head."""
         return term.kind in (STREAM, GIVEN) and self.draft_vocab is not None
 
     def _weighted_sum_and_row_losses(
         self,
-        terms: list[Term],
-        states: dict[TermKind, mx.array],
+        terms: list[Term],  # each has a target
+        states: dict[TermKind, mx.array],  # before the final norm
         uses_draft_head: bool,
+        # by a term's name: its targets in the whole batch, over all ranks
         whole_targets: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
-        """Return the weighted sum of losses over terms that share a head, and each row's loss.
-
-        Rows without a target are left out; the others stand term by term.
-
-        Args:
-            terms: one or more, each with a target at least.
-            states: hidden states before the final norm, by kind.
-            uses_draft_head: whether the head is the draft head.
-            whole_targets: by a term's name, its targets in the whole batch, over all ranks.
-        """
+        """Of terms that share a head; rows without a target are left out."""
         rows = []
         targets = []
         scales = []
@@ -343,14 +264,9 @@ class MlxObjective(Objective):
 
 
 class Adam:
-    """AdamW over named weights, as PyTorch's; the stream embeddings have a learning rate of their
-    own, a multiple of the others'.
-    """
+    """AdamW, equal to PyTorch's; stream embeddings learn at a multiple of the rate."""
 
     def __init__(self, weights: Weights, train: TrainConfig) -> None:
-        """Start with zero moments for `weights`; `train` has the decay, and the multiple of the
-        rate for stream embeddings.
-        """
         embeddings = [name for name in weights if name == "stream_embeddings"]
         rest = [name for name in weights if name not in embeddings]
         # With bias correction it is PyTorch's AdamW.
@@ -363,13 +279,6 @@ class Adam:
             optimizer.init({name: weights[name] for name in names})
 
     def update(self, gradients: Weights, weights: Weights, learning_rate: float) -> Weights:
-        """Return new weights after a step of AdamW; the moments and the step count change.
-
-        Args:
-            gradients: by name, of all weights.
-            weights: by name; they stay as they are.
-            learning_rate: of the step, multiplied for stream embeddings.
-        """
         updated: Weights = {}
         for names, multiple, optimizer in self._groups:
             optimizer.learning_rate = learning_rate * multiple
@@ -379,7 +288,7 @@ class Adam:
 
     @property
     def state(self) -> dict[str, mx.array]:
-        """The moments and the step count, by "m NAME", "v NAME" and "step"; settable."""
+        """The moments and the step count, by "m NAME", "v NAME" and "step"."""
         arrays: dict[str, mx.array] = {}
         for names, _, optimizer in self._groups:
             arrays["step"] = optimizer.state["step"]
@@ -389,16 +298,12 @@ class Adam:
 
     @state.setter
     def state(self, arrays: dict[str, mx.array]) -> None:
-        """Put back moments and step count that `state` has given; other names are ignored."""
         for names, _, optimizer in self._groups:
             own = {name: {part: arrays[f"{part} {name}"] for part in "mv"} for name in names}
             optimizer.state |= {"step": arrays["step"], **own}
 
 
-def read_saved_step_or_0(path: Path) -> int:
-    """Return the step count of a state file that `MlxTrainer` wrote; 0 where there is none that can
-    be read.
-    """
+def read_saved_step(path: Path) -> int:
     try:
         loaded: Any = mx.load(str(path), format="safetensors")
         return to_int(loaded["step"])
@@ -407,19 +312,17 @@ def read_saved_step_or_0(path: Path) -> int:
 
 
 class MlxTrainer(Trainer):
-    """Takes training steps in MLX, alone or as one rank of several that share each batch."""
+    """Takes training steps in MLX, alone or as one of several ranks that share each batch."""
 
     STATE_FILE = "state.safetensors"
     objective: MlxObjective
 
-    def __init__(self, objective: MlxObjective, num_steps: int, group: Group | None = None) -> None:
-        """Begin at step 0 with the weights of the objective's model, and zero moments.
-
-        Args:
-            objective: with the model, whose weights are trained.
-            num_steps: of the whole run, for the learning rate.
-            group: the ranks among which each batch is split; None for one process.
-        """
+    def __init__(
+        self,
+        objective: MlxObjective,
+        num_steps: int,  # of the whole run, for the learning rate
+        group: Group | None = None,  # ranks among which each batch is split
+    ) -> None:
         self.objective = objective
         self.num_steps = num_steps
         self.step = 0
@@ -428,29 +331,20 @@ class MlxTrainer(Trainer):
         self.weights = objective.model.weights
         self.optimizer = Adam(self.weights, objective.train)
 
-    def gradients(self, batch: Batch, lower: mx.array) -> tuple[Weights, list[mx.array]]:
-        """Return the gradient of eq. 5 by weight, and the terms' means in nats, of the whole batch
-        on every rank.
-
-        Nothing is changed; the model keeps the trainer's weights.
-
-        Args:
-            batch: this rank's part.
-            lower: as `MlxObjective.lower` gives it for this batch.
-        """
+    def gradients(
+        self,
+        batch: Batch,  # this rank's part
+        lower: mx.array,  # as `MlxObjective.lower` gives it for this batch
+    ) -> tuple[Weights, list[mx.array]]:
+        """Gradients of eq. 5, and the terms' means in nats, of the whole batch on every rank."""
         gradient_of = mx.value_and_grad(self.objective.loss_and_term_means)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
-        self.objective.model.bind_and_reset_others_to_start(
-            self.weights
-        )  # in the place of what MLX traced with
+        self.objective.model.bind(self.weights)  # in the place of what MLX traced with
         return self._sum_over_ranks(gradients, means)
 
     def _sum_over_ranks(
         self, gradients: Weights, means: list[mx.array]
     ) -> tuple[Weights, list[mx.array]]:
-        """Return the sums over all ranks of gradients, by name, and of means, evaluated; without a
-        group, both as they are.
-        """
         if self._group is None:
             return gradients, means
         every = sum_over_ranks([*gradients.values(), *means], self._group)
@@ -458,20 +352,6 @@ class MlxTrainer(Trainer):
         return dict(zip(gradients, every, strict=False)), every[len(gradients) :]
 
     def advance(self, batch: Batch, lower: mx.array) -> dict[str, float]:
-        """Take one optimiser step on a batch: gradients are clipped, weights and moments updated,
-        and the weights bound to the model.
-
-        Args:
-            batch: this rank's part.
-            lower: as `MlxObjective.lower` gives it for this batch.
-
-        Returns:
-            The steps taken so far as "step", the learning rate as "rate", and the losses before the
-            step as "NAME_loss", of the whole batch.
-
-        Raises:
-            InputError: the gradient is not finite; no step is taken.
-        """
         train = self.objective.train
         rate = train.learning_rate_at(self.step, self.num_steps)
         gradients, means = self.gradients(batch, lower)
@@ -480,7 +360,7 @@ class MlxTrainer(Trainer):
         check_gradient_is_finite(float(norm), self.step + 1)
         self.weights = self.optimizer.update(gradients, self.weights, rate)
         mx.eval(self.weights, self.optimizer.state)
-        self.objective.model.bind_and_reset_others_to_start(self.weights)
+        self.objective.model.bind(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
         parts = self.objective.read_losses_by_name(batch, self.step, means)
@@ -494,35 +374,17 @@ class MlxTrainer(Trainer):
         return {**self.optimizer.state, **weights}
 
     def write(self, path: Path, identity: str) -> None:
-        """Write weights, moments and the step count into a safetensors file, with the run's
-        identity.
-        """
         mx.save_safetensors(str(path), self._state, metadata={"identity": identity})
 
     def read(self, path: Path) -> tuple[str, Any]:
-        """Return the identity in a file of `write`, and its arrays by name, evaluated; nothing is
-        changed.
-        """
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
         mx.eval(arrays)
         return metadata.get("identity", ""), arrays
 
-    def resume_if_saved(self, path: Path, identity: str, differing_options: str = "") -> None:
-        """Go on from a saved state, as `Trainer.resume_if_saved`; other ranks then take rank 0's
-        state, whatever they have read.
-
-        Args:
-            path: of the state's file; where there is none, this rank reads nothing.
-            identity: of this run, hexadecimal digits.
-            differing_options: what another run has other than this one, for the message; may be
-                empty.
-
-        Raises:
-            InputError: the file cannot be read or is another run's, or this rank has other data or
-                settings than rank 0.
-        """
-        super().resume_if_saved(path, identity, differing_options)
+    def resume(self, path: Path, identity: str, differing_options: str = "") -> None:
+        """Ranks other than 0 take rank 0's state, whatever they have read."""
+        super().resume(path, identity, differing_options)
         if self._group is None:
             return
         own = mx.array(list(bytes.fromhex(identity)))
@@ -539,10 +401,7 @@ class MlxTrainer(Trainer):
         self.restore(dict(zip(state, arrays, strict=True)))
 
     def restore(self, state: dict[str, mx.array]) -> None:
-        """Set weights, moments and step count to those of a state that `read` returned, and bind
-        the weights to the model.
-        """
         self.weights = {name: state[f"weight {name}"] for name in self.weights}
         self.optimizer.state = state
         self.step = to_int(state["step"])
-        self.objective.model.bind_and_reset_others_to_start(self.weights)
+        self.objective.model.bind(self.weights)

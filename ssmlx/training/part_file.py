@@ -1,39 +1,28 @@
-"""The finished part of a long run, which a stopped one goes on behind."""
+"""The finished part of a long run, after which a stopped one goes on."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, name_file_in_os_errors, require, unwritable_error
+from ..errors import InputError, naming_file, require, unwritable_error
 from ..json_files import parse_json
-from ..loading.files import lock_without_waiting
+from ..loading.files import lock_file
 
 
 class PartFile:
-    """A file with what a long run has made so far: a line of settings, then a JSON list a line.
+    """A file with what a long run has made so far: a line of settings, then a JSON list per line.
 
-    It is open and locked until `close`.
-
-    Attributes:
-        path: of the file.
-        done: the lists in the file, in order.
+    It is open and locked until `close`. `done` has its lists, in order.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
-        """Open or make the file, lock it, and read the lists that it has into `done`.
-
-        A last line that was cut off is removed. A new or empty file gets the line of settings.
-
-        Args:
-            path: of the file, in a folder that is there.
-            settings: JSON values that must be those in the file.
-            fresh: empty the file first.
-
-        Raises:
-            InputError: another process writes into it, it cannot be opened or read, or its settings
-                differ.
-        """
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],  # JSON values that must be those in the file
+        *,
+        fresh: bool = False,  # empty the file first
+    ) -> None:
         self.path = path
         self.done: list[list[Any]] = []
         try:
@@ -41,10 +30,10 @@ class PartFile:
         except OSError as error:
             raise unwritable_error(path, error) from error
         try:
-            lock_without_waiting(self._file, path)
+            lock_file(self._file, path)
             if fresh:
                 self._file.truncate(0)
-            whole = self._read_lists_and_count_bytes(settings)
+            whole = self._read_lists(settings)
             self._file.truncate(whole)  # a line that a kill cut short
             self._file.seek(whole)
             if not whole:
@@ -54,13 +43,7 @@ class PartFile:
             raise
 
     def append(self, value: list[Any]) -> None:
-        """Write a list to the disk as a line, and add it to `done`. Once this returns, a kill does
-        not lose it.
-
-        Raises:
-            OSError: it cannot be written; `done` stays as it is, and the file may end with a part
-                of the line.
-        """
+        """Once this returns, the list survives a kill."""
         self._append_line(value)
         self.done.append(value)
 
@@ -68,27 +51,14 @@ class PartFile:
         self._file.close()
 
     def _append_line(self, value: Any) -> None:
-        """Append a value as a line of JSON, and wait until the disk has it.
-
-        Raises:
-            OSError: it cannot be written; the error names the file.
-        """
-        with name_file_in_os_errors(self.path):
+        """Waits until the disk has it."""
+        with naming_file(self.path):
             self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def _read_lists_and_count_bytes(self, settings: dict[str, Any]) -> int:
-        """Read the file into `done`, and check its settings.
-
-        Returns:
-            How many bytes, from the beginning, are whole lines; 0 of a file without any, whose
-            settings count as equal.
-
-        Raises:
-            InputError: a whole line is no JSON, or a line behind the first is no list; or the
-                settings differ, which are named.
-        """
+    def _read_lists(self, settings: dict[str, Any]) -> int:
+        """Fills `done`; returns the bytes of whole lines."""
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
@@ -112,10 +82,8 @@ class PartFile:
         return sum(len(line) + 1 for line in lines)
 
 
-def count_lists_in_part_file(path: Path) -> int:
-    """Count the lists in the file of a `PartFile`, by its whole lines alone; 0 without a file. The
-    file is not locked.
-    """
+def count_lists(path: Path) -> int:
+    """Without locking the file."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

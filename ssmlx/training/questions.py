@@ -21,33 +21,28 @@ from ..templates import frozen_at_new_year_2026
 LISTS = Path(__file__).with_name("questions.txt")
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-# Of each list, this share is for valid and as much for test.
-HELD_OUT = 0.15
+HELD_OUT = 0.15  # of each list, for valid, and as much for test
 SHARE = 2.0  # the most prompts of one template, as a multiple of the mean
 DRY_ROUNDS = 20  # without a new prompt, until the lists count as used up
 NUMBERS = {"a": (2, 12), "b": (24, 480), "c": (3, 20), "d": (13, 99)}
 OPENING_WORDS = 8
 
 # Of a prompt that the model makes up itself.
-# characters
-SHORTEST = 8
+SHORTEST = 8  # characters
 LONGEST = 400
-LEAST_ASCII = 0.97
+LEAST_ASCII = 0.97  # of the characters
 _SPECIAL = re.compile(r"<\|[^>]*\|>|<[a-z_]+>")
 _MARKER = "\u2063user text\u2063"
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
+# Prompts that ship, by their use; splits share nothing.
 WRITTEN: Mapping[Split, int] = {"train": 2700, "valid": 100, "test": 100}
-"""Prompts that ship, by what they are for: those of one share nothing with those of another."""
-Lists = dict[str, list[str]]
-"""What goes into each slot, and the "templates", "plain" prompts and "follow-ups"."""
+Lists = dict[str, list[str]]  # what goes into each slot; "templates", "plain" prompts, "follow-ups"
 
 
 def read_question_lists() -> Lists:
-    """Read `questions.txt`: the lines of each section, by the section's name; comments and empty
-    lines are left out.
-    """
+    """The lines of each section."""
     lists: Lists = {}
     for line in LISTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -58,14 +53,7 @@ def read_question_lists() -> Lists:
 
 
 def split_question_lists() -> dict[Split, Lists]:
-    """Split the lines of every section of `questions.txt` into "train", "valid" and "test".
-
-    Of each section 15 %, and one line at least, are for "valid" and as many for "test". The split
-    is the same for every seed: what is held out stays held out.
-
-    Returns:
-        By split, the shuffled lines by section.
-    """
+    """Shuffled lines by section; the same for every seed: what is held out stays held out."""
     rng = random.Random(0)
     splits: dict[Split, Lists] = {split: {} for split in SPLITS}
     for name, items in read_question_lists().items():
@@ -77,30 +65,14 @@ def split_question_lists() -> dict[Split, Lists]:
     return splits
 
 
-def draw_plain_and_filled_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
-    """Draw `count` different prompts: plain ones for at most a half, then filled templates, every
-    template in turn.
-
-    The plain ones are the first of their list. Some prompts are changed by `sometimes_make_casual`.
-    A template is left alone once it has given `SHARE` times the mean number of prompts: those with
-    numbers in them would otherwise never end.
-
-    Args:
-        lists: what templates are filled with; "plain" and "templates" among them.
-        count: of prompts.
-        rng: all randomness comes from it.
-
-    Returns:
-        The prompts in random order.
-
-    Raises:
-        InputError: the lists are too short for so many.
-    """
+def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
+    """Different prompts in random order: at most half plain, then every template in turn."""
     found = {
         normalise_prompt(text): sometimes_make_casual(text, rng)
         for text in lists["plain"][: count // 2]
     }
     templates = lists["templates"]
+    # Templates with numbers in them would otherwise never end.
     left = dict.fromkeys(templates, math.ceil(SHARE * count / len(templates)))
     dry = 0
     while len(found) < count and dry < DRY_ROUNDS:
@@ -121,20 +93,9 @@ def draw_plain_and_filled_prompts(lists: Lists, count: int, rng: random.Random) 
 
 
 def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
-    """Fill each slot `{name}` of a template with a random item of the list `name`.
-
-    The slots of `NUMBERS` get a random number of their range instead. Equal slots are filled each
-    by itself. A backslash and an "n" in the result become a line break. A text that begins with a
-    slot begins with a capital letter.
-
-    Args:
-        template: the text.
-        lists: items by the names of slots.
-        rng: chooses.
-    """
+    """Each slot `{name}` gets a random item of the list `name`, or a number of `NUMBERS`."""
 
     def choose(match: re.Match[str]) -> str:
-        """Return what goes into the slot that `match` has found."""
         name = match[1]
         return str(rng.randint(*NUMBERS[name])) if name in NUMBERS else rng.choice(lists[name])
 
@@ -143,11 +104,7 @@ def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
 
 
 def sometimes_make_casual(text: str, rng: random.Random) -> str:
-    """Return a prompt, one in four changed to what somebody in a hurry types.
-
-    It is in lower case, if it has less than 120 characters, or lacks its last punctuation, or ends
-    in a please or thanks, or begins with a greeting; `rng` decides, and is called once or twice.
-    """
+    """One prompt in four is changed to what somebody in a hurry types."""
     draw = rng.random()
     if draw < 0.10:
         return text.lower() if len(text) < 120 else text
@@ -161,37 +118,24 @@ def sometimes_make_casual(text: str, rng: random.Random) -> str:
 
 
 def draw_shipped_prompts(seed: int) -> dict[Split, list[str]]:
-    """Return the prompts that ship, drawn by a seed, as "train", "valid" and "test" of the sizes in
-    `WRITTEN`.
-
-    Splits share no template and no list item.
-    """
+    """Splits share no template and no list item."""
     lists = split_question_lists()
     return {
-        split: draw_plain_and_filled_prompts(
-            lists[split], WRITTEN[split], random.Random(f"{seed} {split}")
-        )
+        split: draw_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
         for split in SPLITS
     }
 
 
 def opening_words(text: str) -> str:
-    """Return the first eight words of a prompt, normalised: near copies share them."""
+    """Near copies share them."""
     return " ".join(normalise_prompt(text).split()[:OPENING_WORDS])
 
 
 @frozen_at_new_year_2026()
-def user_turn_prefix(tokenizer: Any) -> list[int]:
-    """Return the tokens of the chat template up to where the text of a first user's turn begins. A
-    template that asks for the date gets a fixed one.
-
-    Args:
-        tokenizer: mlx-lm's wrapper, or transformers' own.
-
-    Raises:
-        InputError: the template refuses a user's turn.
-        ValueError: the template does not show the turn's text as it is.
-    """
+def user_turn_prefix(
+    tokenizer: Any,  # mlx-lm's wrapper, or transformers' own
+) -> list[int]:
+    """Tokens before the text of a first user turn; ValueError if the template changes the text."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     text = render_turns(tokenizer, [{"role": "user", "content": _MARKER}])
@@ -199,19 +143,13 @@ def user_turn_prefix(tokenizer: Any) -> list[int]:
 
 
 def normalise_prompt(text: str) -> str:
-    """Return a prompt's words and numbers, case-folded, with single spaces between: prompts that
-    differ in case, spaces and punctuation alone become equal.
-    """
+    """Prompts that differ in case, spaces and punctuation alone become equal."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.findall(r"\w+", folded))
 
 
 def is_good_prompt(text: str) -> bool:
-    """Whether a sampled text can stand as a user's prompt.
-
-    It must have 8 to 400 characters, 97 % of them ASCII, two words or more, 40 % of its words
-    different from each other, and nothing that looks like a special token.
-    """
+    """Whether a sampled text can stand as a user's prompt."""
     ascii_share = sum(map(str.isascii, text)) / max(len(text), 1)
     words = normalise_prompt(text).split()
     return (

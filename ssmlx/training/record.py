@@ -1,4 +1,4 @@
-"""The log of a run, one JSON object a line, and its picture."""
+"""The log of a run, one JSON object per line, and its picture."""
 
 import json
 from importlib.util import find_spec
@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import name_file_in_os_errors
+from ..errors import naming_file
 from ..loading.files import write_whole
-from ..report import new_figure, style_and_write_figure
+from ..report import new_figure, write_figure
 
 LOG_FILE = "log.jsonl"
 PICTURE_FILE = "curves.png"
@@ -19,28 +19,22 @@ class Record:
     """A training run's log: a file with a JSON object a line, each of a step."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        """Open a log, or make an empty one; entries of later steps than `step`, the last saved one,
-        are deleted from the file.
-        """
+        """Entries of steps after `step`, the last saved one, are deleted from the file."""
         self._path = path
         kept = [entry for entry in read_log_entries(path) if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """All entries, read from the file."""
         return read_log_entries(self._path)
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry, which has its "step", to the file."""
-        with name_file_in_os_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
 def read_log_entries(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log, up to the first line that is no JSON; none where there is no
-    file.
-    """
+    """Up to the first line that is not JSON: a kill may have cut it short."""
     if not path.exists():
         return []
     entries = []
@@ -52,15 +46,7 @@ def read_log_entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def draw_curves_if_matplotlib(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
-    """Draw losses and tokens per call against steps into a picture file; do nothing where
-    matplotlib is missing.
-
-    Args:
-        entries: of a log.
-        picture: path of the file, whose ending decides the format.
-        title: above the losses.
-    """
+def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
     if find_spec("matplotlib") is None:
         return
     figure = new_figure(11, 4)
@@ -86,17 +72,11 @@ def draw_curves_if_matplotlib(entries: list[dict[str, Any]], picture: Path, titl
             ha="right",
         )
     right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-    style_and_write_figure(figure, "", picture)
+    write_figure(figure, "", picture)
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
-    """Draw each part of the loss in a colour: the mean of the last 20 entries in training, and on
-    held-out text, dashed, each value.
-
-    Args:
-        axes: matplotlib's.
-        entries: of a log; losses are keys that end in "_loss", held-out ones begin with "valid_".
-    """
+    """The mean of the last `_WINDOW` entries in training; on held-out text, dashed, each value."""
     names = sorted({key for e in entries for key in e if key.endswith("_loss")})
     for name in (name for name in names if not name.startswith("valid_")):
         steps, values = _steps_and_values(entries, name)
@@ -108,6 +88,5 @@ def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
 
 
 def _steps_and_values(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps at which entries have a value of this name, and these values."""
     found = [entry for entry in entries if entry.get(name) is not None]
     return [entry["step"] for entry in found], [entry[name] for entry in found]

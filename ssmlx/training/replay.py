@@ -1,10 +1,12 @@
 """Held-out text replayed: how many tokens a target call would advance.
 
-The text stands for what the target would have said, so one forward over it predicts every step:
-at the last accepted token the streams draft a tree, the text says how far it holds, and the next
-step starts behind it. For answers of the model itself this is what decoding does, call for call;
-for other texts it is an estimate. No tree is grown: where the text stands among the guesses says
-from which size on the best tree would have held it, and so serves every tree at once.
+The text stands for what the target would have said, so one forward over it predicts every step: at
+the last accepted token the streams draft a tree, the text decides how much is accepted, and the
+next step starts after it. For the model's own answers this is what decoding does, call for call;
+for other texts it is an estimate.
+
+No tree is grown: the text's place among the guesses says from which size on the best tree would
+have held it, and so serves every tree at once.
 """
 
 from collections.abc import Sequence
@@ -35,58 +37,41 @@ class Guesses:
 
     @cached_property
     def edges(self) -> Floats:
-        """The candidates' log probabilities as trees take them, float32 and clipped.
-
-        They are [A, G, C, C] given each candidate of the stream before, or [A, G, 1, C] where that
-        changes nothing.
-        """
+        """Float32, clipped as in trees: [A, G, C, C], or [A, G, 1, C] without a condition."""
         given = self.logprobs if self.logprobs.ndim == 4 else self.logprobs[:, :, None]
         return np.clip(given, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Some tokens, and the number of target calls that gave them."""
+    """Tokens, and the number of target calls that gave them."""
 
     num_tokens: int
     num_calls: int
 
     @property
     def tokens_per_call(self) -> float:
-        """Tokens over calls; 0 calls count as 1."""
         return self.num_tokens / max(1, self.num_calls)
 
     def without_prompts(self, prompts: int) -> "Replay":
-        """Return this less one call and one token for each of so many prompts."""
+        """Less one call and one token for each prompt."""
         return Replay(self.num_tokens - prompts, self.num_calls - prompts)
 
 
 def replay(guesses: Sequence[Guesses], size: int) -> Replay:
-    """Count the target calls of decoding every answer with the best trees of `size` nodes.
-
-    The call that reads a prompt counts as one, and gives one token.
-
-    Args:
-        guesses: along each answer; may be empty.
-        size: nodes of a tree, the root included.
-
-    Returns:
-        All answers' tokens and calls together.
-    """
+    """With best trees of `size` nodes, the root included; a prompt's call gives one token."""
     levels = guesses[0].tokens.shape[1] if guesses else 0
-    after = count_tokens_and_calls_after_prompts(
-        [depths_within(smallest_tree_sizes_or_never(one, levels, size), size) for one in guesses]
+    after = count_calls(
+        [depths_within(smallest_tree_sizes(one, levels, size), size) for one in guesses]
     )
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
 
 
-def count_tokens_and_calls_after_prompts(depths: Sequence[Ints]) -> Replay:
-    """Count the target calls that give all answers, each but for its first token, which the
-    prompt's call gives: a call gives one token and as many more as the draft agrees with.
-
-    Args:
-        depths: of each answer [A], how many tokens of a draft behind each token agree with it.
-    """
+def count_calls(
+    # of each answer [A]: how many tokens of a draft after each token agree with it
+    depths: Sequence[Ints],
+) -> Replay:
+    """Each call gives one token and those of its draft that agree."""
     tokens = calls = 0
     for held in depths:
         place = 0
@@ -98,27 +83,20 @@ def count_tokens_and_calls_after_prompts(depths: Sequence[Ints]) -> Replay:
     return Replay(tokens, calls)
 
 
-def depths_within(needed: Ints, limit: int) -> Ints:
-    """Return [A] how many of the answer's tokens behind each token the best tree of `limit` nodes
-    has, from the first on.
-
-    Args:
-        needed: [A, levels] as `smallest_tree_sizes_or_never` gives it.
-        limit: nodes, the root included.
-    """
+def depths_within(
+    needed: Ints,  # [A, levels] as `smallest_tree_sizes` gives it
+    limit: int,  # nodes, the root included
+) -> Ints:
+    """[A] how many of the answer's tokens after each token the best tree of `limit` nodes has."""
     depths: Ints = (needed <= limit).sum(axis=1).astype(np.int32)
     return depths
 
 
-def answer_slots_or_never(guesses: Guesses) -> Ints:
-    """Return [A, G] which candidate of each stream, counted from 0, is the token that the answer
-    has there.
-
-    Stream j (1 to G) at token a of the answer guesses token a + j. `NEVER` stands where no
-    candidate is right, or the answer has ended.
-    """
+def answer_slots(guesses: Guesses) -> Ints:
+    """[A, G] which candidate of each stream, counted from 0, is the answer's token."""
     length, streams, _ = guesses.tokens.shape
     places = np.arange(length)[:, None] + 1 + np.arange(streams)
+    # Stream j (1 to G) at token a of the answer guesses token a + j.
     following = guesses.answer[np.minimum(places, length - 1)]
     hits = (guesses.tokens == following[:, :, None]) & (places < length)[:, :, None]
     return np.where(hits.any(axis=2), hits.argmax(axis=2), NEVER).astype(np.int32)
@@ -127,15 +105,14 @@ def answer_slots_or_never(guesses: Guesses) -> Ints:
 class AnswerPath(NamedTuple):
     """Where an answer's own tokens stand among the candidates."""
 
-    # [A, G] as `answer_slots_or_never`; `NEVER` also where the stream before has `NEVER` and
+    # [A, G] as `answer_slots`; `NEVER` also if the stream before has `NEVER` and
     # candidates depend on it
     slots: Ints
     candidate_logprobs: Floats  # [A, G, C] of all of each stream's candidates, on that path
 
 
 def find_answer_path(guesses: Guesses) -> AnswerPath:
-    """Find the answer's own path among the candidates."""
-    slots = answer_slots_or_never(guesses)
+    slots = answer_slots(guesses)
     edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
     if edges.shape[2] == 1:  # not given the one before
@@ -146,17 +123,11 @@ def find_answer_path(guesses: Guesses) -> AnswerPath:
     return AnswerPath(path_slots, among)
 
 
-def smallest_tree_sizes_or_never(guesses: Guesses, levels: int, largest: int) -> Ints:
-    """Return [A, levels] nodes, the root included, of the smallest best tree that has the answer's
-    tokens down to each level.
+def smallest_tree_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
+    """[A, levels] nodes of the smallest best tree that has the answer's tokens down to each level.
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
-    Where `largest` nodes are too few, or a token is no candidate, `NEVER` stands.
-
-    Args:
-        guesses: along the answer.
-        levels: of the tree below the root, at most G.
-        largest: nodes.
+    The root counts.
     """
     slots, among = find_answer_path(guesses)
     own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
@@ -168,15 +139,14 @@ def smallest_tree_sizes_or_never(guesses: Guesses, levels: int, largest: int) ->
     return np.where(needed <= largest, needed, NEVER).astype(np.int32)
 
 
-def path_scores_covering_best_tree(edges: Floats, size: int) -> Floats:
-    """Return [A, n] log probabilities of paths, among them those of every node of the best tree of
-    `size` nodes, but for its root.
+def path_scores_covering_best_tree(
+    edges: Floats,  # [A, G, C or 1, C], see `Guesses.edges`
+    size: int,  # nodes, the root included
+) -> Floats:
+    """[A, n] log probabilities of paths, among them those of every node below the root of the best
+    tree.
 
     The tree grows as `ssmlx.model.tree.grow_conditional_tree` does it, level by level.
-
-    Args:
-        edges: [A, G, C or 1, C] log probabilities, see `Guesses.edges`.
-        size: nodes, the root included; n is 0 for 1.
     """
     length, levels, _, count = edges.shape
     scores = np.zeros((length, 1), np.float32)

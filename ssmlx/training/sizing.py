@@ -34,28 +34,24 @@ from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
 
 NUM_STREAMS = 4
+# Shares of the layers that may have streams, and the share of accepted drafts that is left with
+# them on SmolLM2-135M: perf/figures/ablation.png.
 LAYER_SHARES: Mapping[float, float] = {2 / 30: 0.75, 4 / 30: 0.82, 8 / 30: 1.0}
-"""Shares of the layers that may have streams, and the share of accepted drafts that is left with
-them on SmolLM2-135M: perf/figures/ablation.png."""
-TIMED_SIZES = (2, 4, 8, 16)
-"""Nodes of the trees whose calls are timed."""
+TIMED_SIZES = (2, 4, 8, 16)  # nodes of the trees whose calls are timed
+# Tokens per call by nodes of the adapter `chat`, on held-out answers. They only decide between
+# geometries: forecasts use what the adapter itself shows.
 _USUAL_TOKENS: Mapping[int, float] = {2: 1.59, 4: 1.98, 8: 2.28, 16: 2.5}
-"""Tokens per call by nodes of the adapter `chat`, on held-out answers. They only decide between
-geometries: what is forecast is what the adapter itself shows."""
 _TIMED_CONTEXT = 128
+# Plain calls that the head of a draft vocabulary takes if nothing was timed, about as on
+# SmolLM2-135M.
 _DRAFT_HEAD_COST = 0.05
-"""Plain calls that the head of a draft vocabulary takes where nothing was timed, about as on
-SmolLM2-135M."""
-RESERVE = 0.12
-"""Share of the time for what turns out to take longer."""
-MOST_VALIDATIONS = 10
+RESERVE = 0.12  # share of the time for what turns out to take longer
+MOST_VALIDATIONS = 10  # of a round's training, each with a forecast of its speed-up
 _LEAST_VALIDATIONS = 2
-_VALIDATION_SHARE = 0.15
-"""How often a round's training is validated, and its speed-up forecast; the share of the hours that
-this may take, where that leaves two."""
+_VALIDATION_SHARE = 0.15  # of the hours that validations may take, if that leaves the least
+# At least this share of the hours goes to answers and training, and of the passes over the answers:
+# less would not pay for what a run takes beside them.
 _LEAST_SHARE = 0.5
-"""Share of the hours that answers and training have at least, and of the passes over the answers:
-less would not pay for what a run takes beside them."""
 _QUESTION_SHARE = 0.15  # of the time of answers, that the model's own questions take
 _USUAL_SHARE = 0.75  # of the tokens that an answer may have, that it has
 _MOST_EPOCHS = 3
@@ -64,23 +60,17 @@ _ANSWERS_AT_ONCE = (32, 16, 8, 4, 1)
 _PROBED = (1, 3)
 _PROBED_TOKENS = 16
 _WEIGHTS_SHARE = 2 / 3
-_MEMORY_SHARE = 0.7  # of the machine's, where nothing is asked for
+_MEMORY_SHARE = 0.7  # of the machine's, by default
 
-StepCosts = Mapping[int, float]
-"""Plain calls that a call with n nodes takes, by n."""
+StepCosts = Mapping[int, float]  # plain calls that a call with n nodes takes, by n
 
 
 def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
-    """Return how `ssmlx.adapt` trains streams in the top `num_layers` layers: `NUM_STREAMS` of
-    scope "streams", with a condition and a root init.
-
-    `more` are other settings of `TrainConfig`, by name.
-    """
+    """How `ssmlx.adapt` trains streams in the top `num_layers` layers."""
     return TrainConfig(
         num_streams=NUM_STREAMS,
         num_msa_layers=num_layers,
         adapter_scope="streams",
-        root_init_rank=64,
         condition_rank=64,
         stream_weights=(1.0,),
         schedule="cosine",
@@ -91,40 +81,24 @@ def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
 
 
 def candidate_layers(num_layers: int) -> dict[int, float]:
-    """Return the numbers of top layers that may have streams, of a model of `num_layers` layers.
-
-    Returns:
-        By number of layers, the share of accepted drafts that is left with them; 1 is that of most
-        layers.
-    """
+    """By number of top layers with streams: the share of accepted drafts that is left with them."""
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
-def time_candidate_layers_and_keep_costs(
+def time_candidate_streams(
     backbone: Backbone,
-    base: dict[str, Any],
+    base: dict[str, Any],  # as `read_base_settings` gives it
     options: RunOptions,
-    tokens: Sequence[int],
+    tokens: Sequence[int],  # a text, whose first 128 tokens are the context of the calls
     *,
-    seconds: float,
-    lora: Loras | None = None,
+    seconds: float,  # for each number of layers
+    lora: Loras | None = None,  # on every row of the model
 ) -> dict[int, StepCosts]:
-    """Time calls with untrained streams in each number of layers that may have some.
+    """What a call costs does not depend on what the streams have learned, so untrained ones are
+    timed.
 
-    What a call costs does not depend on what the streams have learned. So the costs are written to
-    this machine's cost tables: of adapters of these sizes, where costs that answers have taught are
-    not replaced but returned; and of the base model, for `forecast_speedup_of_adapting`.
-
-    Args:
-        backbone: the base model, which stays as it is.
-        base: its settings, as `read_base_settings` gives them.
-        options: of the run.
-        tokens: a text, whose first 128 tokens are the context of the calls.
-        seconds: to spend on each number of layers.
-        lora: on every row of the model; None for no LoRA.
-
-    Returns:
-        By number of layers with streams, the cost of calls by nodes, in plain calls.
+    The costs are written to this machine's cost tables: of adapters of these sizes, if answers have
+    not taught them yet; and of the base model, for `forecast_speedup_of_adapting`.
     """
     found: dict[int, StepCosts] = {}
     for num_layers in candidate_layers(base["num_hidden_layers"]):
@@ -146,22 +120,12 @@ def time_candidate_layers_and_keep_costs(
 
 
 def _untrained_cost_name(num_layers: int) -> str:
-    """Return the name under which calls with untrained streams stand in the base model's cost
-    table.
-    """
+    """In the base model's cost table."""
     return f"untrained streams in {num_layers} layers"
 
 
 def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
-    """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
-
-    Args:
-        base_model: without streams; its cost table on this machine is read.
-
-    Returns:
-        The speed-up with the best number of layers, by timed calls with untrained streams, or else
-        by the cost of rows alone; None where neither was timed.
-    """
+    """By timed calls with untrained streams, else by the cost of rows; None if none was timed."""
     frozen = learned_of(base_model)[0].costs.frozen(0)
     known = frozen.known
     rows = {n for name, n in known if name == ROWS and n in TIMED_SIZES}
@@ -171,7 +135,7 @@ def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
         name = _untrained_cost_name(num_layers)
         costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
         if not costs and rows:
-            # Streams go through the top layers in a pass of their own, behind the rows.
+            # Streams go through the top layers in a pass of their own, after the rows.
             second = num_layers / depth * frozen.calls((ROWS, 1 + NUM_STREAMS)) + _DRAFT_HEAD_COST
             costs = {n: frozen.calls((ROWS, n)) + second for n in rows}
         if costs:
@@ -180,13 +144,7 @@ def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
 
 
 def forecast_unfinished_run_speedup(run: StoredRun) -> float | None:
-    """Forecast how much faster than plain decoding an unfinished run's streams are as they are now.
-
-    Returns:
-        The speed-up of the fastest tree, by the tokens per call that the adapter's settings record
-        and the costs that the run has timed; None where no adapter was written yet, its files
-        cannot be read, or the two have no size of tree in common.
-    """
+    """By the adapter's recorded tokens per call and the run's timed costs; None if missing."""
     try:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
         curve = {int(n): float(tokens) for n, tokens in values["tokens_per_call"].items()}
@@ -197,48 +155,24 @@ def forecast_unfinished_run_speedup(run: StoredRun) -> float | None:
 
 
 def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
-    """Return the number of top layers with streams that should be fastest.
-
-    Args:
-        costs: plain calls that a call takes by nodes, by number of layers with streams, all of them
-            `candidate_layers`.
-        num_layers: of the model.
-    """
     kept = candidate_layers(num_layers)
     return max(costs, key=lambda layers: _expected_speedup(costs[layers], kept[layers]))
 
 
 def _expected_speedup(costs: StepCosts, kept: float) -> float:
-    """Return the speed of the fastest tree, as a multiple of plain decoding's.
-
-    Drafts are taken to be accepted `kept` times as often as those of the adapter `chat`.
-
-    Args:
-        costs: plain calls that a call takes, by nodes of `TIMED_SIZES`.
-        kept: 0 to 1.
-    """
+    """Over plain decoding, if drafts are accepted `kept` times as often as `chat`'s."""
     return fastest_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
 
 
 def fastest_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
-    """Return the nodes of the fastest tree, and its speed as a multiple of plain decoding's.
-
-    Args:
-        costs: plain calls that a call takes, by nodes.
-        tokens_per_call: by nodes, for all nodes of `costs`.
-
-    Raises:
-        ValueError: `costs` is empty.
-    """
+    """Its nodes, and its speed as a multiple of plain decoding's."""
     speeds = {n: tokens_per_call[n] / cost for n, cost in costs.items()}
     nodes = max(speeds, key=speeds.__getitem__)
     return nodes, speeds[nodes]
 
 
 def _placeholder_vocab(train: TrainConfig) -> np.ndarray | None:
-    """Return [Vd] the lowest token ids as a draft vocabulary, as which tokens it has changes no
-    time; None where all tokens are drafted from.
-    """
+    """Which tokens a draft vocabulary has changes no time."""
     size = train.draft_vocab_size
     return np.arange(size, dtype=np.int32) if size else None
 
@@ -259,62 +193,35 @@ class Rates:
 
 
 def default_memory_bytes() -> int:
-    """Return 70 % of this machine's memory, in bytes."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(_MEMORY_SHARE * whole)
 
 
 def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int) -> str:
-    """Choose how to hold a folder's weights, as `load` takes `dtype`: "auto", unpacked on the CPU,
-    or "stored", packed.
-
-    MLX's CPU backend multiplies packed weights slowly: the choice is "auto" where two thirds of
-    `most_bytes` are enough for all weights in float32, by the sizes of the files. Weights that are
-    not packed count as 16 bits each.
-
-    Args:
-        path: the model's folder.
-        settings: its config.json.
-        most_bytes: bytes that may be used.
-    """
+    """As `load` takes it: "auto", dequantized on the CPU, or "stored", quantized."""
+    # MLX's CPU backend multiplies quantized weights slowly: they are dequantized if there is room.
     bits = (settings.get("quantization") or {}).get("bits", 16)
     stored = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
     return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most_bytes else "stored"
 
 
-def measure_rates_and_choose_batch_sizes(
+def measure_rates(
     backbone: Backbone,
     config: StreamConfig,
     train: TrainConfig,
-    responder: BatchResponder,
-    prompt_tokens: int,
-    answer_tokens: int,
-    most_bytes: int,
+    responder: BatchResponder,  # answers with the same model, `lora` on it
+    prompt_tokens: int,  # of the longest prompt
+    answer_tokens: int,  # of the longest answer
+    most_bytes: int,  # peak of MLX's memory
     lora: Loras | None = None,
 ) -> Rates:
-    """Time some answers and some training steps on the longest examples, and choose batch sizes.
-
-    Texts are random. Memory is measured at two small sizes and extended by a line.
-
-    Args:
-        backbone: the base model, which stays as it is.
-        config: of the adapter.
-        train: its training; its batch size is not used.
-        responder: answers with the same model, `lora` on it; it stays as it is.
-        prompt_tokens: of the longest prompt.
-        answer_tokens: of the longest answer.
-        most_bytes: of MLX's memory that the process may have in use at its peak.
-        lora: on every row of the model; None for no LoRA.
-
-    Raises:
-        InputError: not even one example or answer at a time fits into the memory.
-    """
+    """On random texts of the longest prompt and answer."""
     rng = np.random.default_rng(train.seed)
     # Of tokens that streams learn, as nearly all of an answer's are.
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _time_answers_at_largest_batch(responder, prompt, answer_tokens, most_bytes)
+    timed = _time_answers(responder, prompt, answer_tokens, most_bytes)
     twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -323,17 +230,17 @@ def measure_rates_and_choose_batch_sizes(
     peaks = {}
     for count in _PROBED:
         batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
-        with _measure_seconds_and_peak() as frozen:
+        with _measure() as frozen:
             states = objective.lower(batch)
-        with _measure_seconds_and_peak() as step:
+        with _measure() as step:
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
     batch_size, for_steps = _largest_fitting_batch(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validation = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
-    with _measure_seconds_and_peak() as validated:
-        validation.measure_losses_and_tokens_per_call()
+    with _measure() as validated:
+        validation.measure()
         validation.tokens_per_call_by_tree_size(TIMED_SIZES)
     return Rates(
         answer_tokens_per_second=timed.tokens_per_second,
@@ -353,51 +260,35 @@ class _AnswerTimes:
     """How fast a model answers, with how many answers at once, and in how much memory."""
 
     at_once: int  # answers
-    tokens_per_second: float  # of all these, behind their prompts
+    tokens_per_second: float  # of all these, after their prompts
     memory: int  # bytes that they take
     prompt_seconds: float  # of reading one of the longest prompts
     call_seconds: float  # of a plain call of one text
 
 
-def _time_answers_at_largest_batch(
-    responder: BatchResponder, prompt: list[int], answer_tokens: int, most_bytes: int
+def _time_answers(
+    responder: BatchResponder,
+    prompt: list[int],  # of the longest length
+    answer_tokens: int,  # of the longest answer
+    most_bytes: int,
 ) -> _AnswerTimes:
-    """Time answers to one prompt, and choose how many at once the memory allows.
-
-    After a short untimed answer, memory and the prompt's time are measured with 1 and with 3
-    answers of a tenth of `answer_tokens`. A line through the two peaks gives the memory of the
-    other numbers. The speed is then measured with the chosen number, over 16 sampled tokens each
-    behind the prompt's last 8 tokens.
-
-    Args:
-        responder: answers; it stays as it is, its `batch_size` is not used.
-        prompt: token ids of one of the longest length.
-        answer_tokens: of the longest answer.
-        most_bytes: of MLX's memory that the process may have in use at its peak.
-
-    Returns:
-        The times, the number that was chosen, and the bytes that it should take.
-
-    Raises:
-        InputError: not even one answer at a time fits.
-    """
+    """Speed is measured over 16 sampled tokens each, after the prompt's last 8 tokens."""
     # The first calls take longer.
-    list(responder.yield_answers_as_they_end([NumberedPrompt(0, prompt[-8:])], 2))
+    list(responder.stream_answers([NumberedPrompt(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
+    # Memory and a prompt's time: 1 and 3 answers of a tenth of the longest one.
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
         texts = [NumberedPrompt(number, prompt) for number in range(count)]
-        with _measure_seconds_and_peak() as prompts:
-            list(replace(responder, batch_size=count).yield_answers_as_they_end(texts, length))
+        with _measure() as prompts:
+            list(replace(responder, batch_size=count).stream_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
     at_once, memory = _largest_fitting_batch(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [NumberedPrompt(number, prompt[-8:], 1.0) for number in range(at_once)]
-    with _measure_seconds_and_peak() as spent:
-        found = list(
-            replace(responder, batch_size=at_once).yield_answers_as_they_end(texts, _PROBED_TOKENS)
-        )
+    with _measure() as spent:
+        found = list(replace(responder, batch_size=at_once).stream_answers(texts, _PROBED_TOKENS))
     few, many = _PROBED
     # What texts share is their calls, which take about the same; so the rest is their prompts.
     of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
@@ -412,19 +303,15 @@ def _time_answers_at_largest_batch(
 
 @dataclass
 class _Usage:
-    """Seconds and memory of a block, see `_measure_seconds_and_peak`."""
+    """Seconds and memory of a block, see `_measure`."""
 
     seconds: float = 0.0
-    peak: int = 0  # bytes that were in use at the most
+    peak: int = 0  # bytes
 
 
 @contextmanager
-def _measure_seconds_and_peak() -> Iterator[_Usage]:
-    """Measure the seconds and the peak memory of MLX of a block; both are set at its end, 0 if it
-    fails.
-
-    MLX's freed memory is given back first.
-    """
+def _measure() -> Iterator[_Usage]:
+    """Both are set at the block's end. MLX's freed memory is given back first."""
     spent = _Usage()
     start = time.perf_counter()
     mx.clear_cache()
@@ -442,20 +329,12 @@ class _FittingBatch(NamedTuple):
 
 
 def _largest_fitting_batch(
-    sizes: Sequence[int], peaks: Mapping[int, int], most_bytes: int, what: str
+    sizes: Sequence[int],  # the largest first
+    peaks: Mapping[int, int],  # measured bytes by batch size, of exactly two, the smaller first
+    most_bytes: int,
+    what: str,  # is done in such batches, for the message
 ) -> _FittingBatch:
-    """Choose the largest of some batch sizes that fits into memory, by a line through two measured
-    ones.
-
-    Args:
-        sizes: to choose from, the largest first.
-        peaks: measured bytes by batch size, of exactly two, the smaller first.
-        most_bytes: bytes that may be used.
-        what: is done in such batches, for the message.
-
-    Raises:
-        InputError: none fits.
-    """
+    """By a line through two measured sizes."""
     (low, few), (high, many) = peaks.items()
     used = {size: int(few + (many - few) * (size - low) / (high - low)) for size in sizes}
     fitting = [size for size in sizes if used[size] <= most_bytes]
@@ -470,9 +349,7 @@ def _largest_fitting_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """How many answers a round makes, how often it trains on them, and how long that
-    should take.
-    """
+    """How many answers a round makes, how often it trains on them, and how long it should take."""
 
     hours: float  # those of rounds before it among them
     answers: int  # likewise
@@ -485,39 +362,23 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """Of answers, training, validations and the check at the end."""
         return self.answer_seconds + self.train_seconds + self.other_seconds
 
 
 def plan_round(
-    hours: float,
+    hours: float,  # in all; only what exceeds those of the round before is planned
     rates: Rates,
-    prompt_tokens: int,
-    answer_tokens: int,
-    before: Round | None = None,
+    prompt_tokens: int,  # of a usual prompt
+    answer_tokens: int,  # of the longest answer
+    before: Round | None = None,  # its answers are trained on again
     *,
-    held_out: int = 0,
-    check_seconds: float = 0.0,
-    spent_seconds: float = 0.0,
+    held_out: int = 0,  # answers that each validation scores
+    check_seconds: float = 0.0,  # that the check of the finished adapter takes
+    spent_seconds: float = 0.0,  # that the run has taken so far
 ) -> Round:
-    """Plan how many new answers, and how many passes over all answers, fit into the hours.
+    """How many new answers, and how many passes over all answers, fit into the hours.
 
-    There are 1 to 3 passes: the more, the longer making an answer takes beside a pass over it.
-    Validations and the check are subtracted, but half of the hours at least is left for answers and
-    passes. Of what is left, `RESERVE` is kept back. No new answers are planned where none fit.
-
-    Args:
-        hours: in all. With a round before, only what exceeds the hours of that one is planned.
-        rates: as measured.
-        prompt_tokens: of a usual prompt.
-        answer_tokens: of the longest answer.
-        before: the round before, whose answers are trained on again; None for the first.
-        held_out: answers that each validation scores.
-        check_seconds: that the check of the finished adapter takes.
-        spent_seconds: that the run has taken so far; they are subtracted in a first round only.
-
-    Returns:
-        The round, whose `hours` and `answers` include those of the rounds before.
+    The longer making an answer takes beside a pass over it, the more passes, 1 to 3.
     """
     old = before.answers if before else 0
     tokens = _USUAL_SHARE * answer_tokens
@@ -549,20 +410,12 @@ def plan_round(
     )
 
 
-def cut_passes_to_hours(planned: Round, before: Round | None, spent_seconds: float) -> Round:
-    """Return a round with fewer passes where its answers took so long that the hours would not do;
-    `planned` itself where they do.
-
-    The hours are those that the run has up to the end of this round, less those up to the end of
-    the round before. What is left of them, without `other_seconds`, is for training. Passes and
-    `train_seconds` are cut alike. Half of the passes are left at least, which need not be a whole
-    number.
-
-    Args:
-        planned: the round, whose answers are made.
-        before: the round before, whose hours and seconds do not count; None for the first.
-        spent_seconds: that the run has taken so far.
-    """
+def cut_passes_to_hours(
+    planned: Round,
+    before: Round | None,  # its hours and seconds do not count
+    spent_seconds: float,  # that the run has taken so far
+) -> Round:
+    """Fewer passes if answers took so long that the hours would not suffice; at least half."""
     given = 3600 * (planned.hours - (before.hours if before else 0.0))
     since = spent_seconds - (planned.spent_before if before else 0.0)
     left = given - planned.other_seconds - since

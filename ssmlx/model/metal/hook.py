@@ -116,9 +116,7 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
         **others: Any,
     ) -> mx.array:
         if isinstance(mask, TreeMask):
-            division = (
-                kernel_division_if_used(queries, keys) if others.get("sinks") is None else None
-            )
+            division = choose_division(queries, keys) if others.get("sinks") is None else None
             if division is not None:
                 return attend(queries, keys, values, mask.bits, scale, division)
             mask = mask.dense
@@ -128,7 +126,7 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
     return attention
 
 
-def kernel_division_if_used(
+def choose_division(
     queries: mx.array,  # [1, H, R, Dh]; only shape and dtype count
     keys: mx.array,  # [1, Hkv, C + L, Dh]; only the shape counts
 ) -> Division | None:
@@ -143,7 +141,7 @@ def kernel_division_if_used(
         if bucket not in _trials and is_auto:
             _wanted.setdefault(bucket, shape)
             return None
-        trial = _trials.get(bucket) or _try_kernel_and_record(bucket, shape, division)
+        trial = _trials.get(bucket) or _record_trial(bucket, shape, division)
     require(
         trial.agrees or is_auto,
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
@@ -170,11 +168,11 @@ def time_pending_shape() -> bool:
     if not _wanted or not is_on():
         return False
     bucket, shape = _wanted.popitem()
-    _try_kernel_and_record(bucket, shape, _division_and_bucket(shape)[0])
+    _record_trial(bucket, shape, _division_and_bucket(shape)[0])
     return True
 
 
-def _try_kernel_and_record(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
+def _record_trial(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
     failed = any(not trial.agrees for trial in _trials.values())
     found = Trial(agrees=False) if failed else try_kernel(shape, division)
     _trials[bucket] = found

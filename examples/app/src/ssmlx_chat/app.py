@@ -22,10 +22,6 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
     _is_closing = False
 
     def startup(self) -> None:
-        """Build the window with its adapters, text, question, buttons and status line, and show it.
-
-        Nothing can be asked yet.
-        """
         self.adapter = toga.Selection(items=ADAPTERS)
         self.text = toga.MultilineTextInput(readonly=True, flex=1)
         self.question = toga.TextInput(placeholder="Ask", on_confirm=self.ask, flex=1)
@@ -39,9 +35,7 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
         self.main_window.show()
 
     async def on_running(self) -> None:
-        """Load the model once the window is shown; then questions can be asked. An error becomes
-        the status line.
-        """
+        """Load the model once the window is shown; then questions can be asked."""
         self._loading = asyncio.create_task(asyncio.to_thread(self._load_engine))
         try:
             self.engine = await self._loading
@@ -54,40 +48,28 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.ask_button.enabled = True
 
     def _load_engine(self) -> ssmlx.Engine:
-        """Load the model with its adapters, on the calling thread; a download is shown."""
+        """On the calling thread."""
         cache = self.paths.cache
         return ssmlx.Engine(
             MODEL, ADAPTERS, cache_dir=cache, progress=self._show_or_refuse_download
         )
 
     def _show_or_refuse_download(self, done_bytes: int, total_bytes: int) -> None:
-        """Show the progress of a download in the status line; called on the thread that loads.
-
-        Args:
-            done_bytes: so far.
-            total_bytes: in all.
-
-        Raises:
-            InputError: the window was closed, which ends the download.
-        """
+        """Called on the thread that loads; closing the window ends the download."""
         if self._is_closing:
             raise ssmlx.InputError("the window is closed", expected="it open", do="start again")
         text = f"Downloading the model: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
         self.loop.call_soon_threadsafe(setattr, self.status, "text", text)
 
     async def ask(self, widget: toga.Widget) -> None:
-        """Show the question and its answer as it comes, one at a time.
-
-        Nothing happens for an empty question, or while another answer runs. An error becomes the
-        status line.
-        """
+        """One answer at a time; an error becomes the status line."""
         question = self.question.value.strip()
         if question and self.ask_button.enabled:
             self.question.value = ""
             self.ask_button.enabled = False
             self._append_text(f"> {question}\n")
             try:
-                await self._append_answer_as_it_comes(question)
+                await self._append_answer(question)
             except ssmlx.InputError as error:
                 self.status.text = str(error)
             self._append_text("\n\n")
@@ -95,13 +77,7 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.stop_button.enabled = False
             self.ask_button.enabled = True
 
-    async def _append_answer_as_it_comes(self, question: str) -> None:
-        """Begin the answer to a question, and append its segments to the window's text as they
-        come; the status line shows its speed, and Stop can be pressed.
-
-        Raises:
-            InputError: it cannot be answered.
-        """
+    async def _append_answer(self, question: str) -> None:
         self._answer = await asyncio.to_thread(
             self._reply_or_answer_alone, question, self.adapter.value
         )
@@ -114,32 +90,19 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
     def _reply_or_answer_alone(
         self, question: str, adapter: str
     ) -> ssmlx.Answer[ssmlx.GenerationResponse]:
-        """Begin an answer and return it, without waiting for its tokens.
-
-        Args:
-            question: the user's.
-            adapter: `CHAT` makes it a turn of the conversation; any other name asks the engine the
-                question alone, without the conversation.
-
-        Raises:
-            InputError: it cannot be answered.
-        """
+        """Begin an answer, without waiting for its tokens."""
         assert self.engine is not None
         if adapter == CHAT:  # a conversation; the other adapters know of single questions
             return self.chat.reply(question)
         return self.engine.stream(question, adapter=adapter, max_tokens=MAX_TOKENS)
 
     def stop(self, widget: toga.Widget) -> None:
-        """Stop the running answer, if any; its text so far stays."""
+        """The text so far stays."""
         if self._answer is not None:
             self._answer.cancel()
 
     async def on_exit(self) -> bool:
-        """Wait for a running load, then close the engine. A download under way is ended.
-
-        Returns:
-            True: the window may close.
-        """
+        """A download under way is ended."""
         self._is_closing = True
         if self._loading is not None:
             await asyncio.wait([self._loading])

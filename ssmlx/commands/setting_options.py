@@ -1,0 +1,101 @@
+"""Options that are made of the fields of settings classes, and read back into them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import Field, fields
+from typing import Any
+
+from ..errors import quoted
+from ..settings import allowed_values, key_of, option_template
+from .parser import unescape_newlines
+
+
+def option_fields(settings: Any) -> dict[str, Field[Any]]:
+    """The fields that have an option of their own, by the option's name in parsed arguments."""
+    return {
+        _flag(one)[2:].replace("-", "_"): one
+        for one in fields(settings)
+        if one.metadata.get("help") and not key_of(one)
+    }
+
+
+def add_setting_options(
+    group: argparse._ActionsContainer,
+    settings: Any,
+    names: Iterable[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    shown: Mapping[str, str] | None = None,
+) -> None:
+    """Add an option for each of some fields of a settings class; `given_settings` reads them.
+
+    Args:
+        group: a parser or a group of it.
+        settings: the class.
+        names: of the fields; None for all that have an option.
+        defaults: defaults instead of the fields' own.
+        shown: what help says of the default of fields whose option is None unless it is given.
+    """
+    known = {one.name: one for one in option_fields(settings).values()}
+    for name in known if names is None else names:
+        one = known[name]
+        default = (defaults or {}).get(name, one.default)
+        words = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        if default in (None, ()):
+            words = ""
+        if shown and name in shown:
+            default, words = None, shown[name]
+        text = one.metadata["help"] + (f" (default: {words})" if words else "")
+        group.add_argument(_flag(one), default=default, help=text, **_how_to_parse(one, settings))
+
+
+def defaults_in_words(settings: Any) -> dict[str, str]:
+    """The defaults by field, for options that are None unless given; empty for None and False."""
+    known = option_fields(settings).values()
+    return {one.name: str(one.default) if one.default else "" for one in known}
+
+
+def given_settings(args: argparse.Namespace, settings: Any) -> dict[str, Any]:
+    """The values of fields whose options are given, that is are not None."""
+    values = {one.name: getattr(args, name, None) for name, one in option_fields(settings).items()}
+    found = {name: value for name, value in values.items() if value is not None}
+    for one in fields(settings):
+        if one.name in found and str(one.type).startswith("Mapping"):
+            found[one.name] = dict(found[one.name])
+    return found
+
+
+def _flag(one: Field[Any]) -> str:
+    return option_template(one).partition(" ")[0]
+
+
+def _how_to_parse(one: Field[Any], settings: Any) -> dict[str, Any]:
+    """The arguments of `add_argument` that say what a field's option takes."""
+    kind = str(one.type)
+    metavar = one.metadata["metavar"]
+    if "bool" in kind:
+        return {"action": "store_true"}
+    if kind.startswith("Mapping"):
+        return {"action": "append", "type": _parse_token_bias, "metavar": metavar}
+    if kind.startswith("Sequence"):
+        return {"action": "append", "type": unescape_newlines, "metavar": metavar}
+    allowed = allowed_values(one)
+    number = next((number for number in (int, float) if number.__name__ in kind), str)
+    how: dict[str, Any] = {"type": number, "metavar": metavar or ("N" if number is int else "X")}
+    # "threshold=P" is a value of --prune, and not among its choices.
+    takes_keys = any(key_of(other) and _flag(other) == _flag(one) for other in fields(settings))
+    if allowed is not None and allowed.choices and not takes_keys:
+        how = {"choices": allowed.choices, **({"metavar": metavar} if metavar else {})}
+    if kind.startswith("tuple"):
+        how["nargs"] = "+"
+    return how
+
+
+def _parse_token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    with suppress(ValueError):
+        return int(token), float(bias)
+    raise argparse.ArgumentTypeError(f"{quoted(text)} is not ID=X, a token's id and a number")
