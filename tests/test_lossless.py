@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 from mlx_lm.utils import load_model
 from real import tokens_of, write_tokenizer
-from test_every_class import write_model
 from tiny import all_pairs, first_tokens, make_adapter, make_base, mlx_lm_tokens, token_steps
+from tiny_classes import write_model
 from tiny_heads import HEAD_KINDS, make_heads
 
 import ssmlx

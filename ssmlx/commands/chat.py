@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..blas import HINT, has_fast_blas
-from ..errors import InputError
+from ..errors import ContextLengthError, InputError
 from ..loading.folders import Fetch
 from ..loading.names import NO_ADAPTER, bundled_adapters
 from .answer_lines import answer_lines, with_model_sampling
@@ -302,8 +302,9 @@ def carry_out(line: str, chat: Chat) -> bool:
         elif line.strip() and not is_command:
             print_answer(chat.session, line, chat.screen)
     except InputError as error:
-        full = not is_command and "context" in str(error) and not chat.session.asks_alone
-        chat.screen.note(f"{error}" + ("; /reset starts anew" if full else ""))
+        overflows = isinstance(error, ContextLengthError) and not is_command
+        hint = "; /reset starts anew" if overflows and not chat.session.asks_alone else ""
+        chat.screen.note(f"{error}{hint}")
     except OSError as error:  # of a path that the system refuses
         if name not in COMMANDS or isinstance(error, BrokenPipeError):
             raise

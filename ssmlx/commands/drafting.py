@@ -69,7 +69,7 @@ def _source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Fou
     if reason is not None:
         return f"nothing can draft, {reason}"
     if adapter is None:
-        return "the model's own streams"
+        return f"the model's own {model.num_streams} streams"
     head = _head(model, plan)
     if head and adapter == NO_ADAPTER:
         return head
@@ -90,8 +90,7 @@ def _adapter(model: StreamFusedModel, adapter: str, found: FoundRuns) -> str:
     for run in (*found.fitting, *found.tuned):
         if run.name == adapter:
             why = f"made here from these weights, {run.speed_up_text}"
-    streams = "" if model.num_streams else ", without streams"
-    return f"adapter {adapter}{streams}, {why}"
+    return f"adapter {adapter} ({model.num_streams or 'no'} streams), {why}"
 
 
 def _head(model: StreamFusedModel, plan: Plan) -> str:
