@@ -65,7 +65,6 @@ from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
-from ssmlx.drafters.mtp import MtpConfig
 from ssmlx.drafters.registry import (
     registered_drafter,
     split_drafter,

@@ -34,7 +34,7 @@ from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import RankedTokens, Sampling
 from ssmlx.decoding.step import DraftTotals
-from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, PairCache, load_mtp
+from ssmlx.drafters.mtp import MtpDrafter, MtpHead, PairCache, load_mtp
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.load import load_base
