@@ -12,7 +12,7 @@ from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.commands.setting_options import add_setting_options
 from ssmlx.commands.train_options import (
     OPTIMISATION,
-    add_data_out_and_run_options,
+    add_run_options,
     read_run_options,
 )
 from ssmlx.errors import require
@@ -127,7 +127,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="kind of the heads"
     )
-    add_data_out_and_run_options(parser)
+    add_run_options(parser)
     for title, settings, names in (
         ("heads", HeadSettings, ("num_heads",)),
         ("draft vocabulary", TrainConfig, ("draft_vocab_size",)),
