@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from real import one_line
+from refusals import one_line
 
 from perf import shapes
 from ssmlx.settings import StreamConfig
