@@ -83,6 +83,7 @@ from ssmlx.settings import (
     DraftModelConfig,
     GenerateConfig,
     LookaheadConfig,
+    MtpConfig,
     PromptLookupConfig,
     PruneConfig,
     SpeculatorTreeConfig,

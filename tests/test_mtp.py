@@ -46,7 +46,7 @@ from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import CostTable
 from ssmlx.policy.offers import LevelsOffer
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.settings import GenerateConfig
+from ssmlx.settings import GenerateConfig, MtpConfig
 
 VOCAB = SIZES["vocab_size"]
 WIDTH = SIZES["hidden_size"]
