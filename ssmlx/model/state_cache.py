@@ -245,7 +245,7 @@ class StateCache(TextCache):
         return held
 
     def drop_free_room(self) -> None:
-        """Computed: of a fork that is shorter than what it was made of, the rest is freed."""
+        """For a fork that is shorter than what it was made of: the rest is freed. Waits for it."""
         for cache in flatten_caches(self._caches):
             if type(cache) is KVCache and cache.keys is not None:
                 cache.keys = mx.contiguous(cache.keys[..., : cache.offset, :])
