@@ -56,9 +56,9 @@ from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
-from ssmlx.drafters.mtp import MtpConfig
 from ssmlx.drafters.registry import (
-    registered_drafter,
+    drafter_class,
+    settings_in,
     split_drafter_arguments,
 )
 from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
@@ -76,6 +76,7 @@ from ssmlx.settings import (
     DraftModelConfig,
     GenerateConfig,
     LookaheadConfig,
+    MtpConfig,
     PromptLookupConfig,
     PruneConfig,
     SpeculatorTreeConfig,
@@ -136,13 +137,17 @@ def drafter_settings():
 DRAFTERS = tuple(drafter_settings())
 
 
+def test_a_drafter_has_the_name_that_lists_it():
+    listed = [*ssmlx.settings.DRAFTERS]
+    assert [drafter_class(name).name for name in listed] == listed
+
+
 def test_settings_of_another_class_are_refused():
-    head = registered_drafter("mtp")
-    assert head.own_settings_or_default(GenerateConfig()) == MtpConfig()
+    assert settings_in(GenerateConfig(), "mtp") == MtpConfig()
     mine = MtpConfig(num_draft_tokens=2)
-    assert head.own_settings_or_default(GenerateConfig(drafter_settings=mine)) is mine
+    assert settings_in(GenerateConfig(drafter_settings=mine), "mtp") is mine
     with pytest.raises(InputError, match="expected a MtpConfig for the drafter mtp"):
-        head.own_settings_or_default(GenerateConfig(drafter_settings={"num_draft_tokens": 3}))
+        settings_in(GenerateConfig(drafter_settings={"num_draft_tokens": 3}), "mtp")
 
 
 def drafter_of(model, settings):
@@ -183,7 +188,7 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
             assert max(lengths) <= 1 + drafter.largest.levels
         assert cache.scratch == room  # it was made once, and not anew by the largest tree
         kind = drafter.largest.drafter
-        if kind != "streams" and registered_drafter(kind).loader is None:
+        if kind != "streams" and drafter_class(kind).loader is None:
             assert drafter.num_parameters == 0
 
 

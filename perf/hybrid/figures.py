@@ -19,13 +19,13 @@ import ssmlx
 from ssmlx.decoding.call import plain_call, verify
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
-from ssmlx.drafters.mtp import MtpConfig, load_mtp
+from ssmlx.drafters.mtp import load_mtp
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import chain_tree
 from ssmlx.report import Columns
-from ssmlx.settings import GenerateConfig
+from ssmlx.settings import GenerateConfig, MtpConfig
 
 from ..run.results import print_and_save
 from ..run.show import markdown_table

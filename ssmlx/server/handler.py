@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer, Segment
-from ..drafters.registry import Loaded
+from ..drafters.base import Loaded
 from ..engine import Engine
 from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
