@@ -23,7 +23,7 @@ from ssmlx.commands.running import run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import atomic_folder
-from ssmlx.loading.load import open_config
+from ssmlx.loading.model_config import open_config
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.loading.tokenizer_files import NAMED_JINJA_FILES
 
@@ -107,7 +107,7 @@ def _load_float(
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        **options,  # told below
+        **options,  # refused below
     )
     faults = [f"lacks {name}" for name in sorted(report["missing_keys"])]
     misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
@@ -146,7 +146,7 @@ def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str
         if is_packed and kind in ("scales", "biases"):
             continue
         if is_packed and kind == "weight":
-            own = quantization.get(module)  # where mlx-lm packed one module otherwise
+            own = quantization.get(module)  # mlx-lm may have quantized one module otherwise
             settings = {**quantization, **(own if isinstance(own, dict) else {})}
             settings = {key: settings[key] for key in _PACKING if key in settings}
             scales = packed[f"{module}.scales"]

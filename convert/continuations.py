@@ -16,7 +16,7 @@ from ssmlx.commands.running import make_main
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder, write_whole
 from ssmlx.loading.identity import folder_digest
-from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
+from ssmlx.prompts import Prompt, as_messages, encode_with_template, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import frozen_at_new_year_2026
 from ssmlx.training.part_file import PartFile
@@ -45,8 +45,8 @@ COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 
 
 class Continuation(NamedTuple):
-    tokens: list[int]  # with the end token where there is one
-    finish_reason: str  # "stop" at an end token, "length" where max_tokens came first
+    tokens: list[int]  # with the end token if there is one
+    finish_reason: str  # "stop" at an end token, "length" if max_tokens came first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +234,11 @@ def answer_all_in_batches(
     order = [index for batch in batches for index in batch]
     answers = [Continuation(*answer) for batch in part.done for answer in batch]
     return [answer for _, answer in sorted(zip(order, answers, strict=True))]
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """A text that two prompts share only if their turns and tools are equal."""
+    return json.dumps([as_messages(prompt), prompt.get("tools")])
 
 
 def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

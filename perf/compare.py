@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from convert.continuations import prompt_key
 from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
-from ssmlx.prompts import prompt_key, read_prompts
+from ssmlx.prompts import read_prompts
 from ssmlx.report import Columns, table
 
 from .run import show

@@ -104,7 +104,7 @@ def logit_gap_at_first_difference(
     pairs = zip(package.tokens, plain.tokens, strict=False)
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if where is None:
-        return 0.0  # one ends where the other goes on
+        return 0.0  # one is longer
     *known, last = [*prompt, *plain.tokens[:where]]
     cache = model.make_cache()
     prefill(model, known, cache)

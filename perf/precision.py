@@ -132,7 +132,9 @@ def _system_figures(measured: Measured, system: System) -> dict[str, Any]:
         parted[one["prompt"]] = 1
     rate = ratio([1000 * one for one in parted], compared)
     if not found:
-        rate = replace(rate, high=3000 / sum(compared))  # as many hide behind none, 95 % sure
+        rate = replace(
+            rate, high=3000 / sum(compared)
+        )  # the 95 % bound of a rate that was never seen
     return {
         "name": system.name,
         "kind": system.kind,

@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer
 from .bars import Progress
-from .drafters.registry import DrafterArgument, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import without_controls
 from .generation.segments import GenerationResponse, plan_answer_segments, resolve_sampling
@@ -68,7 +68,7 @@ def stream_generate(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
-    config, loaded = split_drafter_arguments(config, drafter)
+    config, loaded = split_drafter(config, drafter)
     opened = partial(
         plan_answer_segments,
         model,

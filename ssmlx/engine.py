@@ -15,7 +15,7 @@ from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
 from .drafters.base import Loaded
-from .drafters.registry import DrafterArgument, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of
@@ -34,7 +34,7 @@ from .loading.folders import Fetch
 from .loading.load import load
 from .loading.loaded_adapters import LoadedAdapters
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER
-from .mlx_thread import run_on_mlx_thread, unless_forked, wired_weights
+from .mlx_thread import on_mlx_thread, run_on_mlx_thread, unless_forked, wired_weights
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
@@ -139,15 +139,12 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
+    @on_mlx_thread
     def _count_in_pool(self, prompt_cache: PromptCache) -> None:
         """Count what a prompt cache has, until `close`; it may drop some to fit."""
-
-        def count_on_mlx_thread() -> None:
-            if not self.is_closed:
-                self._counted.add(prompt_cache)
-                prompt_cache.count_in(self.memory_pool)
-
-        run_on_mlx_thread(count_on_mlx_thread)
+        if not self.is_closed:
+            self._counted.add(prompt_cache)
+            prompt_cache.count_in(self.memory_pool)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -239,7 +236,7 @@ class Engine:
         """
         model = self.model(adapter)
         config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
-        config, loaded = split_drafter_arguments(config, drafter)
+        config, loaded = split_drafter(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
         def open_answer() -> Answer[GenerationResponse]:
@@ -251,12 +248,20 @@ class Engine:
                 keep_at is None or 0 <= keep_at <= end,
                 f"keep_at={keep_at} for a prompt of {len(prompt)} tokens",
                 expected=f"0 to {end}, as the last token is always processed",
-                do="count the tokens of this prompt, or leave it out",
+                do="count the tokens of this prompt, or omit keep_at",
             )
             found = partial(self._length_before_answer_opens, model, question, chat_options, prompt)
             length = found if keep_at is None else keep_at
             segments = self._begin_answer(
-                model, prompt, length, config, loaded, kept, mask, shares_prompt, joins_prompt
+                model,
+                prompt,
+                config,
+                keep_at=length,
+                loaded=loaded,
+                prompt_cache=kept,
+                mask=mask,
+                shares_prompt=shares_prompt,
+                joins_prompt=joins_prompt,
             )
             answer = Answer(segments, progress)
             self._track_open(answer)
@@ -268,8 +273,9 @@ class Engine:
         self,
         model: StreamFusedModel,
         prompt: list[int],  # tokens
-        keep_at: int | Callable[[], int],
         config: GenerateConfig,  # with a seed if it samples
+        *,
+        keep_at: int | Callable[[], int],
         loaded: Sequence[Loaded],  # to draft with
         prompt_cache: PromptCache,
         mask: Mask | None,
@@ -283,10 +289,9 @@ class Engine:
         """
         cache = model.make_cache()
         known = 0
-        # Calls are to be the same on every run then.
-        if not config.deterministic:
+        if not config.deterministic:  # whose calls are the same on every run, whatever is known
             cache, known = prompt_cache.take(model, prompt)
-        # Ranks of a split model would not batch alike.
+        # Calls that have to be the same on every run, or on every rank, are not shared.
         is_alone = config.deterministic or model.backbone.group is not None
         decode: Decode = decode_plan
         if mask is not None or not is_alone:
@@ -441,7 +446,8 @@ class Engine:
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,
-            swap=self._model_for_swap,
+            # None is the base alone, as for `ssmlx.swap_adapter`.
+            swap=lambda adapter: self.model(NO_ADAPTER if adapter is None else adapter),
             memory_pool=self.memory_pool,
         )
         run_on_mlx_thread(lambda: self._track_open(chat))
@@ -452,10 +458,6 @@ class Engine:
         self._open.add(opened)
         if self.is_closed:
             opened.close()
-
-    def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
-        """`model`, but None is the base alone, as for `ssmlx.swap_adapter`."""
-        return self.model(NO_ADAPTER if adapter is None else adapter)
 
     @unless_forked
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """Files of prompts, and from a user's text to prompt tokens."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def _check_prompt_row(
     if kinds == ["prompt"]:
         require_text_field(row, "prompt", where)
         return row
-    found = f'{where}, has a bad "messages"'
+    found = f'{where}, has invalid "messages"'
     messages = normalise_turns(row["messages"], f"{where}, messages")
     if messages and messages[-1]["role"] == "assistant":
         del messages[-1]
@@ -107,11 +106,6 @@ def as_messages(prompt: Prompt) -> Any:
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """A text that two prompts share only if their turns and tools are equal."""
-    return json.dumps([as_messages(prompt), prompt.get("tools")])
 
 
 def last_user_text(prompt: Prompt) -> str:
@@ -244,7 +238,7 @@ def chat_tokens(
         tools is None or isinstance(tools, list | tuple),
         f"tools are {tools!r}"[:80],
         expected="a list of JSON schemas",
-        do="correct or drop them",
+        do="correct or omit them",
     )
     more = dict(template_args or {})
     _check_template_args(tokenizer, more)
@@ -300,8 +294,8 @@ def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) 
         require(
             bool(is_read) and name not in _NO_TEMPLATE_ARGS,
             f"the template argument {name}",
-            expected="what the model's chat template reads",
-            do="drop it, or use another model",
+            expected="one that the model's chat template reads",
+            do="omit it, or use another model",
         )
 
 
@@ -341,7 +335,6 @@ def encode_user_text(
 ) -> list[int]:
     """The tokens of one question, up to where the answer starts."""
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
-    check_text(text)
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":
@@ -350,7 +343,7 @@ def encode_user_text(
         not any(more.values()),
         "tools or template arguments without a chat template",
         expected="--template chat with them",
-        do="choose it, or drop them",
+        do="choose it, or omit them",
     )
     if template == "raw":
         return encode(text, tokenizer)
@@ -374,7 +367,7 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 def check_text(text: str) -> None:
     """Tokenizers refuse half of a surrogate pair, which bytes that are not UTF-8 may be read as."""
     found = f"the text is {quoted(text)}"
-    require(isinstance(text, str), found, expected="a str", do="decode bytes to a text")
+    require(isinstance(text, str), found, expected="a str", do="decode the bytes to text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

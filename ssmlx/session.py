@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled
 from .api import stream_generate
 from .bars import Progress
-from .drafters.registry import DrafterArgument, split_drafter_arguments
+from .drafters.registry import DrafterArgument, split_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .formats.families import find_format
@@ -32,7 +32,7 @@ from .generation.segments import (
     resolve_sampling,
 )
 from .loading.attach import swap_adapter
-from .mlx_thread import run_on_mlx_thread, unless_forked
+from .mlx_thread import on_mlx_thread, run_on_mlx_thread, unless_forked
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
 from .prompt_cache import PromptCache, place_for_next_turn
@@ -134,10 +134,11 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self.begins: Begins = "text"
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
-        self.config, self._loaded = split_drafter_arguments(config or GenerateConfig(), drafter)
+        self.config, self._loaded = split_drafter(config or GenerateConfig(), drafter)
         self.totals = ChatTotals()
         self.reset(system)
 
+    @on_mlx_thread
     def reset(self, system: str | None = None) -> None:
         """Forget the conversation, and empty its cache.
 
@@ -151,16 +152,12 @@ class ChatSession:
                 closed; the conversation stays.
         """
         check_text("" if system is None else system)
-
-        def reset_on_mlx_thread() -> None:
-            self._require_idle()
-            self.system = system
-            self.messages: list[Message] = []
-            if system:
-                self.messages.append({"role": "system", "content": system})
-            self._clear()
-
-        run_on_mlx_thread(reset_on_mlx_thread)
+        self._require_idle()
+        self.system = system
+        self.messages: list[Message] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        self._clear()
 
     def _clear(self) -> None:
         self.free_memory()
@@ -206,14 +203,14 @@ class ChatSession:
         run_on_mlx_thread(self._require_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
-        def take_over_on_mlx_thread() -> None:
+        def take_over() -> None:
             self._require_idle()
             # The chat's settings have to fit.
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
             self._clear()
 
-        run_on_mlx_thread(take_over_on_mlx_thread)
+        run_on_mlx_thread(take_over)
 
     @property
     def memory(self) -> Memory:
@@ -273,29 +270,26 @@ class ChatSession:
         return run_on_mlx_thread(open_reply)
 
     @unless_forked
+    @on_mlx_thread
     def close(self) -> None:
         """Cancel the reply that is open, wait for its end, and free the cache; no more is answered.
 
         A second time, and in a forked process, it does nothing.
         """
-
-        def close_on_mlx_thread() -> None:
-            reply = self._reply()
-            if reply is not None:
-                reply.close()
-            if not self._is_closed:
-                self._is_closed = True
-                self.free_memory()
-                del self.model, self._loaded
-
-        run_on_mlx_thread(close_on_mlx_thread)
+        reply = self._reply()
+        if reply is not None:
+            reply.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self.free_memory()
+            del self.model, self._loaded
 
     def _check_open(self) -> None:
         require(
             not self._is_closed,
             "this chat is closed",
             expected="an open one",
-            do="make a new session",
+            do="start a new session",
         )
 
     def _require_idle(self) -> None:
@@ -306,7 +300,7 @@ class ChatSession:
             reply is None or reply.is_over,
             "a reply of this session is still open",
             expected="one reply at a time",
-            do="read it to its end, or close it; or use another session",
+            do="read it to its end or close it, or use another session",
         )
 
     def _begin_reply(
@@ -429,8 +423,8 @@ class ChatSession:
         """
         self._check_open()
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        found = "nothing was said yet"
-        do = "say something first"
+        found = "this chat has no message yet"
+        do = "send a message first"
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._encode_turns(self.messages[: users[-1] + 1])
         # The same seed for both, or two samples would be compared.

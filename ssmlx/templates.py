@@ -477,14 +477,11 @@ def bounded_rendering(
     except InputError:
         raise
     except Exception as error:  # whatever a template computes
+        said = " ".join(str(error)[:_MAX_LETTERS].split())
         raise InputError(
-            f"the model's chat template refuses {turns} ({_one_line(error)})",
-            expected="turns that it knows",
-            do="change or drop them",
+            f"the model's chat template refuses {turns} ({said})",
+            expected="turns that it accepts",
+            do="change or remove them",
         ) from error
     finally:
         _bounds.reset(token)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error)[:_MAX_LETTERS].split())

@@ -248,8 +248,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation/answer_end.py:AnswerText._held_back",
-        "return next((size for size in sizes if self._is_begun_by(self._text[-size:])), 0)",
-        "return 0",
+        "if any(stop.startswith(self._text[-size:]) for stop in self._stop):",
+        "if False:",
         "a stop string that comes in several tokens is given out up to its last one",
         "tests/test_stop.py",
     ),
@@ -360,7 +360,7 @@ MUTANTS = [
         "tests/test_prompt_cache.py tests/test_pool.py",
     ),
     Mutant(
-        "prompt_cache/cache.py:PromptCache._take",
+        "prompt_cache/cache.py:PromptCache.take",
         "in_file > count",
         "in_file >= count",
         "each turn reads from disk what is in memory",
@@ -425,7 +425,7 @@ MUTANTS = [
         "tests/test_model.py tests/test_drafters.py",
     ),
     Mutant(
-        "loading/load.py:_require_safe",
+        "loading/model_config.py:_require_safe",
         "_require_sizes_in_bounds(path, inner if isinstance(inner, dict) else {})",
         "pass",
         "sizes inside text_config are built however large they are",

@@ -105,3 +105,14 @@ if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     spell() if told == "ids" else script(iter(told))
     raise SystemExit(main(sys.argv[2:]))
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def is_well(connection):
+    """Read the answer to `GET`; whether it is the right one."""
+    told = b""
+    while not told.endswith(b"}") and (data := connection.recv(1000)):
+        told += data
+    return told.startswith(b"HTTP/1.1 200") and told.endswith(b'{"status":"ok"}')

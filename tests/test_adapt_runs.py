@@ -12,22 +12,13 @@ import mlx.core as mx
 import pytest
 from huggingface_hub.utils import enable_progress_bars
 from mlx_lm.utils import load_model, save_model
-from real import (
-    answer,
-    exit_code,
-    on_a_terminal,
-    one_line,
-    refusal,
-    snapshot,
-    words,
-    write_base,
-    write_tiny_adapter,
-)
+from real import answer, on_a_terminal, snapshot, words, write_base, write_tiny_adapter
+from refusals import as_shown, exit_code, exits, found_in, mentions, one_line, refusal
 
 import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
-from ssmlx.commands import adapt, adapters, chat, check, drafting_lines, generate
+from ssmlx.commands import adapt, adapters, chat, check, drafting, generate
 from ssmlx.errors import naming_file
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import identity, names
@@ -117,7 +108,7 @@ def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, cap
     with caplog.at_level("INFO", logger="ssmlx"):
         assert ssmlx.load(model, adapter="auto", dtype="float32")[0].num_streams == 0
     (line,) = [one.getMessage() for one in caplog.records if "mine" in one.getMessage()]
-    assert "made from other weights than" in line and "--adapter mine" in line
+    assert mentions(line, "--adapter mine")
     caplog.clear()
     with caplog.at_level("INFO", logger="ssmlx"):  # nor is it told where nothing is asked for
         ssmlx.load(model, dtype="float32")
@@ -134,9 +125,9 @@ def test_a_run_of_an_earlier_version_is_not_taken_by_itself(base, caplog, capsys
         model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
     (line,) = [one.getMessage() for one in caplog.records if "mine" in one.getMessage()]
     assert model.num_streams == 0
-    assert "made by an earlier version" in line and "--adapter mine" in line
+    assert mentions(line, "--adapter mine")
     assert exit_code(adapters.main) == 0
-    assert f"of {base} (made by an earlier version)" in capsys.readouterr().out
+    assert str(base) in capsys.readouterr().out
     assert ssmlx.load(base, adapter="mine", dtype="float32")[0].num_streams > 0
 
 
@@ -231,17 +222,11 @@ def test_load_engine_and_commands_find_it_as_the_chat_does(base, monkeypatch, ca
         told[adapter] = err.splitlines()[:2]
         assert tokenizer.encode(out.strip()) == [one for one in expected if one != 2]
     auto = told[()]
-    assert auto[0].startswith("[adapter mine, made here from these weights, 1.50 times plain")
-    assert auto[1].startswith(
-        "[faster: nothing that is here; more hours may: python -m ssmlx.adapt"
-    )
+    assert mentions(auto[0], "mine", "1.50") and "python -m ssmlx.adapt" in auto[1]
     again = told["--adapter", "auto"]  # with costs that the first answer has taught
     assert again[1] == auto[1] and again[0].partition(": ")[0] == auto[0].partition(": ")[0]
-    assert told["--adapter", "none"] == [
-        "[no adapter: what stood in the text before is drafted where it comes again]",
-        "[faster: --adapter mine, made here from these weights, "
-        "1.50 times plain decoding's speed when it was made]",
-    ]
+    first, second = told["--adapter", "none"]
+    assert not mentions(first, "mine") and mentions(second, "--adapter mine", "1.50")
 
 
 def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
@@ -255,7 +240,7 @@ def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
     make_run(base, "mine")
     assert resolve_adapter("mine").resolve() == other
     (tmp_path / "empty").mkdir()
-    assert "streams_config.json does not exist" in refusal(ssmlx.load, base, adapter="empty")
+    assert "streams_config.json" in refusal(ssmlx.load, base, adapter="empty")
 
 
 # --- the two lines ---
@@ -263,15 +248,14 @@ def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
 
 def lines_of(model, adapter, **settings):
     plan = make_plan(model, ssmlx.GenerateConfig(**settings))
-    return drafting_lines.drafting_lines(model, plan, adapter)
+    return drafting.describe(model, plan, adapter).lines()
 
 
 def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
-    assert first == f"no adapter: {drafting_lines.decision_line(make_plan(plain))}"
-    assert second == f"faster: {adapt}, which says within minutes what that would bring here"
+    assert as_shown(drafting.decision(make_plan(plain))) in first and adapt in second
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
     costs.set_head_start({("rows", 4): 1.1})
@@ -280,75 +264,63 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     assert sizing.forecast_speedup_of_adapting(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
     costs.set_head_start({("untrained streams in 1 layers", 4): 1.1})
-    assert lines_of(plain, "none")[1].endswith(
-        f"{adapt}, which should bring some {usual / 1.1:.1f} times plain decoding's speed here"
-    )
+    second = lines_of(plain, "none")[1]
+    assert adapt in second and mentions(second, f"{usual / 1.1:.1f}")
     # What was begun, and has written an adapter.
     folder = make_run(base)
     settings = json.loads((folder / "streams_config.json").read_text())
     told = {**settings, "tokens_per_call": {"2": 1.5, "4": 2.0}}
     (folder / "streams_config.json").write_text(json.dumps(told))
-    assert lines_of(plain, "none")[1].startswith("faster: --adapter mine, made here from these")
+    assert mentions(lines_of(plain, "none")[1], "--adapter mine")
     drafting_model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
     first, second = lines_of(drafting_model, "mine")
-    assert first.startswith("adapter mine, made here from these weights, not measured on this ")
-    assert second == (
-        f"faster: {adapt} --name mine goes on with a run that came to 1.60 times plain decoding's "
-        "speed so far"
-    )
+    assert mentions(first, "mine") and mentions(second, f"{adapt} --name mine", "1.60")
     # It brought nothing here.
     shutil.rmtree(adapters_home())
     make_run(base, figures={"speed_up": 0.99}, rounds=2)
     assert ssmlx.load(base, adapter="auto", dtype="float32")[0].num_streams == 0
     first, second = lines_of(plain, "none")
-    why = "mine brings nothing on this machine (0.99 times plain decoding's speed when it was made)"
-    assert first.startswith(f"no adapter, as {why}: ")
-    assert second == f"faster: nothing that is here; more hours may: {adapt} --hours 4"
+    assert mentions(first, "mine", "0.99") and mentions(second, f"{adapt} --hours 4")
     first, _ = lines_of(drafting_model, "mine")
-    assert first.startswith("adapter mine, made here from these weights, 0.99 times plain")
+    assert mentions(first, "mine", "0.99")
 
 
 def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
-    from test_adapt import write_family
+    from tiny_adapt import write_family
 
     plain = ssmlx.load(base, dtype="float32")[0]
     write_tiny_adapter(tmp_path / "shelf" / "chat", base, scope="streams")
     make_run(base, figures={"speed_up": 0.9})  # which is left aside
     assert ssmlx.load(base, adapter="auto", dtype="float32")[0].num_streams > 0
-    assert lines_of(plain, "none")[1].startswith("faster: --adapter chat, which ships with ssmlx")
+    assert mentions(lines_of(plain, "none")[1], "--adapter chat")
     model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
     first, second = lines_of(model, "chat")
-    assert first.startswith("adapter chat, which ships with ssmlx: streams ")
-    assert second.endswith(f"may: python -m ssmlx.adapt --model {base} --data FILE")
-    assert lines_of(model, "elsewhere")[0].startswith("adapter elsewhere, as asked for: ")
-    assert lines_of(model, None)[0].startswith("the model's own streams: ")
+    assert mentions(first, "chat", "streams")
+    assert f"python -m ssmlx.adapt --model {base} --data FILE" in second
+    assert mentions(lines_of(model, "elsewhere")[0], "elsewhere")
+    assert mentions(lines_of(model, None)[0], "model's")
     recurrent = ssmlx.load(write_family(tmp_path / "lfm2", "lfm2"))[0]
     first, second = lines_of(recurrent, "none")
-    assert first.startswith("no adapter: what stood in the text")
-    assert second.startswith("faster: nothing, as streams cannot be trained for this model: ")
+    assert as_shown(drafting.decision(make_plan(recurrent))) in first
+    assert as_shown(recurrent.backbone.capabilities.stages) in second
 
 
 def test_the_lines_of_a_model_that_a_lora_tunes(base, tmp_path):
-    from test_lora import write_lora
+    from tiny_lora import write_lora
 
     make_run(base, figures={"speed_up": 1.5})  # for the base, which answers otherwise
     lora = write_lora(tmp_path / "lora", base)
     model = ssmlx.load(base, adapter=lora, dtype="float32")[0]
     first, second = lines_of(model, str(lora))
-    assert first.startswith(f"adapter {lora}, without streams, as asked for: what stood in the ")
+    assert mentions(first, str(lora))
     adapt = f"python -m ssmlx.adapt --model {base} --adapter {lora}"
-    assert second == f"faster: {adapt}, which says within minutes what that would bring here"
+    assert adapt in second
     make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[folder_digest(lora)])
-    assert lines_of(model, str(lora))[1] == (
-        "faster: --adapter tuned, made here of this adapter, 1.50 times plain decoding's speed "
-        "when it was made"
-    )
+    assert mentions(lines_of(model, str(lora))[1], "--adapter tuned", "1.50")
     task = write_tiny_adapter(tmp_path / "task", base)  # LoRA and streams
     model = ssmlx.load(base, adapter=task, dtype="float32")[0]
-    assert lines_of(model, str(task))[1] == "faster: nothing that is here and answers alike"
-    assert lines_of(model, "tuned")[0].startswith(
-        "adapter tuned, made here from these weights, 1.5"
-    )
+    assert "--" not in lines_of(model, str(task))[1], "nothing here is faster and answers alike"
+    assert mentions(lines_of(model, "tuned")[0], "tuned", "1.50")
 
 
 @pytest.mark.slow
@@ -358,10 +330,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "time_unknown_costs_before_answers", lambda *_: None)
+    monkeypatch.setattr(check, "time_unknown_costs", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "time_unknown_costs_before_answers", lambda *_: None)
-    monkeypatch.setattr(check, "time_tree_sizes_and_estimate_speedup", lambda *_: [])
+        monkeypatch.setattr(command, "time_unknown_costs", lambda *_: None)
+    monkeypatch.setattr(check, "time_tree_sizes", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
     for option in ((), ("--adapter", "none")):
@@ -369,30 +341,24 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
             monkeypatch.setattr(sys, "stdin", io.StringIO(""))
             assert exit_code(command.main, *given, *more, *option) == 0
             lines = "".join(capsys.readouterr()).splitlines()
-            at = next(n for n, line in enumerate(lines) if line.startswith("faster: "))
-            told[command.PROG, option] = lines[at - 1 : at + 1]
-    for option, begins in (
-        ((), "adapter mine, made here"),
-        (("--adapter", "none"), "no adapter: "),
-    ):
-        same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
-        assert len(same) == 1 and next(iter(same))[0].startswith(begins)
-    assert server.adapter_of_each_served_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
-    assert (
-        server.adapter_of_each_served_name("m", ["auto"])
-        == server.adapter_of_each_served_name("m", [])
-        == {"m": None}
-    )
-    assert "--adapter none and --adapter auto" in refusal(
-        server.adapter_of_each_served_name, "m", ["none", "auto"]
-    )
+            told[command.PROG, option] = lines
+    for option in ((), ("--adapter", "none")):
+        texts = [told[command.PROG, option] for command in (chat, check, server)]
+        same = [line for line in texts[0] if all(line in text for text in texts)]
+        first, second = [line for line in same if line]
+        assert mentions(first, "mine") == (option == ())
+        assert "python -m ssmlx.adapt" in second or mentions(second, "--adapter mine")
+    assert server.served_adapters("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.served_adapters("m", ["auto"]) == server.served_adapters("m", []) == {"m": None}
+    line = refusal(server.served_adapters, "m", ["none", "auto"])
+    assert mentions(found_in(line), "--adapter none", "--adapter auto")
 
 
 def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
     given = ("--model", base, "--dtype", "float32", "--seconds", 0.05)
     assert exit_code(check.main, *given, "--json") == 0
     told = json.loads(capsys.readouterr().out)["drafting"]
-    assert told[1].startswith("faster: ") and "times plain decoding's speed here" in told[1]
+    assert "python -m ssmlx.adapt" in told[1]
     plain = ssmlx.load(base, dtype="float32")[0]
     assert sizing.forecast_speedup_of_adapting(plain) > 0
     assert lines_of(plain, "none")[1] == told[1]  # from then on
@@ -406,7 +372,8 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
         code = exit_code(adapters.main, *argv)
         return code, *capsys.readouterr()
 
-    assert run() == (0, f"in {adapters_home()}: 0 adapters\n", "")
+    code, out, err = run()
+    assert (code, err) == (0, "") and mentions(out, str(adapters_home()), "0")
     make_run(base, "done", figures={"speed_up": 1.5})
     gone = write_base(tmp_path / "gone", seed=1)
     make_run(gone, "begun")
@@ -419,29 +386,28 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     code, out, _ = run("list")
     lines = {line.split("  ")[0]: line for line in out.splitlines()}
     assert code == 0 and len(lines) == 4
-    assert f"of {base} (here): 2.00 tokens a call with 4 nodes, 1.50 times plain" in lines["done"]
+    assert mentions(lines["done"], str(base), "2.00", "4", "1.50")
     assert time.strftime("%Y-%m-%d") in lines["done"]
-    assert f"(not in {gone} any more): unfinished" in lines["begun"]
-    assert ", with a LoRA (made from other weights than are there)" in lines["changed"]
-    assert run("rename", "done", "better")[1] == "renamed done to better\n"
+    assert str(gone) in lines["begun"] and mentions(lines["changed"], "LoRA")
+    assert mentions(run("rename", "done", "better")[1], "done", "better")
     assert resolve_adapter("better").is_dir() and not (adapters_home() / "done").exists()
     for name in ("better", "begun"):
         assert run("remove", "--yes", name)[0] == 0
-    assert "remove takes 1 name, got 0; see " in run("remove")[2]
-    assert "rename takes 2 names, got 1; see " in run("rename", "done")[2]
+    assert mentions(run("remove")[2], "remove", "1", "0")
+    assert mentions(run("rename", "done")[2], "rename", "2", "1")
     assert [one.name for one in adapters_home().iterdir()] == ["changed"]
-    for argv, said in (
-        (("remove", "better"), "no adapter better; expected one that was made here (changed)"),
-        (("rename", "changed", "a/b"), "NEW a/b"),
-        (("rename", "changed", ""), "NEW "),
-        (("rename", "changed", "none"), "NEW none"),
-        (("rename", "changed", "changed"), "is there already"),
+    for argv, named in (
+        (("remove", "better-1"), ("better-1",)),
+        (("rename", "changed", "a/b"), ("NEW a/b",)),
+        (("rename", "changed", ""), ("NEW",)),
+        (("rename", "changed", "none"), ("NEW none",)),
+        (("rename", "changed", "changed"), ()),
     ):
         code, out, err = run(*argv)
-        assert (code, out) == (2, "") and said in one_line(err, adapters.PROG)
+        assert (code, out) == (2, "") and mentions(one_line(err, adapters.PROG), *named)
     with locked_folder(adapters_home() / "changed"):
         code, _, err = run("remove", "changed", "--yes")
-        assert code == 2 and "another run writes into" in err
+        assert code == 2 and str(adapters_home() / "changed") in err
     assert (adapters_home() / "changed" / "plan.json").exists()
     (adapters_home() / "changed" / "plan.json").write_text("{")  # what is broken goes, too
     assert run("remove", "changed", "--yes")[0] == 0 and not any(adapters_home().iterdir())
@@ -473,8 +439,7 @@ def test_only_the_name_of_an_adapter_is_removed_or_renamed(name, base, tmp_path,
     before = snapshot(tmp_path)
     name = name.format(home=adapters_home())
     for argv in (("remove", name, "--yes"), ("rename", name, "zz")):
-        assert exit_code(adapters.main, *argv) == 2
-        assert "no adapter" in one_line(capsys.readouterr().err, adapters.PROG)
+        exits(capsys, adapters.main, *argv)
     assert snapshot(tmp_path) == before
 
 
@@ -483,14 +448,12 @@ def test_a_new_name_is_one_that_an_adapter_may_have(new, base, tmp_path, capsys)
     make_run(base, "mine")
     write_tiny_adapter(tmp_path / "shelf" / "shipped", base)
     before = snapshot(tmp_path)
-    assert exit_code(adapters.main, "rename", "mine", new) == 2
-    assert "NEW " in one_line(capsys.readouterr().err, adapters.PROG)
+    assert mentions(exits(capsys, adapters.main, "rename", "mine", new), "NEW")
     assert snapshot(tmp_path) == before
 
 
 def test_an_empty_name_is_none_for_a_new_adapter(base, capsys):
-    assert exit_code(adapt.main, "--model", base, "--name", "") == 2
-    assert "--name" in one_line(capsys.readouterr().err, adapt.PROG)
+    assert mentions(exits(capsys, adapt.main, "--model", base, "--name", ""), "--name")
     assert not adapters_home().exists()
 
 
@@ -507,9 +470,8 @@ def test_removing_asks_on_a_terminal_and_needs_yes_elsewhere(base, capsys):
     remove = ("ssmlx.adapters", "remove", "mine")
     for typed in (b"\n", b"n\n", b"\x04"):
         code, shown = on_a_terminal(*remove, typed=typed, prompt=b"[y/N]")
-        assert code == 1 and f"delete {folder}" in shown and "nothing was deleted" in shown
-    assert exit_code(adapters.main, "remove", "mine") == 2
-    assert "--yes" in one_line(capsys.readouterr().err, adapters.PROG)
+        assert code == 1 and str(folder) in shown and folder.is_dir()
+    assert mentions(exits(capsys, adapters.main, "remove", "mine"), "--yes")
     assert folder.is_dir()
     assert on_a_terminal(*remove, typed=b"y\n", prompt=b"[y/N]")[0] == 0
     assert not folder.exists()
@@ -518,7 +480,7 @@ def test_removing_asks_on_a_terminal_and_needs_yes_elsewhere(base, capsys):
 # --- what is told ---
 
 
-def test_a_full_disk_is_told_by_the_file(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_by_the_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

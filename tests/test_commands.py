@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import real
+import refusals
 from huggingface_hub.utils import enable_progress_bars
+from refusals import exits, found_in, mentions
 
 import ssmlx
 from ssmlx import bars
@@ -66,13 +68,14 @@ def run(base, loaded, monkeypatch, capsys):
     load_any = loading.load
 
     def load(model, *, adapter, **more):
-        known = model == str(base) and adapter in loaded
-        return loaded[adapter] if known else load_any(model, adapter=adapter, **more)
+        named = None if adapter == "auto" else adapter  # none fits the tiny model
+        known = model == str(base) and named in loaded
+        return loaded[named] if known else load_any(model, adapter=adapter, **more)
 
     monkeypatch.setattr(loading, "load", load)
 
     def run(*args, model=str(base), command=generate):
-        return real.exit_code(command.main, "--model", model, *args), *capsys.readouterr()
+        return refusals.exit_code(command.main, "--model", model, *args), *capsys.readouterr()
 
     return run
 
@@ -80,7 +83,7 @@ def run(base, loaded, monkeypatch, capsys):
 def refusal(result, prog=PROG) -> str:
     code, out, err = result
     assert (code, out) == (2, "")
-    return real.one_line(err, prog)
+    return refusals.one_line(err, prog)
 
 
 def records(result) -> list[dict]:
@@ -90,137 +93,127 @@ def records(result) -> list[dict]:
 
 
 BAD = {
-    "unknown model": (("--model", "no-such-model"), "no model is called 'no-such-model'"),
-    "missing model folder": (("--model", "./no/such/folder"), "no/such/folder does not exist"),
-    "missing adapter": (("--adapter", "nowhere"), "no adapter folder nowhere"),
-    "missing prompts": (("--prompts", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
-    "both prompts": ((*ASK, "--prompts", "x"), "not allowed with argument"),
-    "neither": ((), "one of the arguments --prompt --prompts is required"),
-    "stray byte": (("--prompt", "w1 \udcff"), "the text is not Unicode: '\\udcff' at 3"),
-    "stray byte as it is": (
-        ("--prompt", "\ud800", "--template", "raw"), "the text is not Unicode: '\\ud800' at 0",
-    ),
-    "empty prompt": (("--prompt", " "), "the prompt is empty"),
+    "unknown model": (("--model", "no-such-model"), "no-such-model"),
+    "missing model folder": (("--model", "./no/such/folder"), "no/such/folder"),
+    "missing adapter": (("--adapter", "nowhere"), "nowhere"),
+    "missing prompts": (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+    "both prompts": ((*ASK, "--prompts", "x"), "--prompts --prompt"),
+    "neither": ((), "--prompt --prompts"),
+    "stray byte": (("--prompt", "w1 \udcff"), r"'\udcff' 3"),
+    "stray byte as it is": (("--prompt", "\ud800", "--template", "raw"), r"'\ud800' 0"),
+    "empty prompt": (("--prompt", " "), "prompt"),
     "long prompt": (
-        ("--prompt", real.words(300), "--template", "raw"),
-        f"the prompt has 300 tokens; expected less than the model's context of {real.CONTEXT}",
+        ("--prompt", real.words(300), "--template", "raw"), f"prompt 300 {real.CONTEXT}",
     ),
-    "max-tokens": ((*ASK, "--max-tokens", "0"), "--max-tokens 0; expected 1 or more"),
-    "max-tokens word": ((*ASK, "--max-tokens", "many"), "invalid int value: 'many'"),
-    "stop": ((*ASK, "--stop", ""), "--stop ''; expected some text; give some, or drop it"),
-    "logprobs": ((*ASK, "--jsonl", "--logprobs", "-1"), "--logprobs -1; expected 0 to 100"),
-    "idle logprobs": ((*ASK, "--logprobs", "2"), "--logprobs would do nothing here; expected --js"),
-    "temp nan": ((*ASK, "--temp", "nan"), "--temp nan; expected 0, or 1e-05 to"),
-    "template": ((*ASK, "--template", "no place"), "--template 'no place'; expected chat, raw"),
-    "template args": ((*ASK, "--template-args", "[1]"), "'[1]' is not a JSON object"),
-    "unread template args": (
-        (*ASK, "--template-args", '{"think": 1}'), "the template argument think; expected what",
-    ),
-    "dtype": ((*ASK, "--dtype", "int3"), "invalid choice: 'int3'"),
-    "unknown option": ((*ASK, "--trees", "3"), "unrecognized arguments: --trees 3"),
+    "max-tokens": ((*ASK, "--max-tokens", "0"), "--max-tokens 0"),
+    "max-tokens word": ((*ASK, "--max-tokens", "many"), "--max-tokens 'many'"),
+    "stop": ((*ASK, "--stop", ""), "--stop ''"),
+    "logprobs": ((*ASK, "--jsonl", "--logprobs", "-1"), "--logprobs -1 100"),
+    "idle logprobs": ((*ASK, "--logprobs", "2"), "--logprobs --jsonl"),
+    "temp nan": ((*ASK, "--temp", "nan"), "--temp nan 1e-05"),
+    "template": ((*ASK, "--template", "no place"), "--template 'no place' chat raw"),
+    "template args": ((*ASK, "--template-args", "[1]"), "--template-args '[1]'"),
+    "unread template args": ((*ASK, "--template-args", '{"think": 1}'), "think"),
+    "dtype": ((*ASK, "--dtype", "int3"), "--dtype 'int3'"),
+    "unknown option": ((*ASK, "--trees", "3"), "--trees 3"),
     "speculative without adapter": (
-        (*ASK, "--decoding", "speculative"),
-        "the model has no streams; expected an adapter with streams; give --adapter FOLDER",
+        (*ASK, "--decoding", "speculative"), "streams --adapter --drafter --decoding",
     ),
-    "drafter": ((*ASK, "--drafter", "oak"), "--drafter oak; expected one of streams, prompt-"),
+    "drafter": ((*ASK, "--drafter", "oak"), "--drafter oak streams prompt-lookup"),
     "drafter key": (
         (*ASK, "--drafter", "lookahead size=4"),
-        "--drafter lookahead size=4; expected keys of --drafter lookahead, each once: window=5 "
-        "ngram=4 guesses=5 acceptance=exact|typical",
+        "--drafter lookahead size=4 window=5 ngram=4 guesses=5 acceptance=exact|typical",
     ),
-    "drafter key twice": ((*ASK, "--drafter", "lookahead window=4 window=5"), "window=5; expected"),
-    "drafter number": (
-        (*ASK, "--drafter", "lookahead window=five"), "window=five; expected a whole number",
+    "drafter key twice": (
+        (*ASK, "--drafter", "lookahead window=4 window=5"), "--drafter lookahead window=5",
     ),
-    "drafter range": (
-        (*ASK, "--drafter", "lookahead window=0"),
-        '--drafter "lookahead window=0"; expected 1 to 128; choose a whole number in that range',
-    ),
+    "drafter number": ((*ASK, "--drafter", "lookahead window=five"), "--drafter window=five"),
+    "drafter range": ((*ASK, "--drafter", "lookahead window=0"), "--drafter window=0 1 128"),
     "drafter word": (
-        (*ASK, "--drafter", "streams schedule=late"),
-        "--drafter streams schedule=late; expected one of second-pass|fused",
+        (*ASK, "--drafter", "streams schedule=late"), "--drafter schedule=late second-pass|fused",
     ),
-    "drafter quotes": ((*ASK, "--drafter", 'medusa heads="a'), "close the quotation mark"),
-    "penalty": ((*ASK, "--penalty", "presence=much"), "presence=much; expected a number"),
+    "drafter quotes": ((*ASK, "--drafter", 'medusa heads="a'), "--drafter medusa heads"),
+    "penalty": ((*ASK, "--penalty", "presence=much"), "--penalty presence=much"),
     "penalty twice": (
-        (*ASK, "--penalty", "presence=1", "--penalty", "presence=2"), "presence= twice; expected",
+        (*ASK, "--penalty", "presence=1", "--penalty", "presence=2"), "--penalty presence",
     ),
 }  # fmt: skip
+"""Arguments, and what the line that refuses them names."""
 
 BAD_TREES = {
-    "num-streams 0": (("--num-streams", "0"), "--num-streams 0; expected 1 to 2"),
-    "num-streams 9": (("--num-streams", "9"), "--num-streams 9; expected 1 to 2"),
-    "tree-width": (("--tree-width", "0"), "--tree-width 0; expected 1 or more"),
-    "tree-size": (("--tree-size", "5000"), "--tree-size 5000; expected 1 to 1024"),
-    "full tree": (("--tree", "full", "--tree-width", "40"), "has 1641 nodes; expected at most"),
-    "tree kind": (("--tree", "oak"), "invalid choice: 'oak'"),
-    "prune kind": (("--prune", "oak"), "--prune oak; expected one of off, budget, threshold"),
-    "threshold": (("--prune", "threshold=2"), "--prune threshold=2.0; expected 0 to 1"),
-    "threshold nan": (("--prune", "threshold=nan"), "--prune threshold=nan; expected 0 to 1"),
-    "threshold word": (("--prune", "threshold=few"), "--prune threshold=few; expected a number"),
-    "budget number": (("--prune", "budget=4"), "--prune budget=4; expected keys of --prune"),
-    "prune-to 0": (("--prune", "budget", "--prune-to", "0"), "--prune-to 0; expected 1 or"),
-}  # fmt: skip
+    "num-streams": (("--num-streams", "9"), "--num-streams 9 1 2"),
+    "tree-width": (("--tree-width", "0"), "--tree-width 0"),
+    "tree-size": (("--tree-size", "5000"), "--tree-size 5000 1024"),
+    "full tree": (("--tree", "full", "--tree-width", "40"), "1641 1024 --tree-width"),
+    "tree kind": (("--tree", "oak"), "--tree 'oak'"),
+    "prune kind": (("--prune", "oak"), "--prune oak off budget threshold"),
+    "threshold": (("--prune", "threshold=2"), "--prune threshold=2.0"),
+    "threshold nan": (("--prune", "threshold=nan"), "--prune threshold=nan"),
+    "threshold word": (("--prune", "threshold=few"), "--prune threshold=few"),
+    "budget number": (("--prune", "budget=4"), "--prune budget=4 threshold"),
+    "prune-to 0": (("--prune", "budget", "--prune-to", "0"), "--prune-to 0"),
+}
 
 
 @pytest.mark.parametrize("case", [*BAD, *BAD_TREES])
 def test_bad_input_is_one_line(run, adapter, case, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    args, said = {**BAD, **BAD_TREES}[case]
+    args, named = {**BAD, **BAD_TREES}[case]
     if case in BAD_TREES:
         args = ("--adapter", adapter, *args)
     if case in BAD_TREES or "model" in case or case == "missing adapter":
         args = (*ASK, *args)
-    assert said in refusal(run(*args))
+    assert mentions(refusal(run(*args)), *named.split())
 
 
 def test_the_fused_attention_needs_metal(run, monkeypatch):
     monkeypatch.setattr("ssmlx.model.metal.hook.is_available", lambda: False)
     asked = (*ASK, "--drafter", "prompt-lookup attention=fused")
-    assert "MLX has no Metal device here" in refusal(run(*asked))
+    assert mentions(refusal(run(*asked)), "attention=fused")
     assert run(*ASK, "--drafter", "prompt-lookup attention=mlx")[0] == 0
 
 
 @pytest.mark.parametrize("flag", ["--tree", "--num-streams", "--prune", "--tree-width"])
 def test_tree_options_without_an_adapter_are_refused(run, flag):
     value = {"--tree": "best", "--prune": "budget"}.get(flag, "2")
-    message = refusal(run(*ASK, flag, value))
-    assert f"{flag} would do nothing here; expected a model with streams" in message
+    line = refusal(run(*ASK, flag, value))
+    assert mentions(found_in(line), flag) and mentions(line, "--adapter")
 
 
 def drafters_shaped_by(field):
-    """What a message lists of the drafters whose trees a field of `GenerateConfig` shapes."""
-    able = [name for name in DRAFTERS if field in drafter_class(name).shaped_by]
-    return "--drafter " + " or ".join(able)
+    """The drafters whose trees a field of `GenerateConfig` shapes."""
+    return " ".join(name for name in DRAFTERS if field in drafter_class(name).shaped_by)
 
 
 IDLE = (
-    ("--seed 1 --temp 0", "--temp above 0"),
-    ("--top-k 5 --generation-config none", "--temp above 0"),
-    ("--top-p 0.5 --temp 0", "--temp above 0"),
-    ("--deterministic --prompt-cache x", "no --deterministic"),
-    ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
-    ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
-    ("--drafter lookahead --tree full", drafters_shaped_by("tree")),
-    ("--drafter 'draft-model model=x' --tree-size 4", drafters_shaped_by("tree")),
-    ("--drafter lookahead --num-streams 1", drafters_shaped_by("num_streams")),
-    ("--drafter lookahead --prune budget", drafters_shaped_by("prune")),
-    ("--tree full --tree-size 8", "--tree best"),
-    ("--prune-to 4", "--prune budget"),
-    ("--prune threshold --prune-to 4", "--prune budget"),
-    *((f"--decoding plain {option}", "speculative decoding") for option in (
-        "--drafter lookahead", "--tree best", "--num-streams 1", "--prune budget",
-    )),
-)  # fmt: skip
+    ("--seed 1 --temp 0", "--seed", "--temp"),
+    ("--top-k 5 --generation-config none", "--top-k", "--temp"),
+    ("--top-p 0.5 --temp 0", "--top-p", "--temp"),
+    ("--deterministic --prompt-cache x", "--prompt-cache", "--deterministic"),
+    ("--penalty context=9", "--penalty context=9", "repetition presence frequency"),
+    ("--drafter 'streams epsilon=0.1' --temp 1", "epsilon", "acceptance=typical"),
+    ("--drafter lookahead --tree full", "--tree", drafters_shaped_by("tree")),
+    ("--drafter 'draft-model model=x' --tree-size 4", "--tree-size", drafters_shaped_by("tree")),
+    ("--drafter lookahead --num-streams 1", "--num-streams", drafters_shaped_by("num_streams")),
+    ("--drafter lookahead --prune budget", "--prune", drafters_shaped_by("prune")),
+    ("--tree full --tree-size 8", "--tree-size", "--tree best"),
+    ("--prune-to 4", "--prune-to", "--prune budget"),
+    ("--prune threshold --prune-to 4", "--prune-to", "--prune budget"),
+    ("--decoding plain --drafter lookahead", "--drafter", ""),
+    ("--decoding plain --tree best", "--tree", ""),
+    ("--decoding plain --num-streams 1", "--num-streams", ""),
+    ("--decoding plain --prune budget", "--prune", ""),
+)
+"""Options, that of them which could change nothing, and the words that would let it."""
 
 
-@pytest.mark.parametrize(("options", "needs"), IDLE)
+@pytest.mark.parametrize(("options", "idle", "needs"), IDLE)
 @pytest.mark.parametrize("command", [generate, chat])
-def test_an_option_that_could_change_nothing_is_refused(command, options, needs):
+def test_an_option_that_could_change_nothing_is_refused(command, options, idle, needs):
     ask = ["--prompt", "w1"] if command is generate else []
-    with pytest.raises(InputError, match="would do nothing here") as caught:
-        generate_config(command.parse_args([*ask, *shlex.split(options)]))
-    assert caught.value.expected == needs
+    argv = [*ask, *shlex.split(options)]
+    line = refusals.refusal(lambda: generate_config(command.parse_args(argv)))
+    assert mentions(found_in(line), *idle.split()) and mentions(line, *needs.split())
 
 
 MANY_OPTIONS = """
@@ -242,7 +235,7 @@ def test_a_drafter_without_what_it_needs_loads_nothing(run, name, prog, command,
     """The model, which is not there either, is not looked for."""
     what = drafter_class(name).loader.what
     said = refusal(run(*args, "--drafter", name, model="./nowhere", command=command), prog)
-    assert f"--drafter {name} without {what}; expected {DRAFTERS[name].loads} with it" in said
+    assert mentions(said, "--drafter", name, what, str(DRAFTERS[name].loads))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -284,30 +277,33 @@ def test_options_become_settings():
     assert (config.prune.kind, config.prune.threshold) == ("threshold", 0.1)
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "line 3, has question"),
-    ('{"prompt": "w1"}\nnot JSON\n', "line 2: it is not JSON"),
-    ("\n", "is empty"),
-    (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": real.words(300)}), "has 30"),
+@pytest.mark.parametrize(("text", "named"), [
+    ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "3 question"),
+    ('{"prompt": "w1"}\nnot JSON\n', "2"),
+    ("\n", "--prompts"),
+    (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": real.words(300)}), "303 256"),
 ])  # fmt: skip
-def test_a_bad_line_is_told_before_anything_is_answered(run, tmp_path, text, said):
+def test_a_bad_line_is_named_before_anything_is_answered(run, tmp_path, text, named):
     path = tmp_path / "p.jsonl"
     path.write_text(text)
-    assert said in refusal(run("--prompts", path, "--jsonl"))
+    said = refusal(run("--prompts", path, "--jsonl")).replace(str(path), "p.jsonl")
+    assert mentions(said, *named.split())
+    assert mentions(said, "p.jsonl") or named == "303 256"
 
 
 def test_a_model_without_chat_template_or_tokenizer(run, tmp_path):
     folder = real.write_base(tmp_path / "base")
     (folder / "chat_template.jinja").unlink()
-    message = refusal(run(*ASK, "--template", "chat", model=str(folder)))
-    assert "the model's tokenizer has no chat template" in message
+    assert mentions(
+        refusal(run(*ASK, "--template", "chat", model=str(folder))), "--template", "raw"
+    )
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert "has no tokenizer that can be loaded" in refusal(run(*ASK, model=str(folder)))
+    assert str(folder) in refusal(run(*ASK, model=str(folder)))
     path = folder / "model.safetensors"
     for cut in (2000, 20, 0):
         path.write_bytes(path.read_bytes()[:cut])
-        assert f"{folder} cannot be loaded as a model (" in refusal(run(*ASK, model=str(folder)))
+        assert str(folder) in refusal(run(*ASK, model=str(folder)))
 
 
 def test_jsonl_holds_one_record_a_prompt(run, loaded, adapter, tmp_path):
@@ -334,14 +330,12 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
     (record,) = records(run(*args, "--jsonl"))
     code, out, err = run(*args)
     assert (code, out) == (0, record["text"] + "\n")
-    assert err.startswith("[9 tokens · ") and err.count("\n") == 1
-    assert "tokens per target call" in err and "cut at --max-tokens" in err
-    how, faster, quiet, drafted, memory, costs, accepted = run(*args, "--verbose")[2].splitlines()
-    assert re.fullmatch(r"\[adapter .*: streams (may )?draft.* plain decoding .*\]", how)
-    assert faster.startswith("[faster: ")
-    assert quiet.startswith("[9 tokens") and memory.startswith("[memory: ")
-    assert "drafted" in drafted
-    assert costs.startswith("[costs: ") and accepted.startswith("[acceptance: ")
+    assert mentions(err, "9", f"{record['tokens_per_call']:.2f}", "--max-tokens")
+    assert err.count("\n") == 1
+    how, _, quiet, *_, costs, accepted = lines = run(*args, "--verbose")[2].splitlines()
+    assert len(lines) == 7 and all(line[0] + line[-1] == "[]" for line in lines)
+    assert mentions(how, str(adapter), "streams") and mentions(quiet, "9", "--max-tokens")
+    assert mentions(costs, "streams") and mentions(accepted, "streams")
 
 
 def test_verbose_shows_what_was_learned(run, loaded, adapter):
@@ -353,22 +347,18 @@ def test_verbose_shows_what_was_learned(run, loaded, adapter):
     share = prior.ratio("streams", 0)
     args = (*ASK, "--adapter", adapter, "--max-tokens", 1, "--verbose")
     *_, costs, accepted = run(*args)[2].splitlines()
-    assert costs == (
-        "[costs: plain calls of 500.0 ms that a call of streams takes, by nodes: 2: 1.25, 4: 1.75]"
-    )
-    assert accepted == (
-        f"[acceptance: {share:.2f} of the drafted tokens that streams should bring]"
-    )
-    *_, last = run(*args, "--tree-size", 4)[2].splitlines()
-    assert last.startswith("[memory: ")  # which no controller decided
+    assert mentions(costs, "500.0", "streams", "2: 1.25", "4: 1.75")
+    assert mentions(accepted, "streams", f"{share:.2f}")
+    uncontrolled = run(*args, "--tree-size", 4)[2].splitlines()  # nothing was learned for it
+    assert not any(mentions(line, "4: 1.75") for line in uncontrolled)
 
 
 def test_verbose_shows_what_was_learned_of_text_drafts(run, loaded):
     """Their costs are those of rows, and their ratios are kept by length of match."""
     args = (*ASK, "--adapter", "none", "--max-tokens", 1, "--verbose")
     *_, costs, accepted = run(*args)[2].splitlines()
-    assert costs == "[costs: no call of prompt-lookup was timed here yet]"
-    assert accepted == "[acceptance: no text was drafted with prompt-lookup here yet]"
+    for line in (costs, accepted):
+        assert mentions(line, "prompt-lookup") and not re.search(r"\d", line)
     known, prior = learned_of(loaded[None][0])
     known.costs.learn(("rows", 4), 0, known.costs.frozen(0).calls(("rows", 4)))
     known.costs.learn_plain_seconds(0, [0.5] * 3)
@@ -377,14 +367,8 @@ def test_verbose_shows_what_was_learned_of_text_drafts(run, loaded):
     shares = [prior.ratio(f"prompt-lookup {length}", 0) for length in (1, 9)]
     calls = known.costs.frozen(0).calls(("rows", 4))
     *_, costs, accepted = run(*args)[2].splitlines()
-    assert costs == (
-        "[costs: plain calls of 500.0 ms that a call of prompt-lookup takes, by nodes: "
-        f"4: {calls:.2f}]"
-    )
-    assert accepted == (
-        "[acceptance: of the next tokens that prompt-lookup drafts, by length of the match: "
-        f"1: {shares[0]:.2f}, 9: {shares[1]:.2f}]"
-    )
+    assert mentions(costs, "500.0", "prompt-lookup", f"4: {calls:.2f}")
+    assert mentions(accepted, "prompt-lookup", f"1: {shares[0]:.2f}", f"9: {shares[1]:.2f}")
 
 
 def test_an_answer_ends_where_the_context_does(run):
@@ -472,9 +456,7 @@ def talk(base, loaded, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         code = chat.main(["--model", str(base), "--max-tokens", str(LENGTH), *args])
         out, err = capsys.readouterr()
-        # A busy machine may need a while to time calls, and is told so.
-        told = [line for line in err.splitlines(True) if not line.startswith("timing what draft")]
-        return code, out, "".join(told)
+        return code, out, err
 
     return talk
 
@@ -491,33 +473,22 @@ def test_replies_on_stdout_the_rest_on_stderr(talk, loaded):
     assert (code, out) == (0, replies(loaded, "w1 w2", "w3"))
     quiet, stats, context, last = real.said_later(err)
     for line in (quiet, last):
-        assert line.startswith(f"[{LENGTH} tokens · ") and "tokens per target call" in line
-    assert stats.startswith(f"1 answers · {LENGTH} tokens in ")
-    assert context.startswith("context: ") and "prompt tokens came from the cache" in context
+        assert line[0] + line[-1] == "[]" and mentions(line, str(LENGTH))
+    assert mentions(stats, "1", str(LENGTH)) and re.search(r"\d", context)
     code, out, err = talk("")  # the end of input leaves
     assert (code, out, real.said_later(err)) == (0, "", [])
 
 
 def test_slash_commands(talk):
-    lines = ["/stats", "/compare", "/help", "/nonsense", "w1", "/reset", "w1", "/system w9"]
-    more = ["w1", "/system", "w1", "/compare", "/memory", "/adapter"]
-    code, out, err = talk("\n".join([*lines, *more]) + "\n")
+    begin = ["/stats", "/compare", "/help", "/nonsense"]
+    lines = ["w1", "/reset", "w1", "/system w9", "w1", "/system", "w1", "/compare", "/memory"]
+    code, out, err = talk("\n".join([*begin, *lines, "/adapter"]) + "\n")
     assert code == 0
     one, again, system, none = out.splitlines()
     assert one == again == none != system
-    for said in (
-        "nothing was said yet\n",
-        "nothing was said yet; expected a message",
-        "/reset",
-        "no command /nonsense; /help lists them",
-        "the conversation is forgotten",
-        "a new conversation with that system prompt",
-        "a new conversation with no system prompt",
-        "the same tokens",
-        "base model",
-        "that are here: ",
-    ):
-        assert said in err
+    stats, compare, *more = real.said_later(err)
+    assert stats and compare and mentions("\n".join(more), *chat.COMMANDS)
+    assert mentions(next(line for line in more if mentions(line, "/nonsense")), "/help")
 
 
 def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
@@ -526,15 +497,17 @@ def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
 
     monkeypatch.setattr(ssmlx.ChatSession, "compare", interrupted)
     code, out, err = talk("w1\n/compare\nw2\n")
-    assert (code, out.count("\n")) == (0, 2) and "\nstopped\n" in err
+    assert (code, out.count("\n")) == (0, 2)
+    _, stopped, _ = real.said_later(err)
+    assert not stopped.startswith("[")  # but for both answers
 
 
 def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
     code, out, err = talk(f"{real.words(300)}\nw1\n/system w9\n{real.words(300)}\n")
     assert (code, out) == (0, replies(loaded, "w1"))
     alone, *_, chatting = real.said_later(err)
-    full = "expected less than the model's context of 256; shorten it"
-    assert alone.endswith(full) and chatting.endswith(f"{full}; /reset starts anew")
+    assert mentions(alone, "303", "256") and mentions(chatting, "256", "/reset")
+    assert not mentions(alone, "/reset")
 
 
 def test_a_template_without_a_system_role_has_the_user_say_it(talk, loaded, monkeypatch):
@@ -599,7 +572,7 @@ def test_a_real_process_prints_json_lines_alone(base, adapter):
 def test_a_real_process_fails_in_one_line(base):
     done = real.run_module("ssmlx.chat", "--model", str(base), "--decoding", "speculative")
     said = refusal((done.returncode, done.stdout, done.stderr), "ssmlx.chat")
-    assert "the model has no streams" in said
+    assert mentions(found_in(said), "streams")
 
 
 def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
@@ -614,10 +587,8 @@ def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
     )
     assert (done.returncode, len(done.stdout.split()), done.stdout.count(b"\n")) == (0, 8, 1)
     stray, quiet, stats, context = real.said_later(done.stderr.decode())
-    assert "the text is not Unicode" in stray
-    assert quiet.startswith("[8 tokens · ") and quiet.endswith(" · cut at --max-tokens]")
-    assert stats.startswith("1 answers · 8 tokens in 8 target calls (1.00 a call)")
-    assert "context: " in context
+    assert mentions(stray, r"'\udcff'") and mentions(quiet, "8", "--max-tokens")
+    assert mentions(stats, "1", "8", "1.00") and context
 
 
 @pytest.fixture(scope="module")
@@ -668,14 +639,14 @@ def test_a_chat_takes_lines_that_end_as_on_windows(smiling):
     assert (done.returncode, done.stdout.count(b"\n")) == (0, 1)
     assert len(done.stdout.split()) == 8 and done.stdout.count(b"\\U0001f642") > 5
     quiet, stats, _ = real.said_later(done.stderr.decode("latin-1"))
-    assert quiet.startswith("[8 tokens · ") and stats.startswith("1 answers · 8 tokens")
+    assert mentions(quiet, "8") and mentions(stats, "1", "8")
 
 
 def test_a_chat_asks_without_the_line_s_end(monkeypatch):
     lines = io.StringIO("Hello\r\n a\rb \n\r\nlast\r", newline="\n")
     monkeypatch.setattr(sys, "stdin", lines)
     screen = chat.Screen()
-    heard = list(iter(screen.read_line_or_none_at_end, None))
+    heard = list(iter(screen.read_line, None))
     assert heard == ["Hello", " a\rb ", "", "last"]
 
 
@@ -701,8 +672,8 @@ def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
             process.kill()
     quiet, stats, _ = real.said_later(err.decode())
     assert process.returncode == 0
-    assert quiet.endswith(" · stopped]")
-    assert stats.startswith("1 answers · ")
+    assert quiet[0] + quiet[-1] == "[]" and not mentions(quiet, "--max-tokens")
+    assert mentions(stats, "1")
     assert out.endswith(b"\n") and out.count(b"\n") == 1
 
 
@@ -748,16 +719,15 @@ def test_without_a_home_all_works_and_nothing_is_kept(base, no_home, capsys, mon
     common = ["--model", str(base), "--max-tokens", "6"]
     assert generate.main([*common, "--prompt", "w1 w2"]) == 0
     out, err = capsys.readouterr()
-    assert out.strip() and "Traceback" not in err and "cannot" not in err
+    assert out.strip() and err.count("\n") == 1  # the line about the answer
     monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2\n/compare\n/quit\n"))
     assert chat.main(common) == 0
     assert capsys.readouterr().out == out
     with ssmlx.Engine(str(base)) as engine:
         assert len(list(engine.stream("w1 w2", max_tokens=6))) > 1
-    assert adapters.main([]) == 0 and "0 adapters" in capsys.readouterr().out
+    assert adapters.main([]) == 0 and mentions(capsys.readouterr().out, "0")
     # What has to be written somewhere says where it would be.
-    assert adapt.main(["--model", str(base)]) == 2
-    assert "cannot write" in real.one_line(capsys.readouterr().err, adapt.PROG)
+    assert "adapt" in found_in(exits(capsys, adapt.main, "--model", base))
 
 
 @pytest.mark.parametrize("module", ["ssmlx.generate", "ssmlx.adapters"])

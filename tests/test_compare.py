@@ -3,15 +3,18 @@
 import copy
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 import real
+import refusals
 from mlx.utils import tree_flatten
-from test_mtp import head_tensors, published, write_head, write_target
+from refusals import exits, found_in, mentions
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
+from tiny_mtp import head_tensors, published, write_head, write_target
 
 import ssmlx
 from perf import compare
@@ -91,7 +94,7 @@ def command(arguments, capsys, monkeypatch):
     monkeypatch.setattr(compare, "write_bar_chart", lambda result, path: None)
 
     def run(*more, **settings):
-        return real.exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
+        return refusals.exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
 
     return run
 
@@ -157,7 +160,7 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
         == out
         == format_markdown_report(result) + "\n"
     )
-    assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
+    assert mentions(out, "power", "30", "load")
     write_bar_chart(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -187,7 +190,7 @@ def test_prices_stand_beside_watched_times(command, arguments, tmp_path, capsys)
         assert price["over_plain"]["low"] <= price["over_plain"]["value"]
         assert price["calls"] == 2 * (row["target_calls"] - 3) or row["name"] == "default"
         assert price["without_place"] + price["by_nearest_rows"] <= price["calls"]
-    assert "**sql, prices**" in out and "categories" not in out
+    assert mentions(out, "sql, prices") and "categories" not in out
     assert compare.main(["--from", str(tmp_path / "out" / "compare.json")]) == 0
     assert capsys.readouterr().out == out
 
@@ -209,7 +212,7 @@ def test_spec_bench_is_told_by_category(command, tmp_path):
         assert [row["name"] for row in one["systems"]] == ["mlx-lm", "plain", "default", "streams"]
         assert all(row["price"]["over_best"]["value"] > 0 for row in one["systems"])
         assert one["best_tree"] == "streams"
-        assert f"**spec_bench, {one['category']}: 2 prompts**" in out
+        assert mentions(out, f"spec_bench, {one['category']}")
     calls = {row["name"]: row["tokens_per_call"]["value"] for row in task["systems"]}
     assert calls["plain"] == 1 <= calls["streams"]
 
@@ -232,10 +235,12 @@ def test_what_default_learns_stays_in_a_folder_of_the_run(command, tmp_path, mon
     code, out, _ = command(*more, "--costs", kept, "--fresh")
     known = rows_of(saved(tmp_path))["default"]["num_costs"]
     assert code == 0 and known > 0
-    assert f"default: {known} costs of calls that earlier answers taught" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("default: ")]
+    assert mentions(line, str(known))
     # Another folder is another run, and begins with nothing.
     code, out, _ = command(*more, "--costs", tmp_path / "new")
-    assert code == 0 and "default: no costs known as the run began" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("default: ")]
+    assert code == 0 and not re.search(r"\d", line)
 
 
 PRUNED = {"tuned": 3, "light": 3, "turned": 0}
@@ -249,23 +254,23 @@ def test_every_tree_of_an_adapter_is_lossless(command, tmp_path, name):
     rows = task["systems"]
     assert code == 0 and [row["kind"] for row in rows] == ["mlx-lm", "plain", *["streams"] * trees]
     assert {row["same_as_plain"] for row in rows} == {2}
-    assert list(task["left_out"].values()) == ["the adapter has no pruning adapter"] * (6 - trees)
+    assert len(task["left_out"]) == 6 - trees
+    assert all("prun" in reason for reason in task["left_out"].values())
     assert (task["adapter"], task["data"]) == (name, "test.jsonl")
     assert task["scope"] == ("streams" if name == "light" else "all")
-    assert "2 of 2" in out
+    assert mentions(out, "2 of 2")
 
 
 def test_a_system_without_its_weights_is_left_out(command, folders, arguments, tmp_path):
     code, out, err = command("--count", 1, "--repeats", 1)
     assert code == 0
     assert set(saved(tmp_path)["tasks"][0]["left_out"]) == {*HEAD_KINDS, "mtp", "draft-model"}
-    assert "medusa: left out, no --medusa FOLDER" in out
-    assert "sql: medusa is left out, no --medusa FOLDER" in err
-    assert (
-        "sql: mtp is left out, no --mtp MODEL, and the base model has no MTP head of its own\n"
-    ) in err
+    for text in (out, err):
+        lines = text.splitlines()
+        assert any(mentions(line, "medusa", "--medusa FOLDER") for line in lines)
+        assert any(mentions(line, "mtp", "--mtp MODEL") for line in lines)
     plan = experiment([*arguments(), "--adapter", "none"])
-    assert plan.left_out["streams"] == "no --adapter FOLDER"
+    assert mentions(plan.left_out["streams"], "--adapter FOLDER")
     assert plan.weights.scope is None
     adapter = real.make_adapter(folders / "base")
     streams = replace(adapter.streams, embeddings=None, prune=None)
@@ -273,7 +278,7 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     (tmp_path / "lora").mkdir()
     write_adapter(tmp_path / "lora", replace(adapter, config=config, streams=streams))
     plan = experiment([*arguments(), "--adapter", str(tmp_path / "lora")])
-    assert plan.left_out["streams"] == "the adapter has no streams"
+    assert mentions(plan.left_out["streams"], "streams")
 
 
 @pytest.mark.slow
@@ -288,7 +293,7 @@ def test_a_models_own_mtp_head_is_measured(command, tmp_path):
     calls = []
     for given in ((model,), (bare, "--mtp", beside)):
         code, _, err = command(*more, "--fresh", "--model", *given, "--adapter", "none")
-        assert code == 0 and "left out" not in err, err
+        assert code == 0 and "--mtp" not in err, err
         rows = rows_of(saved(tmp_path))
         assert list(rows) == ["mlx-lm", "plain", "mtp", "mtp tokens=1"]
         assert {row["same_as_plain"] for row in rows.values()} == {2}
@@ -299,7 +304,7 @@ def test_a_models_own_mtp_head_is_measured(command, tmp_path):
     assert calls[0] == calls[1]
     code, _, err = command(*more, "--model", bare, "--adapter", "none")
     assert code == 0 and list(rows_of(saved(tmp_path))) == ["mlx-lm", "plain"]
-    assert err.count("is left out") == 2
+    assert err.count("--mtp MODEL") == 2
 
 
 def test_systems_have_the_options_of_generate(command, weights, tmp_path):
@@ -319,7 +324,7 @@ def test_systems_have_the_options_of_generate(command, weights, tmp_path):
 @pytest.mark.slow
 def test_sampling_writes_one_text_whatever_drafts(command, weights, tmp_path):
     code, out, _ = command(*weights, "--temp", 1, "--top-k", 4, "--seed", 2)
-    assert code == 0 and "temperature 1, top-k 4, seed 2" in out and "draws of its own" in out
+    assert code == 0 and mentions(out, "1", "top-k 4", "seed 2")
     rows = rows_of(saved(tmp_path))
     assert [rows[name]["same_as_plain"] for name in LOSSLESS] == [3] * len(LOSSLESS)
     assert rows["mlx-lm"]["same_as_plain"] is None and rows["mlx-lm"]["differences"] == []
@@ -361,13 +366,14 @@ def test_a_run_that_was_stopped_goes_on(command, asked, tmp_path):
     stop[0] = 4 + 10 + 1
     names[:] = []
     code, _, err = command(*systems)
-    assert code == 130 and "interrupted" in err
+    assert code == 130
     parts = list((tmp_path / "out").glob("compare-sql-*.part.jsonl"))
     assert sum(len(path.read_text().splitlines()) - 1 for path in parts) == 10
     stop[0] = -1
     names[:] = []
     code, _, err = command(*systems)
-    assert code == 0 and "compare-sql, streams: 3 answers of an earlier run" in err
+    (line,) = [line for line in err.splitlines() if mentions(line, "compare-sql", "streams")]
+    assert code == 0 and mentions(line, "3")
     assert len(names) == 4 + 4 * 3 * 2 - 10
     assert without_times(saved(tmp_path)) == without_times(saved(tmp_path, "whole/compare"))
     names[:] = []
@@ -424,8 +430,8 @@ def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
 
     monkeypatch.setattr(call, "decide_and_accept", lossy)
     code, out, err = command("--systems", "prompt-lookup")
-    assert code == 1 and "tokens differ from plain decoding's: sql, prompt-lookup" in err
-    assert "prompt-lookup: prompt 1 parts from plain at token 4; the target's two logits" in out
+    assert code == 1 and mentions(err, "sql", "prompt-lookup")
+    assert any(mentions(line, "prompt-lookup", "1", "plain", "4") for line in out.splitlines())
     row = rows_of(saved(tmp_path))["prompt-lookup"]
     assert row["same_as_plain"] == 0 and row["figures_of"] == "prompt-lookup"
     assert row["figures"]["exact match"]["value"] == 0
@@ -441,7 +447,8 @@ def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_pa
 
     monkeypatch.setattr(target, "answer_with_mlx_lm", other)
     code, out, _ = command("--systems", "streams")
-    assert code == 0 and "mlx-lm: prompt 3 parts from plain at token 9" in out
+    assert code == 0
+    assert any(mentions(line, "mlx-lm", "3", "plain", "9") for line in out.splitlines())
     rows = rows_of(saved(tmp_path))
     assert rows["mlx-lm"]["same_as_plain"] == 0 and rows["streams"]["same_as_plain"] == 3
     assert rows["streams"]["figures_of"] == "plain"
@@ -485,16 +492,13 @@ def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
     assert compare.main(["--from", *files, "--out", str(joined)]) == 0
     assert json.loads((joined / "compare.json").read_text()) == whole
     assert capsys.readouterr().out == format_markdown_report(whole) + "\n"
-    assert compare.main(["--from", *files, files[0]]) == 2
-    assert "holds sql, and so does" in real.one_line(capsys.readouterr().err, "perf.compare")
+    assert mentions(found_in(exits(capsys, compare.main, "--from", *files, files[0])), "sql")
     for settings in ({"dtype": "float16"}, {"machine": {**whole["machine"], "memory": "1 GiB"}}):
         parts[1].write_text(json.dumps({**whole, "tasks": whole["tasks"][1:], **settings}))
-        assert compare.main(["--from", *files]) == 2
-        said = real.one_line(capsys.readouterr().err, "perf.compare")
-        assert f" in {files[0]} and " in said and "measured in the same way" in said
+        assert mentions(exits(capsys, compare.main, "--from", *files), files[0], *settings)
 
 
-def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
+def test_an_incomplete_result_is_named_in_one_line(tmp_path, capsys):
     whole = json.loads((MEASURED / "compare.json").read_text())
     cut = tmp_path / "cut.json"
     for above, last in (
@@ -507,23 +511,18 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
         broken = copy.deepcopy(whole)
         del functools.reduce(lambda found, key: found[key], above, broken)[last]
         cut.write_text(json.dumps(broken))
-        assert compare.main(["--from", str(cut)]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and f"{cut} is incomplete (no '{last}')" in real.one_line(
-            err, "perf.compare"
-        )
+        assert mentions(exits(capsys, compare.main, "--from", cut), str(cut), f"'{last}'")
     task = whole["tasks"][0]
     rows = whole["tasks"][0]["systems"]
     few = (rows[1:], [rows[0], *rows[2:]], [*rows, {**rows[2], "kind": "odd"}])
     tasks = ([], *([{**task, "systems": systems}] for systems in few))
-    for text, more, said in (
-        ("[", [], "is not valid JSON"),
-        (json.dumps(whole), ["--count", "3"], "--count would do"),
-        *((json.dumps({**whole, "tasks": one}), [], "is incomplete (no tasks, ") for one in tasks),
+    for text, more, named in (
+        ("[", [], str(cut)),
+        (json.dumps(whole), ["--count", "3"], "--count"),
+        *((json.dumps({**whole, "tasks": one}), [], str(cut)) for one in tasks),
     ):
         cut.write_text(text)
-        assert real.exit_code(compare.main, "--from", cut, *more) == 2
-        assert said in real.one_line(capsys.readouterr().err, "perf.compare")
+        assert mentions(found_in(exits(capsys, compare.main, "--from", cut, *more)), named)
 
 
 def test_trees_beside_plain_decoding(command, tmp_path):
@@ -548,45 +547,49 @@ def test_rouge_and_chat_without_references(command, folders, tmp_path):
     chat = tmp_path / "chat.jsonl"
     chat.write_text('{"prompt": "w1 w2"}\n')
     code, out, _ = command("--data", chat, "--systems", "streams", task="chat", adapter="light")
-    assert code == 0 and "1 of 1" in out and "ROUGE" not in out
+    assert code == 0 and mentions(out, "1 of 1") and "ROUGE" not in out
 
 
 BAD = {
-    "system": (("--systems", "dreams"), "--systems 'dreams'; expected one of mlx-lm, plain"),
-    "twice": (("--systems", "streams", "streams"), "--systems names 'streams' twice"),
-    "option": (("--systems", "streams --width 2"), "unrecognized arguments: --width"),
-    "idle": (("--systems", "lookahead --tree-size 8"), "--tree-size would do nothing here"),
-    "drafter": (("--systems", "streams head=8bit"), "head=8bit is not a system's"),
+    "system": (("--systems", "dreams"), "--systems 'dreams' mlx-lm plain"),
+    "twice": (("--systems", "streams", "streams"), "--systems 'streams'"),
+    "option": (("--systems", "streams --width 2"), "--width"),
+    "idle": (("--systems", "lookahead --tree-size 8"), "--tree-size"),
+    "drafter": (("--systems", "streams head=8bit"), "head=8bit"),
     "streams": (("--systems", "streams --num-streams 9"), "--num-streams 9"),
-    "max tokens": (("--max-tokens", 0), "--max-tokens 0: expected 1 or more"),
-    "top-k": (("--top-k", 4), "--top-k would do nothing here"),
+    "max tokens": (("--max-tokens", 0), "--max-tokens 0"),
+    "top-k": (("--top-k", 4), "--top-k"),
     "count": (("--count", 0), "--count 0"),
-    "no data": (("--data", "nowhere.jsonl"), "no data file nowhere.jsonl"),
+    "no data": (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
     "no draft model": (("--draft-model", "./nowhere"), "nowhere"),
-    "costs": (("--systems", "streams", "--costs", "x"), "--costs would do nothing here"),
+    "costs": (("--systems", "streams", "--costs", "x"), "--costs"),
     "model": (("--model", "./nowhere"), "nowhere"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_line(command, args, message):
-    code, out, err = command(*args)
-    err = "".join(line for line in err.splitlines(True) if "is left out" not in line)
+def refused(result):
+    """The one line of a command that left systems out, and then refused the rest."""
+    code, out, err = result
     assert (code, out) == (2, "")
-    assert message in real.one_line(err, "perf.compare")
+    *left_out, line = err.splitlines(keepends=True)
+    assert all(mentions(one, "sql") for one in left_out)
+    return refusals.one_line(line, "perf.compare")
+
+
+@pytest.mark.parametrize(("args", "named"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line(command, args, named):
+    assert mentions(refused(command(*args)), *named.split())
 
 
 def test_weights_of_another_model_are_refused(command, folders):
     medusa = ("--systems", "medusa", "--medusa")
-    for more, adapter, said in (
-        ((), "strange", "the adapter belongs to another base model"),
-        ((), "nowhere", "no adapter folder"),
-        ((*medusa, folders / "mlp-speculator"), "tuned", "holds heads for mlp-speculator"),
-        ((*medusa, folders / "tuned"), "tuned", "heads_config.json does not exist"),
+    for more, adapter, *named in (
+        ((), "strange", "norm"),
+        ((), "nowhere", "nowhere"),
+        ((*medusa, folders / "mlp-speculator"), "tuned", "medusa", "mlp-speculator"),
+        ((*medusa, folders / "tuned"), "tuned", "heads_config.json"),
     ):
-        code, _, err = command(*more, adapter=adapter)
-        err = "".join(line for line in err.splitlines(True) if "is left out" not in line)
-        assert code == 2 and said in real.one_line(err, "perf.compare"), said
+        assert mentions(refused(command(*more, adapter=adapter)), *named)
 
 
 @pytest.fixture
@@ -604,7 +607,7 @@ def data(tmp_path):
 
 def score(data, *files):
     where = ["--data-dir", str(data), "--out", str(data / "out")]
-    return real.exit_code(compare.main, "--task", "sql", *where, "--answers", *files)
+    return refusals.exit_code(compare.main, "--task", "sql", *where, "--answers", *files)
 
 
 def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
@@ -617,7 +620,7 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
     assert poor["figures"]["exact match"]["value"] == 25
     gap = poor["differences"]["exact match"]
     assert gap["value"] == -50 and gap["low"] < -50 < gap["high"] < 0
-    assert "poor - good, exact match: -50.0" in text and "not within noise: lower" in text
+    assert "poor - good, exact match: -50.0" in text
     assert set(good["differences"]["exact match"].values()) == {0}
 
 
@@ -632,23 +635,24 @@ def test_chats_are_told_apart_by_all_their_turns(data, capsys):
     rows = [{"messages": one, "completion": f"SELECT {n}"} for n, one in enumerate(chats)]
     (data / "sql" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert score(data, f"gold={data}/sql/test.jsonl") == 0
-    assert "100.0 [100.0, 100.0]" in (said := capsys.readouterr().out) and "fewer than 30" in said
+    assert mentions(capsys.readouterr().out, "100.0 [100.0, 100.0]", "30")
 
 
-@pytest.mark.parametrize(("files", "said"), [
-    (["good"], "expected NAME=FILE.jsonl"),
-    (["a={}/good.jsonl", "a={}/poor.jsonl"], "a name of its own"),
-    (["a={}/none.jsonl"], "does not exist"),
-    (["a={}/few.jsonl"], "no answer to 39 of 40"),
-    (["a={}/numbers.jsonl"], "no answer to 40 of 40"),
-    (["a={}/good.jsonl", "--repeats", "9"], "--repeats would do nothing here"),
-    (["a={}/good.jsonl", "--systems", "plain"], "--systems would do nothing here"),
+@pytest.mark.parametrize(("files", "named"), [
+    (["good"], "NAME=FILE.jsonl"),
+    (["a={}/good.jsonl", "a={}/poor.jsonl"], "a"),
+    (["a={}/none.jsonl"], "none.jsonl"),
+    (["a={}/few.jsonl"], "few.jsonl 39 40"),
+    (["a={}/numbers.jsonl"], "numbers.jsonl 40"),
+    (["a={}/good.jsonl", "--repeats", "9"], "--repeats"),
+    (["a={}/good.jsonl", "--systems", "plain"], "--systems"),
 ])  # fmt: skip
-def test_bad_files_are_told_in_one_line(data, capsys, files, said):
+def test_bad_files_are_named_in_one_line(data, capsys, files, named):
     numbers = [json.dumps({"prompt": f"q{i}", "completion": i}) for i in range(40)]
     (data / "numbers.jsonl").write_text("\n".join(numbers))
     assert score(data, *(file.format(data) for file in files)) == 2
-    assert said in real.one_line(capsys.readouterr().err, compare.PROG)
+    line = refusals.one_line(capsys.readouterr().err, compare.PROG)
+    assert mentions(line, *named.split())
     assert not (data / "out").exists()
 
 

@@ -6,26 +6,19 @@ from contextlib import closing
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from real import one_line
+from refusals import exits, found_in, mentions, refusal
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_torch import greedy, make_model, make_tokenizer
 
 from convert import continuations
 from convert.__main__ import main as convert
 from convert.continuations import Sampling, encode_prompts, generate_batch
-from ssmlx.errors import InputError
 from ssmlx.prompts import as_messages, encode_with_template, read_prompts
 from ssmlx.settings import StreamConfig
 from ssmlx.training.part_file import PartFile
 
-WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
-WORDS += [f"w{index}" for index in range(33)]
-TEMPLATE = (
-    "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}"
-    "{% if add_generation_prompt %}<s> assistant : {% endif %}"
-)
 PROMPTS = [
     {"prompt": "w1 w2 w3"},
     {"prompt": "w4"},
@@ -35,33 +28,6 @@ PROMPTS = [
     {"prompt": "w30 w31 w32 w1"},
     {"prompt": "w11"},
 ]
-
-
-def make_model(seed=25):
-    """A random Llama; with this seed its greedy answers differ, and some end by themselves."""
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.6,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def make_tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[U]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="</s>", bos_token="<s>", chat_template=TEMPLATE
-    )
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +55,6 @@ def command(folder, prompts, out, **changes):
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def greedy(model, tokens, count, ends):
-    """The obvious loop: the whole sequence through the model for every token."""
-    answer = []
-    while len(answer) < count and (not answer or answer[-1] not in ends):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens + answer])).logits
-        answer.append(int(logits[0, -1].argmax()))
-    return answer
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -220,9 +176,7 @@ def test_lora_as_mlx_lm_writes_it_gives_the_same_answers(folder, tmp_path, capsy
     ).save_pretrained(other)
     make_tokenizer().save_pretrained(other)
     options = [*command(other, prompts, tmp_path / "no.jsonl"), "--lora", str(converted)]
-    capsys.readouterr()
-    assert continuations.main(options) == 2
-    assert "linear modules of this base model" in capsys.readouterr().err
+    exits(capsys, continuations.main, *options)
 
 
 def test_a_checkpoint_that_does_not_change_the_answers_is_refused(
@@ -231,8 +185,8 @@ def test_a_checkpoint_that_does_not_change_the_answers_is_refused(
     lora = tmp_path / "lora"
     out = tmp_path / "out.jsonl"
     checkpoint_of(make_model(), lora, adapter_scope="streams")
-    assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 2
-    assert "acts on streams alone" in one_line(capsys.readouterr().err, continuations.PROG)
+    options = [*command(folder, prompts, out), "--lora", str(lora)]
+    assert "streams" in found_in(exits(capsys, continuations.main, *options))
     assert not out.exists()
 
 
@@ -317,43 +271,37 @@ def test_a_part_of_another_command_is_refused(
         (mine / "chat_template.jinja").write_text("{{ messages[0]['content'] }} w9")
     assert continuations.main(command(mine, prompts, out, **change)) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "out.jsonl.part was made with another" in last
-    assert named in last
+    assert "out.jsonl.part" in last and mentions(found_in(last), named)
 
 
 def test_a_part_of_other_prompts_or_of_something_else_is_refused(tmp_path):
     part = tmp_path / "x.part"
     PartFile(part, {"prompts": "a"}).close()
-    with pytest.raises(InputError, match="another prompts"):
-        PartFile(part, {"prompts": "b"})
+    assert mentions(refusal(PartFile, part, {"prompts": "b"}), str(part), "prompts")
     with closing(PartFile(part, {"prompts": "a"})) as held:
         held.append([1])
-        with pytest.raises(InputError, match="another run writes"):
-            PartFile(part, {"prompts": "a"}, fresh=True)
+        assert str(part) in refusal(PartFile, part, {"prompts": "a"}, fresh=True)
         assert part.read_text().endswith("[1]\n")
     with closing(PartFile(part, {"prompts": "b"}, fresh=True)) as own:
         assert own.done == []
     part.write_text("no JSON\n")
-    with pytest.raises(InputError, match="cannot be read"):
-        PartFile(part, {"prompts": "a"})
+    assert str(part) in refusal(PartFile, part, {"prompts": "a"})
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3: it is not JSON"),
-    ('{"prompt": "w1", "messages": []}\n', "line 1, has both"),
-    ('{"prompt": 3}\n', 'line 1, has 3 for "prompt"'),
-    ('{"messages": []}\n', 'line 1, has a bad "messages"'),
-    ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', 'bad "messages"'),
-    ('{"messages": [{"role": "system", "content": "w1"}]}\n', 'bad "messages"'),
-    ('{"prompt": "w1"}\n{"prompt": "' + "w2 " * 60 + '"}\n', "prompt 2 has 67 tokens"),
+@pytest.mark.parametrize(("text", "named"), [
+    ('{"prompt": "w1"}\n\n{"prompt": \n', "3"),
+    ('{"prompt": "w1", "messages": []}\n', "1 prompt messages"),
+    ('{"prompt": 3}\n', "1 3 prompt"),
+    ('{"messages": []}\n', "1 messages"),
+    ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', "1 messages"),
+    ('{"prompt": "w1"}\n{"prompt": "' + "w2 " * 60 + '"}\n', "2 67"),
 ])  # fmt: skip
-def test_bad_prompts_are_one_line(folder, tmp_path, capsys, text, message):
+def test_bad_prompts_are_one_line(folder, tmp_path, capsys, text, named):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(text)
     assert continuations.main(command(folder, prompts, tmp_path / "out.jsonl")) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert message in lines[-1]
-    assert lines[-1].startswith("ssmlx.convert.continuations: error: ")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert mentions(last.replace(str(prompts), ""), "ssmlx.convert.continuations", *named.split())
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
@@ -363,23 +311,22 @@ def test_a_prompt_that_the_template_refuses_is_named():
         "{% if messages[0].content == 'w4' %}{{ raise_exception('w4') }}{% endif %}<s> "
         "{{ messages[0].content }}"
     )
-    with pytest.raises(InputError, match=r"prompt 2: .* refuses these turns \(w4\)"):
-        encode_prompts(PROMPTS, TokenizerWrapper(tokenizer), 64)
+    asked = (PROMPTS, TokenizerWrapper(tokenizer), 64)
+    assert mentions(refusal(encode_prompts, *asked), "2", "w4")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"max-tokens": 0}, "--max-tokens 0"),
-    ({"max-tokens": 64}, "--max-tokens 64; expected less than the model's context, 64"),
-    ({"temp": -1}, "--temp -1"), ({"temp": "nan"}, "--temp nan"),
-    ({"batch-size": 0}, "--batch-size 0"), ({"seed": -1}, "--seed -1"),
-    ({"count": -1}, "--count -1"), ({"device": "cuda"}, "--device cuda"),
-])  # fmt: skip
-def test_bad_options_are_one_line(folder, prompts, tmp_path, capsys, changes, message):
+@pytest.mark.parametrize("changes", [
+    {"max-tokens": 0}, {"max-tokens": 64}, {"temp": -1}, {"temp": "nan"}, {"batch-size": 0},
+    {"seed": -1}, {"count": -1}, {"device": "cuda"},
+], ids=str)  # fmt: skip
+def test_bad_options_are_one_line(folder, prompts, tmp_path, capsys, changes):
     if "device" in changes and torch.cuda.is_available():
         pytest.skip("there is one")
     argv = command(folder, prompts, tmp_path / "out.jsonl", **changes)
     assert continuations.main(argv) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    ((option, value),) = changes.items()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert mentions(found_in(last), f"--{option}", str(value))
 
 
 def test_missing_prompts_and_unwritable_output_are_one_line(
@@ -387,13 +334,12 @@ def test_missing_prompts_and_unwritable_output_are_one_line(
 ):
     argv = command(folder, tmp_path / "nothing.jsonl", tmp_path / "out.jsonl")
     assert continuations.main(argv) == 2
-    assert "nothing.jsonl does not exist" in capsys.readouterr().err
+    assert "nothing.jsonl" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(continuations, "load_answering_model", None)  # told before it
-    assert continuations.main(command(folder, prompts, tmp_path / "file" / "out.jsonl")) == 2
-    assert "cannot write" in one_line(capsys.readouterr().err, continuations.PROG)
-    assert continuations.main(command(folder, prompts, tmp_path)) == 2
-    assert "is a folder" in one_line(capsys.readouterr().err, continuations.PROG)
+    for out, place in ((tmp_path / "file" / "out.jsonl", tmp_path / "file"), (tmp_path, tmp_path)):
+        line = exits(capsys, continuations.main, *command(folder, prompts, out))
+        assert mentions(line, str(place))
 
 
 def test_examples_of_chats_are_answered_anew(tmp_path):

@@ -9,7 +9,8 @@ import ssmlx
 
 import mlx.core as mx  # isort: skip
 from oracle import gap, make_model
-from real import STREAMS, WIDTH, answer, one_line, snapshot, write_base, write_packed
+from real import STREAMS, WIDTH, answer, snapshot, write_base, write_packed
+from refusals import exits, found_in, mentions, one_line
 
 torch = pytest.importorskip("torch")
 import mlx_lm
@@ -60,7 +61,7 @@ def convert(base, tmp_path, capsys):
         code = main(argv(base, checkpoint, out, *more))
         captured = capsys.readouterr()
         assert (code, captured.out) == (0, ""), captured.err
-        assert captured.err.startswith(f"{out}: 2 streams in the top 2 of 4 layers")
+        assert mentions(captured.err, str(out), "2", "4")
         return out
 
     return convert
@@ -200,19 +201,18 @@ def test_a_malicious_pickle_is_not_run(checkpoint, refusal, tmp_path):
     torch.save({"x": Malicious(evil)}, checkpoint / "adapter_model.bin")
     message = refusal(checkpoint)
     assert not evil.exists()
-    assert "adapter_model.bin cannot be read without running code" in message
+    assert mentions(found_in(message), "adapter_model.bin")
     # The file was armed: read carelessly, it does run.
     torch.load(checkpoint / "adapter_model.bin", weights_only=False)["x"].close()
     assert evil.exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle", b"\x80\x02}q\x00."])
-def test_a_pickle_that_is_none_is_told(checkpoint, refusal, data):
+def test_a_pickle_that_is_none_is_named(checkpoint, refusal, data):
     (checkpoint / LORA).unlink()
-    assert "adapter_model.safetensors does not exist" in refusal(checkpoint)
+    assert "adapter_model.safetensors" in refusal(checkpoint)
     (checkpoint / "adapter_model.bin").write_bytes(data)
-    message = refusal(checkpoint)
-    assert "adapter_model.bin" in message
+    assert "adapter_model.bin" in refusal(checkpoint)
 
 
 def test_lora_tensors_are_accounted_for(checkpoint, refusal):
@@ -223,72 +223,68 @@ def test_lora_tensors_are_accounted_for(checkpoint, refusal):
     spoiled = {first: None, second: torch.ones(2, 2), third: nan, "spare.weight": torch.ones(1)}
     change(checkpoint, **spoiled)
     message = refusal(checkpoint)
-    assert f"missing: {first};" in message
-    assert "spare: spare.weight;" in message
-    assert f"misshapen: {second} (2, 2) instead of" in message
-    assert f"with NaN or infinity: {third};" in message
+    assert mentions(message, first, "spare.weight", f"{second} (2, 2)", third)
 
 
 def test_stream_tensors_are_accounted_for(checkpoint, refusal):
     changed = {"stream_embeddings": torch.ones(3, WIDTH), "prune_adapter.lora_A.weight": None}
     change(checkpoint, "streams.safetensors", **changed)
     message = refusal(checkpoint)
-    assert "missing: prune_adapter.lora_A.weight;" in message
-    assert "misshapen: stream_embeddings (3, 32)" in message
+    assert mentions(message, "prune_adapter.lora_A.weight", "stream_embeddings (3, 32)")
 
 
 @pytest.mark.parametrize(
     "name", [LORA, "streams.safetensors", "adapter_config.json", "streams_config.json"]
 )
-def test_a_truncated_or_missing_file_is_told(checkpoint, refusal, name):
+def test_a_truncated_or_missing_file_is_named(checkpoint, refusal, name):
     path = checkpoint / name
     path.write_bytes(path.read_bytes()[:-5])
     assert name in refusal(checkpoint)
     path.unlink()
-    assert f"{name} does not exist" in refusal(checkpoint)
+    assert name in refusal(checkpoint)
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"use_dora": True}, "use_dora is True"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
-    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"), ({"bias": "all"}, "bias is 'all'"),
-    ({"r": 0}, "r is 0"), ({"r": True}, "r is True"),
-    ({"r": 5}, "misshapen: "), ({"lora_alpha": "16"}, "lora_alpha is '16'"),
-    ({"lora_alpha": float("inf")}, "lora_alpha is "), ({"lora_alpha": 1e300}, "lora_alpha is 1e"),
-    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is [1]"),
-    ({"kasa_config": {"a": 1}}, "kasa_config is {'a': 1}"),
-    ({"use_rslora": "no"}, "use_rslora is 'no'"),
-    ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-    ({"target_modules": [1]}, "target_modules is [1]"),
-    ({"target_modules": []}, "target_modules is []"),
-    ({"target_modules": "q_.*"}, "target_modules is 'q_.*'"),
-    ({"target_modules": ["w_proj"]}, "layer 2 has no linear module w_proj; expected one of"),
-    ({"target_modules": ["q_proj"]}, "spare: "),
-    ({"layers_to_transform": [9]}, "layers_to_transform is [9]"),
-    ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']"),
-    ({"layers_to_transform": []}, "layers_to_transform is []"),
-    ({"layers_to_transform": None}, "missing: "),
-])  # fmt: skip
-def test_lora_that_is_not_plain_is_refused(checkpoint, refusal, changed, said):
+@pytest.mark.parametrize("changed", [
+    {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"peft_type": "LOHA"}, {"bias": "all"},
+    {"r": 0}, {"r": True}, {"lora_alpha": "16"}, {"lora_alpha": float("inf")},
+    {"lora_alpha": 1e300}, {"alora_invocation_tokens": [1]}, {"kasa_config": {"a": 1}},
+    {"use_rslora": "no"}, {"init_lora_weights": "pissa"}, {"target_modules": [1]},
+    {"target_modules": []}, {"target_modules": "q_.*"}, {"layers_to_transform": [9]},
+    {"layers_to_transform": ["1"]}, {"layers_to_transform": []},
+], ids=str)  # fmt: skip
+def test_lora_that_is_not_plain_is_refused(checkpoint, refusal, changed):
     settings(checkpoint, **changed)
-    assert said in refusal(checkpoint)
+    ((name, value),) = changed.items()
+    shown = () if value == float("inf") else (repr(value),)
+    assert mentions(found_in(refusal(checkpoint)), name, *shown)
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"format": "other/2"}, "format is 'other/2'"),
-    ({"stream_position": "node"}, "stream_position is 'node'"),
-    ({"prune_adapter": {"rank": 4, "layer": 1}}, "prune_adapter.layer is 1"),
-    ({"prune_adapter": 8}, "prune_adapter is 8"),
-    ({"prune_adapter": None}, "spare: prune_adapter"),
-    ({"num_msa_layers": 9}, "num_msa_layers is 9 of 4 layers"),
-    ({"num_streams": -1}, "num_streams is -1"),
-    ({"stream_init": "cubic"}, "stream_init is 'cubic'"),
-    ({"stream_init": "identity"}, "stream_init 'identity' has rank 3"),
-    ({"adapter_scope": "none"}, "adapter_scope is 'none'"),
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"r": 5}, ".lora_A.weight"),
+    ({"target_modules": ["w_proj"]}, "w_proj"),
+    ({"target_modules": ["q_proj"]}, ".v_proj.lora_A.weight"),
+    ({"layers_to_transform": None}, "layers.0."),
 ])  # fmt: skip
-def test_stream_settings_are_checked(checkpoint, refusal, changed, said):
+def test_lora_of_other_modules_or_sizes_is_refused(checkpoint, refusal, changed, named):
+    settings(checkpoint, **changed)
+    assert named in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"format": "other/2"}, ("format", "'other/2'")),
+    ({"stream_position": "node"}, ("stream_position", "'node'")),
+    ({"prune_adapter": {"rank": 4, "layer": 1}}, ("prune_adapter.layer", "1")),
+    ({"prune_adapter": 8}, ("prune_adapter", "8")),
+    ({"prune_adapter": None}, ("prune_adapter.lora_A.weight",)),
+    ({"num_msa_layers": 9}, ("num_msa_layers", "9", "4")),
+    ({"num_streams": -1}, ("num_streams", "-1")),
+    ({"stream_init": "cubic"}, ("stream_init", "'cubic'")),
+    ({"stream_init": "identity"}, ("stream_init", "'identity'", "3")),
+    ({"adapter_scope": "none"}, ("adapter_scope", "'none'")),
+])  # fmt: skip
+def test_stream_settings_are_checked(checkpoint, refusal, changed, named):
     settings(checkpoint, "streams_config.json", **changed)
-    assert said in refusal(checkpoint)
+    assert mentions(found_in(refusal(checkpoint)), *named)
 
 
 def test_fusing_into_quantised_weights_is_refused(
@@ -296,7 +292,7 @@ def test_fusing_into_quantised_weights_is_refused(
 ):
     packed = write_packed(tmp_path / "packed", base, bits=8)
     capsys.readouterr()
-    assert "--fuse into quantised weights" in refusal(trained, "--fuse", base=packed)
+    assert mentions(found_in(refusal(trained, "--fuse", base=packed)), "--fuse")
     fused = convert(trained, "--fuse", "--dtype", "float32", base=packed)
     assert "quantization" not in json.loads((fused / "config.json").read_text())
     mlx_lm.load(str(fused))
@@ -316,13 +312,13 @@ def test_an_adapter_in_half_precision_is_half_the_size(base, trained, tmp_path):
 
 
 def test_what_does_not_go_together_is_refused(trained, refusal, tmp_path):
-    sizes = ({"layers": 5}, "5 layers of width 32"), ({"width": 64}, "4 layers of width 64")
-    for number, (size, said) in enumerate(sizes):
+    for number, size in enumerate(({"layers": 5}, {"width": 64})):
         other = write_base(tmp_path / str(number), **size)
-        assert f"{said}; expected 4 of width 32" in refusal(trained, base=other)
-    assert "nowhere does not exist" in refusal(trained, base=tmp_path / "nowhere")
-    said = refusal(trained, "--fuse", "--scope", "streams")
-    assert "--fuse with LoRA of scope 'streams'" in said
+        (own,) = size.values()
+        assert mentions(refusal(trained, base=other), str(own), "4", "32")
+    assert "nowhere" in refusal(trained, base=tmp_path / "nowhere")
+    line = refusal(trained, "--fuse", "--scope", "streams")
+    assert mentions(found_in(line), "--fuse", "'streams'")
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
@@ -331,10 +327,10 @@ def test_a_foreign_out_is_refused_and_untouched(trained, refusal, tmp_path, kind
     if kind == "folder":
         out.mkdir()
     (out / "thesis.txt" if kind == "folder" else out).write_text("years of work")
-    assert "mine exists and is not an adapter" in refusal(trained, out=out)
+    assert str(out) in refusal(trained, out=out)
     # A checkpoint holds a streams_config.json too; writing there would destroy the training.
     checkpoint = shutil.copytree(trained, tmp_path / "checkpoint")
-    assert "exists and is not an adapter" in refusal(checkpoint, out=checkpoint)
+    assert str(checkpoint) in refusal(checkpoint, out=checkpoint)
 
 
 def test_an_adapter_with_other_files_beside_it_is_not_replaced(trained, convert, refusal):
@@ -358,5 +354,4 @@ def test_what_an_adapter_cannot_be_told_again_is_refused(base, checkpoint, conve
     whole = convert(checkpoint).rename(checkpoint.parent / "whole")
     values = ["--base", str(base), "--lora", str(whole), "--out", str(checkpoint.parent / "beside")]
     capsys.readouterr()
-    assert main([*values, "--scope", "all"]) == 2
-    assert "--scope would do nothing here; expected a checkpoint" in capsys.readouterr().err
+    assert mentions(found_in(exits(capsys, main, *values, "--scope", "all")), "--scope")

@@ -17,11 +17,13 @@ import pytest
 from guessed import compute_guesses
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+from refusals import found_in, mentions, refusal
 from tiny import (
     ARCHITECTURES,
     LATENT,
     LAYERS,
     VOCAB,
+    all_pairs,
     assert_close,
     first_tokens,
     make_base,
@@ -68,7 +70,6 @@ from ssmlx.decoding.step import AnswerPart, DraftTotals
 from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.stream_drafter import StreamDrafter
-from ssmlx.errors import InputError
 from ssmlx.model import shapes
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
@@ -177,9 +178,7 @@ def test_pruning_equals_brute_force(seed):
 
 def test_padding_has_no_probability():
     tree = tree_from_parents([1, 2, PAD_TOKEN], [0, 0, 0])
-    logits = mx.arange(VOCAB, dtype=mx.float32)[
-        None
-    ]  # the last is best, which an index of -1 reads
+    logits = mx.arange(VOCAB, dtype=mx.float32)[None]  # the last is best, which -1 reads
     found = transition_logprobs(tree, logits)
     assert found[2].item() == -math.inf
     assert nodes_within_budget(tree, found, 2).tolist() == [0, 1]
@@ -332,10 +331,12 @@ def run_script(script, step=256, architecture="llama", **options):
     assert totals.drafted_tokens >= sum(right + below for right, below in script)
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 4])
-@pytest.mark.parametrize("below", [0, 1, 2])
-@pytest.mark.parametrize("right", [[0] * 6, [1] * 5, [3] * 5, [4, 0, 2, 0, 1, 4, 3]])
-@pytest.mark.parametrize("host_tokens", [False, True])
+RIGHT = [[0] * 6, [1] * 5, [3] * 5, [4, 0, 2, 0, 1, 4, 3]]
+
+
+@pytest.mark.parametrize(
+    "right, wrong, below, host_tokens", all_pairs(RIGHT, [0, 1, 4], [0, 1, 2], [False, True])
+)
 def test_scripted_acceptance(right, wrong, below, host_tokens):
     run_script([(levels, below) for levels in right], wrong=wrong, host_tokens=host_tokens)
 
@@ -533,10 +534,8 @@ def test_the_context_ends_an_answer():
             assert length + len(tokens) == 16
             if length >= 5:
                 assert prompt + tokens == (PROMPT + expected)[:16]
-    with pytest.raises(InputError, match="16 tokens"):
-        answer(model, [1] * 16)
-    with pytest.raises(InputError, match="empty"):
-        answer(model, [])
+    assert mentions(refusal(answer, model, [1] * 16), "16")
+    assert mentions(refusal(answer, model, []), "prompt")
 
 
 @pytest.mark.parametrize("prune", PRUNINGS[:3])
@@ -666,9 +665,9 @@ def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
         ranked = (mx.array(array[place]) for array in (guesses[1].tokens, guesses[1].logprobs))
         grown = grow_tree(mx.array([answer[place]]), *ranked, PAIR[1])
         assert tuple(np.array(grown.tokens)) == tokens
-    with pytest.raises(InputError, match=r"schedule=fused.*expected schedule=second-pass"):
-        StreamDrafter(rooted, PAIR[0], 3, "fused")
-    with pytest.raises(ValueError, match="not known here"):
+    line = refusal(StreamDrafter, rooted, PAIR[0], 3, "fused")
+    assert mentions(line, "schedule=fused", "schedule=second-pass")
+    with pytest.raises(ValueError):
         rooted.insert(mx.zeros((1, 1, 32)), 3)
 
 
@@ -1335,12 +1334,12 @@ def test_typical_acceptance_says_that_it_is_lossy():
         calls[acceptance.kind] = last.target_calls
         assert summary_line(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
     assert calls["typical"] < calls["exact"]
-    with pytest.raises(InputError, match="greedy decoding has no use for"):
-        GenerateConfig(temp=0, acceptance=lossy)
-    with pytest.raises(InputError, match="greedy decoding has no use for"):
-        stream_generate(model, make_tokenizer(), PROMPT, GenerateConfig(acceptance=lossy))
+    line = refusal(GenerateConfig, temp=0, acceptance=lossy)
+    given = (model, make_tokenizer(), PROMPT, GenerateConfig(acceptance=lossy))
+    for one in (line, refusal(stream_generate, *given)):
+        assert mentions(found_in(one), "acceptance=typical")
 
 
 def test_a_bias_of_an_unknown_token():
-    with pytest.raises(InputError, match="--logit-bias of token 13; expected ids below"):
-        Sampling(SamplingConfig(logit_bias={13: 1.0}), VOCAB)
+    line = refusal(Sampling, SamplingConfig(logit_bias={13: 1.0}), VOCAB)
+    assert mentions(line, "--logit-bias", "13", str(VOCAB))

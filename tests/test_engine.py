@@ -18,12 +18,14 @@ from weakref import ref
 import mlx.core as mx
 import numpy as np
 import pytest
-from real import ROOT, VOCAB, answer, refusal, tokens_of, words, write_base, write_tiny_adapter
+from real import ROOT, VOCAB, answer, tokens_of, words, write_base, write_tiny_adapter
+from refusals import found_in, mentions, refusal
 from tiny import make_model, make_tokenizer, token_steps
 
 import ssmlx
 from ssmlx.decoding import loop
 from ssmlx.drafters.stream_drafter import StreamDrafter
+from ssmlx.errors import ContextLengthError
 from ssmlx.loading import names as naming
 from ssmlx.mlx_thread import run_on_mlx_thread
 
@@ -65,7 +67,7 @@ def test_a_scored_text_has_the_logprobs_that_it_was_written_with(engine, folders
             wanted.logprob, abs=1e-4
         )
         assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
-    assert "context" in refusal(engine.score, PROMPT * 100)
+    refusal(engine.score, PROMPT * 100, kind=ContextLengthError)
 
 
 def test_a_deterministic_answer_starts_from_nothing(engine, folders):
@@ -310,7 +312,7 @@ def test_an_answer_has_one_reader_at_a_time(engine, folders):
         return await asyncio.gather(anext(segments), anext(segments), return_exceptions=True)
 
     first, second = asyncio.run(two_readers())
-    assert first.tokens and "being read already" in str(second)
+    assert first.tokens and isinstance(second, Exception)
     assert len(tokens_of([first, *segments])) == LENGTH
 
 
@@ -419,7 +421,7 @@ def test_a_chat_has_one_reply_at_a_time(engine):
     segments = chat.reply("w1 w2")
     next(segments)
     for action in (lambda: chat.reply("w3"), chat.reset, lambda: chat.swap_adapter(None)):
-        assert "a reply of this session is still open" in refusal(action)
+        refusal(action)
     heard = tokens_of(segments)
     assert len(chat.messages) == 2 and heard
     assert tokens_of(chat.reply("w3")) and len(chat.messages) == 4
@@ -457,10 +459,10 @@ def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
     next(half)
     engine.close(), engine.close()
     assert half.is_over and list(half) == []
-    assert "the engine is closed" in refusal(ask, engine, folders, "none")
-    assert "this chat is closed" in refusal(chat.reply, "w1")
+    refusal(ask, engine, folders, "none")
+    refusal(chat.reply, "w1")
     for name in ("drafter", "memory"):
-        assert "this chat is closed" in refusal(getattr, chat, name)
+        refusal(getattr, chat, name)
 
 
 def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folders, monkeypatch):
@@ -518,13 +520,13 @@ def test_twenty_loads_of_the_real_model_leave_nothing():
     assert max(row[2] for row in rows[10:]) < 1.1 * max(row[2] for row in rows[:10])
 
 
-def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monkeypatch):
+def test_what_an_engine_refuses_is_one_line(base, engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "no adapter folder nothing" in refusal(engine.stream, "w1", adapter="nothing")
+    assert mentions(refusal(engine.stream, "w1", adapter="nothing"), "nothing")
     other = write_tiny_adapter(tmp_path / "other", write_base(tmp_path / "base", norm=1.5))
-    assert "another base model" in refusal(engine.stream, "w1", adapter=other)
-    assert "the prompt is empty" in refusal(engine.stream, " ")
-    assert "no model is called" in refusal(ssmlx.Engine, "nothing-like-it")
+    assert mentions(refusal(engine.stream, "w1", adapter=other), "norm")
+    assert mentions(refusal(engine.stream, " "), "prompt")
+    assert mentions(refusal(ssmlx.Engine, "nothing-like-it"), "'nothing-like-it'")
     assert tokens_of(engine.stream("w1", max_tokens=3))
 
 
@@ -549,14 +551,14 @@ def test_a_prompt_is_a_text_or_token_ids_everywhere(wrong, base, engine):
         lambda: ssmlx.generate(*of_model, wrong),
         lambda: ssmlx.stream_generate(*of_model, [1], context=wrong),
     ):
-        assert "expected a text, or token ids" in refusal(ask)
+        assert mentions(refusal(ask), "token ids")
     for ask in (
         lambda: ssmlx.prompt_tokens(wrong, *of_model),
         lambda: ssmlx.prompt_tokens(wrong, *of_model, "raw"),
         lambda: engine.chat(adapter="none").reply(wrong),
         lambda: engine.chat(adapter="none").reset(wrong if wrong is not None else b""),
     ):
-        assert "the text is " in refusal(ask)
+        assert mentions(refusal(ask), "text")
 
 
 class Text(str):
@@ -576,7 +578,7 @@ def test_rows_of_whole_numbers_are_token_ids(engine):
         assert tokens_of(found) == wanted, given
     for unknown in (-1, VOCAB, 10**30):
         for ask in (engine.stream, engine.score):
-            assert f"the token {unknown}" in refusal(ask, [1, unknown])
+            assert mentions(found_in(refusal(ask, [1, unknown])), str(unknown))
 
 
 def test_the_default_adapter_is_the_bundled_chat_where_it_belongs(base, tmp_path, monkeypatch):
@@ -619,7 +621,7 @@ def test_an_adapter_is_loaded_once_however_it_is_spelled(base, folders, tmp_path
         assert own is not chat is engine.model("chat")
         assert engine.adapters == ["none", "chat", "chat"]
         for one in ("own", Path("none"), Path("auto")):
-            assert "no" in refusal(engine.model, one)
+            assert mentions(found_in(refusal(engine.model, one)), str(one))
 
 
 def test_threads_that_ask_at_once_get_one_model(base, folders, tmp_path, monkeypatch):
@@ -638,22 +640,22 @@ def test_threads_that_ask_at_once_get_one_model(base, folders, tmp_path, monkeyp
         closing = pool.submit(engine.close)
         for future in [pool.submit(engine.model, "none") for _ in range(8)]:
             error = future.exception()
-            assert error is None or "the engine is closed" in str(error)
+            assert error is None or isinstance(error, ssmlx.InputError)
         closing.result()
-        assert "the engine is closed" in refusal(engine.model, "none")
+        refusal(engine.model, "none")
 
 
 def test_a_fused_folders_own_streams_are_the_default_and_no_adapter(base, tmp_path):
-    from test_swap import fuse
+    from real import fuse
 
     with ssmlx.Engine(str(fuse(base, tmp_path / "fused")), dtype="float32") as engine:
         assert engine.model() is engine.model("auto") and engine.model().num_streams > 0
         assert engine.model("none").num_streams == 0
         assert (engine.default_adapter, engine.adapters) == (None, ["none"])
-        assert "no adapter folder own" in refusal(engine.model, "own")
+        assert mentions(found_in(refusal(engine.model, "own")), "own")
     assert engine.is_closed and engine.adapters == []
     for ask in (engine.model, partial(engine.model, "none"), lambda: engine.default_adapter):
-        assert "the engine is closed" in refusal(ask)
+        refusal(ask)
 
 
 LEAVES = """
@@ -700,7 +702,7 @@ def is_refused(ask, *given):
     try:
         ask(*given)
     except ssmlx.InputError as error:
-        return "forked" in str(error) and "spawn" in str(error)
+        return "spawn" in str(error)  # which is what to do
 
 
 def asks():

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from oracle import tree_inputs
+from refusals import found_in, mentions, refusal
 from tiny import first_tokens, make_lora, tree_from_parents
 from tiny_export import CHUNK, CONTEXT, TorchBackend, mlx_steps, torch_steps, write_pair
 
@@ -17,7 +18,6 @@ from convert.export.ane import rms_norm
 from convert.export.export import build_graphs, build_reference, make_partial_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
-from ssmlx.errors import InputError
 from ssmlx.exported.decode import SlotCache, build_decode_inputs, prefill
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
@@ -82,8 +82,8 @@ def test_the_profile_gpu_takes_other_layers(architecture, tmp_path):
     base = tied if architecture in ("OPT", "Gemma") else {}
     folders = write_pair(tmp_path, architecture, base=base)
     assert_same_steps(folders, config())
-    with pytest.raises(InputError, match="for --profile ane"):
-        build_graphs(folders.base, folders.load_adapter(), config(profile="ane"))
+    given = (folders.base, folders.load_adapter(), config(profile="ane"))
+    assert mentions(refusal(build_graphs, *given), "--profile ane")
 
 
 @pytest.mark.slow
@@ -271,34 +271,30 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     folders = write_pair(tmp_path)
     adapter = folders.load_adapter()
 
-    def refused(match, **changes):
-        with pytest.raises(InputError, match=match):
-            build_graphs(folders.base, adapter, config(**changes))
+    def refused(**changes):
+        return found_in(refusal(lambda: build_graphs(folders.base, adapter, config(**changes))))
 
-    refused("whole chunks", context=66)
-    refused("--context 256.*at most 128", context=256)
-    refused("--num-streams 3.*1 to 2", num_streams=3)
-    refused("multiple of 32", profile="ane", context=60)
-    refused("room for a tree", context=4)
-    refused("--dtype float16", compression="int8")
+    assert mentions(refused(context=66), "--context", "66")
+    assert mentions(refused(context=256), "--context", "256")
+    assert mentions(refused(num_streams=3), "--num-streams", "3")
+    assert mentions(refused(profile="ane", context=60), "--context", "60")
+    assert mentions(refused(context=4), "--context", "4")
+    assert mentions(refused(compression="int8"), "--dtype", "float16")
     bare = replace(adapter, config=replace(adapter.config, prune_rank=0))
-    with pytest.raises(InputError, match="no pruning adapter"):
-        build_graphs(folders.base, bare, config(prune_to=PRUNED))
+    assert "prun" in refusal(build_graphs, folders.base, bare, config(prune_to=PRUNED))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     folders = write_pair(tmp_path / "one")
     adapter = folders.load_adapter()
     other = replace(adapter, base=replace(adapter.base, norm_probe=(math.pi,) * 32))
-    with pytest.raises(InputError, match=r"another base model.*its final norm differs"):
-        build_graphs(folders.base, other, config())
+    assert mentions(refusal(build_graphs, folders.base, other, config()), "norm")
     _, *rest = adapter.lora
     uneven = replace(adapter, lora={path: adapter.lora[path] for path in rest})
-    with pytest.raises(InputError, match="differs from layer to layer"):
-        build_graphs(folders.base, uneven, config())
+    assert mentions(refusal(build_graphs, folders.base, uneven, config()), "LoRA")
 
 
 def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path):
     folders = write_pair(tmp_path, "Mistral", base={"sliding_window": 32})
-    with pytest.raises(InputError, match="looks back 32 tokens"):
-        build_graphs(folders.base, folders.load_adapter(), config())
+    given = (folders.base, folders.load_adapter(), config())
+    assert mentions(refusal(build_graphs, *given), "32")

@@ -6,10 +6,10 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
+from refusals import found_in, mentions, refusal
 from tiny import make_tokenizer
 
 from ssmlx import exported
-from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
 from ssmlx.exported.backends import CarriedCacheBackend, CoreMLStateBackend, coreml_backend
 from ssmlx.exported.decode import MASKED, SlotCache, build_decode_inputs, speculative_decode
@@ -100,8 +100,7 @@ def test_rejected_slots_are_free_again_and_committed_ones_are_not():
     assert cache.find_free_slots(4).tolist() == [0, 1, 2, 3]
     cache.commit(np.array([2, 0]), [7, 8])
     assert cache.offset == 2 and cache.find_free_slots(4).tolist() == [1, 3, 4, 5]
-    with pytest.raises(InputError, match=r"2 tokens are in a context of 6.*room for 5"):
-        cache.find_free_slots(5)
+    assert mentions(refusal(cache.find_free_slots, 5), "2", "6", "5")
 
 
 def test_a_row_sees_what_is_committed_and_its_ancestors():
@@ -192,20 +191,16 @@ def test_the_text_is_the_tokenizers():
 
 def test_bad_prompts_are_refused():
     model = make_model()
-    with pytest.raises(InputError, match="the prompt is empty"):
-        stream_generate(model, [])
-    with pytest.raises(InputError, match="the prompt has 37 tokens"):
-        stream_generate(model, list(range(37)))
-    with pytest.raises(InputError, match="--max-tokens 0"):
-        stream_generate(model, [1], max_tokens=0)
-    with pytest.raises(InputError, match="the prompt is empty"):
-        exported.prompt_tokens(model, " ")
+    assert mentions(refusal(stream_generate, model, []), "prompt")
+    assert mentions(refusal(stream_generate, model, list(range(37))), "prompt", "37")
+    assert mentions(refusal(stream_generate, model, [1], max_tokens=0), "--max-tokens", "0")
+    assert mentions(refusal(exported.prompt_tokens, model, " "), "prompt")
 
 
 def test_a_package_that_accepts_otherwise_than_the_host_is_found_out():
     model = make_model()
     model.backend._last = lambda inputs, targets: 0
-    with pytest.raises(RuntimeError, match="do not belong together"):
+    with pytest.raises(RuntimeError):
         list(stream_generate(model, [1, 2, 3], max_tokens=20))
 
 
@@ -217,8 +212,8 @@ def test_the_adapters_template_comes_before_the_chat_template():
 
 def test_several_turns_need_a_chat_template():
     turns = [{"role": role, "content": "w1"} for role in ("user", "assistant", "user")]
-    with pytest.raises(InputError, match="no chat template"):
-        exported.prompt_tokens(make_model(), {"messages": turns})
+    line = refusal(exported.prompt_tokens, make_model(), {"messages": turns})
+    assert mentions(line, "chat template")
     model = make_model(prompt_template="w1 {prompt} w2")
     assert exported.prompt_tokens(model, {"messages": turns[:1]}) == [1, 1, 2]
 
@@ -253,8 +248,7 @@ def test_core_ml_keeps_one_state_for_both_functions():
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")
 def test_core_ml_is_asked_for_on_a_mac_only(tmp_path):
-    with pytest.raises(InputError, match="runs on macOS alone"):
-        coreml_backend(tmp_path, make_partial_manifest())
+    assert mentions(refusal(coreml_backend, tmp_path, make_partial_manifest()), "macOS")
 
 
 def write_export(folder, **changes):
@@ -304,44 +298,35 @@ def test_a_manifest_of_the_first_format_grows_the_trees_that_it_lists(tree, tmp_
 
 def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
     folder = write_export(tmp_path / "odd", num_nodes=float("inf"))
-    with pytest.raises(InputError, match="cannot be read"):
-        Manifest.read(folder)
+    assert str(folder) in refusal(Manifest.read, folder)
     folder = write_export(tmp_path / "out", target="coreai")
-    with pytest.raises(InputError, match="compute_units=all of Core AI; expected it with Core ML"):
-        exported.load(folder, compute_units="all")
+    line = refusal(exported.load, folder, compute_units="all")
+    assert mentions(found_in(line), "compute_units")
     make_partial_manifest(digest=Manifest.read(folder).digest).write(folder)
     (folder / "model.mlpackage" / "weights").write_bytes(b"abd")
-    with pytest.raises(InputError, match=r"is not the package that manifest\.json was written for"):
-        exported.load(folder)
+    assert "manifest.json" in refusal(exported.load, folder)
     (folder / "model.mlpackage" / "weights").unlink()
     (folder / "model.mlpackage").rmdir()
-    with pytest.raises(InputError, match="does not exist"):
-        exported.load(folder)
+    assert "model.mlpackage" in refusal(exported.load, folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"format": "ssmlx-export/0"}, "of another format"),
-        ({"num_nodes": 7}, "trees of 6 nodes in steps of 7"),
-        ({"num_kept": 9}, "9 nodes kept of 6"), ({"num_streams": 0}, "0 streams"),
-        ({"num_kept": 0}, "0 nodes kept of 6"), ({"num_streams": 10**12}, f"{10**12} streams"),
-        ({"chunk": 0}, "chunks of 0"), ({"chunk": 7}, "of 7 in 40 slots"),
-        ({"num_slots": 4}, "6 nodes in 4 slots"), ({"num_slots": 44}, "for 44 slots"),
-        ({"cache_shape": [-1, 40]}, "caches of"), ({"cache_shape": [40, 2**40]}, "caches of"),
-        ({"profile": "cpu"}, "profile 'cpu'"),
-        ({"tree": {"num_candidates": 2**40, "size": 6}}, f"{2**40} candidates"),
-        ({"tree": {"num_candidates": 5, "size": 6, "width": 7}}, "7 children of 5 candidates"),
-        ({"tree": {"num_candidates": 0, "size": 6}}, "cannot be read"),
-        ({"tree": {"num_candidates": 5, "size": 0}}, "cannot be read"),
-        ({"cache": "both"}, "cache 'both'"), ({"tree": {}}, "cannot be read"),
-        ({"spare": 1}, "lacks or has over: spare"),
-    ],
-)  # fmt: skip
-def test_a_manifest_that_does_not_fit_is_refused(change, match, tmp_path):
+@pytest.mark.parametrize(("change", "named"), [
+    ({"format": "ssmlx-export/0"}, ()), ({"num_nodes": 7}, ("6", "7")),
+    ({"num_kept": 9}, ("9", "6")), ({"num_streams": 0}, ("0",)),
+    ({"num_kept": 0}, ("0", "6")), ({"num_streams": 10**12}, (str(10**12),)),
+    ({"chunk": 0}, ("0",)), ({"chunk": 7}, ("7", "40")),
+    ({"num_slots": 4}, ("6", "4")), ({"num_slots": 44}, ("44",)),
+    ({"cache_shape": [-1, 40]}, ("-1",)), ({"cache_shape": [40, 2**40]}, (str(2**40),)),
+    ({"profile": "cpu"}, ("profile", "'cpu'")),
+    ({"tree": {"num_candidates": 2**40, "size": 6}}, (str(2**40),)),
+    ({"tree": {"num_candidates": 5, "size": 6, "width": 7}}, ("7", "5")),
+    ({"tree": {"num_candidates": 0, "size": 6}}, ()), ({"tree": {}}, ()),
+    ({"tree": {"num_candidates": 5, "size": 0}}, ()),
+    ({"cache": "both"}, ("cache", "'both'")), ({"spare": 1}, ("spare",)),
+])  # fmt: skip
+def test_a_manifest_that_does_not_fit_is_refused(change, named, tmp_path):
     folder = write_export(tmp_path / "out")
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(InputError, match=match) as caught:
-        Manifest.read(folder)
-    assert "\n" not in str(caught.value)
+    line = found_in(refusal(Manifest.read, folder))
+    assert str(folder) in line and mentions(line.replace(str(folder), ""), *named)

@@ -5,17 +5,17 @@ from itertools import islice
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from tiny import LATENT, mlx_lm_tokens, slow, token_steps
+from refusals import as_shown, mentions, refusal
+from tiny import mlx_lm_tokens, slow, token_steps
+from tiny_families import CHAINS, FAMILIES, WINDOW, make_base
 
 from ssmlx.decoding.batch import Batch, Row
 from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.decoding.sampling import GREEDY
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.errors import InputError
 from ssmlx.loading.known_heads import OWN_HEAD_FAMILIES
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.family import make_caches
@@ -25,93 +25,11 @@ from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.training.data import Example, collate
 from ssmlx.training.mlx_model import Layout, TrainedModel
 
-WINDOW = 8
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "vocab_size": 64,
-    "max_position_embeddings": 512, "rope_theta": 1000.0, "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 8, "sliding_window_pattern": 2,
-}  # fmt: skip
-BY_LAYER = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-MINISTRAL = {**BY_LAYER, "rope_parameters": {
-    "rope_theta": 1000.0, "type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1,
-    "original_max_position_embeddings": 16,
-}}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-           "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}  # fmt: skip
-
-
-def wrapped(kind, **settings):
-    return {"text_config": {**SIZES, "model_type": kind, **settings}}
-
-
-FAMILIES = {
-    **{name: {} for name in ("qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text")},
-    "llama": {"rope_scaling": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-    "qwen3_moe": EXPERTS,
-    "gemma3": wrapped("gemma3_text"),
-    "internlm2": {"head_dim": None},
-    "bailing_moe": {
-        **EXPERTS, "num_shared_experts": 1, "first_k_dense_replace": 1, "norm_head": False,
-        "use_bias": False, "use_qkv_bias": False,
-    },
-    "spark2_5": {**BY_LAYER, "rope_parameters": {
-        kind: {"rope_theta": 1000.0, "rope_type": "default"} for kind in BY_LAYER["layer_types"]
-    }},
-    "kimi_vl": wrapped("deepseek_v3", **LATENT),
-    "kimi_k25": wrapped("deepseek_v3", **LATENT),
-    "minimax": {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16,
-        "rotary_dim": 4,
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **BY_LAYER},
-    "ministral3": MINISTRAL,
-    "mistral3": wrapped("ministral3", **MINISTRAL),
-    "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {
-        "logits_scaling": 4.0, "attention_multiplier": 0.4, "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5, "attention_bias": False, "mlp_bias": False,
-    },
-    "minicpm": {"dim_model_base": 16, "scale_depth": 1.4, "scale_emb": 3},
-    "cohere": {"logit_scale": 0.5},
-    "cohere2": {"logit_scale": 0.5},
-    "olmo3": BY_LAYER,
-    "deepseek_v3": {**LATENT, "q_lora_rank": None, "rope_scaling": {
-        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
-        "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
-    }},
-    "glm4_moe_lite": LATENT,
-    "mistral4": {**LATENT, **MINISTRAL},
-    "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
-}  # fmt: skip
 WINDOWED = {
     *re.findall(
         r"\w+", "gemma3_text gemma3 gpt_oss ministral3 mistral3 cohere2 olmo3 exaone4 spark2_5"
     )
 }
-LINEAR = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
-    "shared_expert_intermediate_size": 16, "partial_rotary_factor": 0.5,
-}  # fmt: skip
-CHAINS = {  # whose states follow no branches
-    "qwen3_next": {**EXPERTS, **LINEAR},
-    "qwen3_5": wrapped("qwen3_5_text", **LINEAR),
-    "qwen3_5_moe": wrapped("qwen3_5_moe_text", **EXPERTS, **LINEAR),
-    "gemma4": wrapped(
-        "gemma4_text", **BY_LAYER, global_head_dim=8, vocab_size_per_layer_input=64,
-        num_kv_shared_layers=2, hidden_size_per_layer_input=8, tie_word_embeddings=False,
-        rope_parameters={
-            kind: {"rope_theta": 1000.0, "rope_type": "default"} for kind in BY_LAYER["layer_types"]
-        },
-    ),
-    "lfm2": {
-        "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
-        "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3],
-    },
-}  # fmt: skip
 WHOLE = {  # why they are run by their own call
     **dict.fromkeys(CHAINS, "ArraysCache, which follows"),
     "gemma4": "cannot be run one by one: ",
@@ -139,16 +57,6 @@ DRAFTS = [
     {"decoding": "speculative", "drafter": "prompt-lookup"},
 ]
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
-
-
-def make_base(name, tied=True, bits=None):
-    settings = {"tie_word_embeddings": tied, **{**FAMILIES, **CHAINS}[name]}
-    model = tiny.make_base(name, vocab=SIZES["vocab_size"], **{**SIZES, **settings})
-    if tied and name == "gemma3_text":
-        model.sanitize({})
-    if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits, class_predicate=tiny._is_packable)
-    return model
 
 
 def decoded(model, prompt=PROMPT, cache=None, context=(), **settings):
@@ -233,7 +141,7 @@ def test_taps_are_what_mlx_lms_layers_are_given(name, tied):
         tiny.assert_close(output.logits, expected, 1e-4)
         given.clear()
     assert backbone.append(first, cache).last_hidden.shape == (1, first.size, 32)
-    with pytest.raises(ValueError, match="taps at layers"):
+    with pytest.raises(ValueError):
         backbone.append(first, cache, [5])
     output = backbone.append(first, cache, [4])  # the final norm's
     assert mx.array_equal(output.taps[4], output.last_hidden)
@@ -261,11 +169,12 @@ def test_what_has_states_drafts_chains(name, bits):
     assert decoded(model, [*text, 9, 8][held:], cache, text[:held])[0] == more
     cache.keep_first(cache.longest_keepable(5))
     assert decoded(model, cache=cache)[0] == expected
-    with pytest.raises(InputError, match="for hidden states between layers; decode plainly"):
-        model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
+    refusal(model.backbone.append, mx.array(PROMPT), model.make_cache(), [0])
     for asked in ({"drafter": "lookahead"}, {"decoding": "speculative"}):
-        with pytest.raises(InputError, match=f"{WHOLE[name]}.* prompt-lookup"):
-            decoded(model, **asked)
+        line = refusal(decoded, model, **asked)
+        assert (
+            mentions(line, "prompt-lookup") and as_shown(model.backbone.capabilities.trees) in line
+        )
 
 
 @pytest.mark.parametrize("name, tied", [*SOME, *((name, True) for name in CHAINS)])

@@ -6,7 +6,6 @@ what its reader reads."""
 import json
 import time
 from enum import Enum
-from functools import cache
 from typing import Annotated, Literal
 
 import pytest
@@ -14,15 +13,11 @@ import pytest
 pytest.importorskip("llguidance")
 pytest.importorskip("pydantic")
 
-import mlx.core as mx
-import numpy as np
+from byte_tokenizers import NS, drawn, make_tokenizer, tokenizer_of
 from llguidance import LLMatcher
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BaseModel, Field
-from real import refusal
+from refusals import refusal
 from tiny import slow
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from ssmlx.formats.answer_grammars import form_grammar, tool_call_grammar
 from ssmlx.formats.arguments import ANYTHING, OfferedTools, allowed_types, argument_value
@@ -35,41 +30,6 @@ from ssmlx.rendering import has_unknown_calls
 
 FORMS = [*CALL_FORMS, "harmony"]
 SIGNS = {"laguna": None, "harmony": " ".join(HARMONY.signs)}
-
-
-def make_tokenizer(template="", tokens=()):
-    """A tokenizer of bytes, with a chat template and further special tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(False)
-    own.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>")
-    added = [AddedToken(one, special=True, normalized=False) for one in tokens]
-    fast.add_tokens(added, special_tokens=True)
-    fast.chat_template = "{# " + template + " #}{{ tools }}{{ messages }}"
-    return TokenizerWrapper(fast, eos_token_ids=[fast.eos_token_id])
-
-
-def marks_of(name):
-    """All marks of a form that models have as tokens."""
-    if name == "harmony":
-        return [*HARMONY.begins, HARMONY.message, *HARMONY.ends]
-    form = CALL_FORMS[name]
-    marks = [*form.opens, *form.ends, '<|"|>' if name == "gemma4" else ""]
-    marks += [NS] if name == "minimax_m3" else []
-    return [
-        one
-        for one in marks
-        if one == NS or (one[:1] in "<[" and " " not in one and one != "</function>")
-    ]
-
-
-@cache
-def tokenizer_of(name, *, has_tokens=False):
-    """A tokenizer whose template tells a form."""
-    signs = [HARMONY.signs] if name == "harmony" else CALL_FORMS[name].signs
-    sign = signs[0] if isinstance(signs[0], str) else " ".join(signs[0])
-    return make_tokenizer(sign, marks_of(name) if has_tokens else ())
 
 
 def raw(value):
@@ -143,7 +103,6 @@ GLM = one_by_one(
     in_tags("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
     "<tool_call>", "</tool_call>",
 )  # fmt: skip
-NS = "]<]minimax[>["  # before each tag of MiniMax M3
 
 
 def in_m3s_tags(value):
@@ -709,25 +668,6 @@ def test_schemas_that_are_none_or_refer_to_themselves_do_no_harm():
         assert argument_value("a", tools.schema("f", "x")) == "a" == argument_value("a", schema)
     chain = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 200} for n in range(50)}
     assert allowed_types({"$ref": "#/$defs/d0", "$defs": chain}) == ANYTHING
-
-
-def drawn(tokenizer, grammar, seed, liked="", most=3000):
-    """A text of noise that a grammar holds to its form; of likely characters that are liked."""
-    from ssmlx.server.grammars import grammar_mask, llguidance_tokenizer
-
-    noise = np.random.default_rng(seed)
-    constrain = grammar_mask(llguidance_tokenizer(tokenizer), grammar)
-    size = len(tokenizer.get_vocab())
-    bonus = np.zeros(size, np.float32)
-    for one in liked:
-        bonus[tokenizer.encode(one, add_special_tokens=False)] = 8
-    tokens: list[int] = []
-    while len(tokens) < most:
-        logits = mx.array(noise.normal(size=size).astype(np.float32) + bonus)[None]
-        tokens.append(mx.argmax(constrain(tokens, logits)).item())
-        if tokens[-1] in tokenizer.eos_token_ids:
-            return tokenizer.decode(tokens[:-1])
-    raise AssertionError(f"no end: {tokenizer.decode(tokens)[:500]}")
 
 
 class Colour(Enum):

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from real import VOCAB, write_base, write_tiny_adapter
-from test_lora import write_lora, write_pefts
+from tiny_lora import write_lora, write_pefts
 
 import ssmlx
 from ssmlx import templates

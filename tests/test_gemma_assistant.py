@@ -1,20 +1,18 @@
 """Gemma 4's assistants: their drafts are transformers', and the answers plain decoding's."""
 
 import json
-from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import gemma4, gemma4_text
+from mlx.utils import tree_flatten
 from real import write_tokenizer
-from test_every_class import random_weights
-from test_recurrent import chain_of
+from refusals import exits, found_in, mentions, refusal
 from tiny import assert_close, first_tokens, slow
+from tiny_classes import chain_of
+from tiny_gemma import TARGETS, VOCAB, WINDOW, changed, make_target, write_assistant
 
 import ssmlx
 from ssmlx.commands import generate
@@ -22,98 +20,16 @@ from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.gemma_assistant import AssistantDrafter, load_assistant
-from ssmlx.drafters.gemma_assistant_model import AssistantConfig, AssistantModel
-from ssmlx.errors import InputError
-from ssmlx.model.backbone import Backbone
-from ssmlx.model.streams import StreamFusedModel
+from ssmlx.drafters.gemma_assistant_model import AssistantModel
 from ssmlx.settings import GenerateConfig
 
-VOCAB = 64
-WINDOW = 8
 DRAFTED = 4
 PROMPT = [3, 17, 40, 5, 22, 9, 61, 2, 33, 17, 40, 8, 12]
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
-TARGET = {
-    "model_type": "gemma4_text", "hidden_size": 32, "num_hidden_layers": 6, "intermediate_size": 48,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
-    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
-    "final_logit_softcapping": 30.0, "max_position_embeddings": 1024,
-}  # fmt: skip
-TARGETS = {
-    # As 31B: full attention has heads of its own, whose keys are its values.
-    "large": {**TARGET, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    # As E2B: the last layers read the keys and values of earlier ones; inputs for each layer; in a
-    # model that also sees.
-    "small": {
-        "model_type": "gemma4", "vocab_size": VOCAB,
-        "text_config": {
-            **TARGET, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
-            "use_double_wide_mlp": True,
-        },
-    },
-}  # fmt: skip
-TEXT_CONFIG = {
-    "model_type": "gemma4_text", "hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 24,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
-    "vocab_size": VOCAB, "vocab_size_per_layer_input": 0, "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0, "max_position_embeddings": 1024,
-}  # fmt: skip
-CONFIG = {
-    "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
-    "backbone_hidden_size": 32, "use_ordered_embeddings": False, "num_centroids": 16,
-    "centroid_intermediate_top_k": 5, "tie_word_embeddings": True, "text_config": TEXT_CONFIG,
-}  # fmt: skip
 KINDS = {"whole": {}, "clusters": {"use_ordered_embeddings": True}}
 BOTH = pytest.mark.parametrize(
     ("target", "kind"), [("large", "whole"), ("small", "clusters")], ids=["31B", "E2B"]
 )
-
-
-@lru_cache(maxsize=4)
-def make_target(name, bits=None):
-    """A random target, with weights of 4 bits or so where `bits` is given."""
-    config = deepcopy(TARGETS[name])
-    file = gemma4 if "text_config" in config else gemma4_text
-    model = file.Model(file.ModelArgs.from_dict(config))
-    model.update(tree_unflatten(list(random_weights(model).items())))
-    if bits:
-        nn.quantize(
-            model,
-            group_size=32,
-            bits=bits,
-            class_predicate=lambda _, one: (
-                hasattr(one, "to_quantized") and one.weight.shape[-1] % 32 == 0
-            ),
-        )
-    mx.eval(model.parameters())
-    return StreamFusedModel(Backbone(model))
-
-
-def changed(config, **changes):
-    """Settings with some changed, wherever they stand."""
-    config = deepcopy(config)
-    for name, value in changes.items():
-        (config["text_config"] if name in TEXT_CONFIG else config)[name] = value
-    return config
-
-
-def write_assistant(folder, tensors=None, **changes):
-    """A folder with an assistant of random weights, some of them as given; None drops one."""
-    folder.mkdir()
-    values = changed(CONFIG, **changes)
-    (folder / "config.json").write_text(json.dumps(values))
-    model = AssistantModel(AssistantConfig.from_config_json(folder / "config.json", values))
-    weights = random_weights(model)
-    if "masked_embedding.token_ordering" in weights:
-        order = np.random.default_rng(0).permutation(VOCAB)
-        weights["masked_embedding.token_ordering"] = mx.array(order, mx.int64)
-    weights |= tensors or {}
-    weights = {name: one for name, one in weights.items() if one is not None}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
-    return folder
 
 
 def load(folder, model, dtype="auto"):
@@ -302,8 +218,8 @@ def test_an_assistant_that_is_always_wrong_is_told(tmp_path, caplog):
     steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
     assert first_tokens(steps, 20)[0] == answer[:20]
     (line,) = caplog.messages
+    assert mentions(line, "64")
     assert drafter.offer() is None and make_drafter(assistant, model).offer() is not None
-    assert line.startswith("none of the 64 tokens that the assistant drafted was accepted;")
 
 
 @pytest.mark.parametrize("dtype", ["auto", "stored"])
@@ -340,8 +256,8 @@ def test_packed_targets_and_assistants(dtype, tmp_path):
         (packed / "config.json").write_text(
             json.dumps({**values, "quantization": {"group_size": 32, "bits": bits}})
         )
-        with pytest.raises(InputError, match=r"for quantization|misshapen"):
-            load(packed, model, dtype)
+        line = refusal(load, packed, model, dtype)
+        assert mentions(line, "quantization") or "layers.0" in line or "proj" in line
 
 
 @pytest.fixture(scope="module")
@@ -448,63 +364,60 @@ def test_the_option_takes_an_assistant(shelf, capsys):
         assert out == expected
     assert "mtp" in err
     for drafter in ("mtp", f"mtp model={shelf / 'target'}"):
-        assert generate.main([*words[:-1], drafter, "--prompt", "w1"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = exits(capsys, generate.main, *words[:-1], drafter, "--prompt", "w1")
         assert "gemma4" in line and "mtp model=" in line
 
 
 WRONG = {
-    "width": ({"backbone_hidden_size": 48}, "for a target with a width of 48; expected this one's"),
-    "vocabulary": ({"vocab_size": 80}, "with a vocabulary of 80; expected this one's 64"),
-    "head_dim": ({"head_dim": 16}, "a width of heads of sliding_attention of 16; expected .* 8"),
-    "global_head_dim": ({"global_head_dim": 8}, "of heads of full_attention of 8; expected .* 16"),
-    "heads": ({"num_attention_heads": 3}, "has 3 heads of .*; expected a multiple of the target's"),
-    "experts": ({"enable_moe_block": True}, "True for enable_moe_block; expected False"),
-    "activation": ({"hidden_activation": "silu"}, "'silu' for hidden_activation; expected gelu_"),
-    "own_keys": ({"num_kv_shared_layers": 1}, "1 for num_kv_shared_layers; expected 3"),
-    "types": ({"layer_types": ["full_attention"]}, "1 layer_types; expected one for each of its 3"),
-    "type": ({"layer_types": ["linear"] * 3}, "'linear' for layer_types; expected one of full"),
-    "size": ({"hidden_size": "big"}, "'big' for hidden_size; expected 1 to"),
-    "huge": ({"intermediate_size": 2**40}, "for intermediate_size; expected 1 to"),
-    "no_size": ({"hidden_size": None}, "lacks hidden_size"),
-    "text": ({"text_config": 3}, "3 for text_config; expected the settings"),
-    "rope": ({"rope_parameters": {"full_attention": 1}}, "for the rotary embedding of sliding"),
-    "clusters": ({"num_centroids": 7}, "has 7 clusters of 64 tokens"),
-    "shape": ({"intermediate_size": 40}, "misshapen: model.layers.0.mlp.gate_proj.weight"),
+    "width": ({"backbone_hidden_size": 48}, "48"),
+    "vocabulary": ({"vocab_size": 80}, "80 64"),
+    "head_dim": ({"head_dim": 16}, "sliding_attention 16 8"),
+    "global_head_dim": ({"global_head_dim": 8}, "full_attention 8 16"),
+    "heads": ({"num_attention_heads": 3}, "3"),
+    "experts": ({"enable_moe_block": True}, "enable_moe_block True False"),
+    "activation": ({"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+    "own_keys": ({"num_kv_shared_layers": 1}, "num_kv_shared_layers 1 3"),
+    "types": ({"layer_types": ["full_attention"]}, "layer_types 1 3"),
+    "type": ({"layer_types": ["linear"] * 3}, "layer_types 'linear'"),
+    "size": ({"hidden_size": "big"}, "hidden_size 'big'"),
+    "huge": ({"intermediate_size": 2**40}, f"intermediate_size {2**40}"),
+    "no_size": ({"hidden_size": None}, "hidden_size"),
+    "text": ({"text_config": 3}, "text_config 3"),
+    "rope": ({"rope_parameters": {"full_attention": 1}}, "sliding_attention"),
+    "clusters": ({"num_centroids": 7}, "7 64"),
+    "shape": ({"intermediate_size": 40}, "model.layers.0.mlp.gate_proj.weight"),
 }
+"""Settings of an assistant, and what the line that refuses them names."""
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_bad_settings_get_one_line(case, shelf, loaded, tmp_path):
-    changes, line = WRONG[case]
+    changes, named = WRONG[case]
     values = changed(json.loads((shelf / "assistant/config.json").read_text()), **changes)
     folder = tmp_path / "wrong"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
     (folder / "model.safetensors").symlink_to(shelf / "assistant/model.safetensors")
-    with pytest.raises(InputError, match=line) as caught:
-        ssmlx.load_mtp(loaded[0], folder)
-    assert "\n" not in str(caught.value)
+    assert mentions(refusal(ssmlx.load_mtp, loaded[0], folder), *named.split())
 
 
 NAN = mx.full((16, 64), float("nan"))
 ORDER = "masked_embedding.token_ordering"
 BROKEN = {
-    "nan": ({"pre_projection.weight": NAN}, "with NaN or infinity: pre_projection.weight"),
-    "unknown": ({"model.layers.0.self_attn.k_proj.weight": NAN}, "spare: model.layers.0.self_attn"),
-    "missing": ({"post_projection.weight": None}, "missing: post_projection.weight"),
-    "shape": ({"model.norm.weight": mx.zeros(9)}, r"misshapen: model.norm.weight \(9,\) instead"),
-    "whole": ({"model.norm.weight": mx.zeros(16, mx.int32)}, "are no floats: model.norm.weight"),
-    "twice": ({ORDER: mx.zeros(VOCAB, mx.int64)}, "does not name every token once"),
+    "nan": ({"pre_projection.weight": NAN}, "pre_projection.weight"),
+    "unknown": ({"model.layers.0.self_attn.k_proj.weight": NAN}, "self_attn.k_proj.weight"),
+    "missing": ({"post_projection.weight": None}, "post_projection.weight"),
+    "shape": ({"model.norm.weight": mx.zeros(9)}, "model.norm.weight (9,)"),
+    "whole": ({"model.norm.weight": mx.zeros(16, mx.int32)}, "model.norm.weight"),
+    "twice": ({ORDER: mx.zeros(VOCAB, mx.int64)}, ORDER),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_bad_weights_get_one_line(case, loaded, tmp_path):
-    tensors, line = BROKEN[case]
+    tensors, name = BROKEN[case]
     folder = write_assistant(tmp_path / "broken", tensors, **KINDS["clusters"])
-    with pytest.raises(InputError, match=line):
-        ssmlx.load_mtp(loaded[0], folder)
+    assert mentions(refusal(ssmlx.load_mtp, loaded[0], folder), name)
 
 
 def test_half_a_download_gets_one_line(loaded, shelf, tmp_path):
@@ -512,31 +425,22 @@ def test_half_a_download_gets_one_line(loaded, shelf, tmp_path):
     folder = write_assistant(tmp_path / "half", **KINDS["clusters"])
     for size in (0, 5, 200, len(whole) // 2, len(whole) - 1):  # bytes
         (folder / "model.safetensors").write_bytes(whole[:size])
-        with pytest.raises(InputError, match=r"cannot be read \(.*; expected the whole weights"):
-            ssmlx.load_mtp(loaded[0], folder)
+        assert "model.safetensors" in refusal(ssmlx.load_mtp, loaded[0], folder)
     index = {"weight_map": {"model.norm.weight": "model-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(InputError, match=r"has no model-00002\.safetensors"):
-        ssmlx.load_mtp(loaded[0], folder)
+    assert "model-00002.safetensors" in refusal(ssmlx.load_mtp, loaded[0], folder)
 
 
 def test_other_models_and_settings_are_refused(loaded, shelf, base):
     model, tokenizer, assistant = loaded
     llama, _ = ssmlx.load(str(base), dtype="float32")
-    with pytest.raises(InputError, match="is an assistant of Gemma 4, and the target is a llama"):
-        ssmlx.load_mtp(llama, shelf / "assistant")
-    with pytest.raises(InputError, match="is an assistant of Gemma 4, and the target is a llama"):
-        ssmlx.generate(llama, tokenizer, PROMPT, drafter=assistant)
-    with pytest.raises(InputError, match="was loaded for a model of other layers"):
-        make_drafter(assistant, make_target("large"))
-    with pytest.raises(InputError, match="hidden=before with an assistant of Gemma 4; expected"):
-        ssmlx.generate(
-            model,
-            tokenizer,
-            PROMPT,
-            drafter=assistant,
-            drafter_settings=ssmlx.MtpConfig(hidden="before"),
-        )
+    assert "llama" in found_in(refusal(ssmlx.load_mtp, llama, shelf / "assistant"))
+    asked = (tokenizer, PROMPT)
+    assert "llama" in found_in(refusal(ssmlx.generate, llama, *asked, drafter=assistant))
+    assert mentions(refusal(make_drafter, assistant, make_target("large")), "layers")
+    before = ssmlx.MtpConfig(hidden="before")
+    said = refusal(ssmlx.generate, model, *asked, drafter=assistant, drafter_settings=before)
+    assert mentions(found_in(said), "hidden=before")
 
 
 @pytest.mark.parametrize("layer", [0, 2])

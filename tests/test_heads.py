@@ -13,7 +13,9 @@ import ssmlx  # noqa: F401  first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
-from real import VOCAB, WIDTH, one_line, snapshot, write_base
+import refusals
+from real import VOCAB, WIDTH, snapshot, write_base
+from refusals import found_in, mentions, one_line
 from tiny import assert_close, best_rank_paths, make_base
 from tiny_heads import HEAD_KINDS, LEVELS, converted, head_config, random_reference, token_paths
 
@@ -32,7 +34,6 @@ from convert.formats.heads import (
 from convert.reference.heads import new_reference
 from ssmlx.drafters.heads import CONFIG_FILE, WEIGHTS_FILE, load_heads, read_heads
 from ssmlx.drafters.mlp_speculator import full_tree_topology, num_candidate_nodes
-from ssmlx.errors import InputError
 from ssmlx.loading.identity import BaseIdentity
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
@@ -295,8 +296,7 @@ def test_fewer_stages_and_the_settings_own_widths(backbone, tmp_path):
     assert full.topology is full_tree_topology((2, 2)) and full.num_internal == 3
     assert full.parents.tolist() == [0, 0, 0, 1, 1, 2, 2]
     for widths in ((), (2, 2, 2, 2), (64, 64, 64)):
-        with pytest.raises(InputError, match="tree widths"):
-            heads.propose_tree(root, state, shape(widths))
+        assert "widths" in refusals.refusal(heads.propose_tree, root, state, shape(widths))
 
 
 def same_weights(left, right):
@@ -393,8 +393,7 @@ def test_the_command_writes_a_folder_that_loads(
     assert main(command) == 0
     written = random_reference(kind, backbone, vocab).parameters()
     size = sum(parameter.numel() for parameter in written)
-    said = f"{out}: {config.kind}, 3 tokens ahead, {size:,} parameters\n"
-    assert capsys.readouterr().err == said
+    assert mentions(capsys.readouterr().err, str(out), config.kind, "3", f"{size:,}")
     if kind != "medusa":  # published files state the defaults
         config = replace(config, n_candidates=5, top_k_tokens_per_head=(6, 3, 2))
     heads = read_heads(out)
@@ -409,97 +408,90 @@ def test_the_command_writes_a_folder_that_loads(
 
 
 @pytest.mark.parametrize(
-    ("kind", "spoil", "said"),
+    ("kind", "spoil", "named"),
     [
-        ("medusa", lambda t: t.pop("1.0.linear.bias"), "missing: 1.0.linear.bias"),
-        ("medusa", lambda t: t.update({"1.0.norm.weight": torch.zeros(3)}), "spare: 1.0.norm"),
-        ("medusa", lambda t: t.update({"2.1.weight": torch.zeros(VOCAB, 3)}), "misshapen: 2.1.we"),
-        ("medusa", lambda t: t.update({"2.1.weight": torch.tensor(1.0)}), "misshapen: 2.1.weight"),
-        ("medusa", lambda t: t.update({f"{10**16}.0.weight": torch.zeros(3)}), f"spare: {10**16}"),
-        ("medusa", lambda t: t.clear() or t.update({"head": torch.zeros(3)}), "no tensor named as"),
+        ("medusa", lambda t: t.pop("1.0.linear.bias"), "1.0.linear.bias"),
+        ("medusa", lambda t: t.update({"1.0.norm.weight": torch.zeros(3)}), "1.0.norm"),
+        ("medusa", lambda t: t.update({"2.1.weight": torch.zeros(VOCAB, 3)}), "2.1.weight"),
+        ("medusa", lambda t: t.update({"2.1.weight": torch.tensor(1.0)}), "2.1.weight"),
+        ("medusa", lambda t: t.update({f"{10**16}.0.weight": torch.zeros(3)}), f"{10**16}"),
+        ("medusa", lambda t: t.clear() or t.update({"head": torch.zeros(3)}), "0.0.linear.weight"),
         # without its prefix it stands in the place of another
-        ("mlp-speculator", lambda t: t.update({"emb.0.weight": torch.zeros(3)}),
-         "differs from emb.0.weight"),
-        ("mlp-speculator", lambda t: t["speculator.ln.1.bias"].fill_(torch.inf),
-         "NaN or infinity: ln.1.bias"),
+        ("mlp-speculator", lambda t: t.update({"emb.0.weight": torch.zeros(3)}), "emb.0.weight"),
+        ("mlp-speculator", lambda t: t["speculator.ln.1.bias"].fill_(torch.inf), "ln.1.bias"),
     ],
 )  # fmt: skip
-def test_every_tensor_is_accounted_for(published, refusal, kind, spoil, said):
+def test_every_tensor_is_accounted_for(published, refusal, kind, spoil, named):
     folder = published(kind)
     tensors = load_file(folder / FILES[kind])
     spoil(tensors)
     save_file(tensors, folder / FILES[kind])
-    assert said in refusal(folder)
+    assert named in refusal(folder)
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"n_predict": None}, "lacks n_predict"),
-    ({"n_predict": 4, "top_k_tokens_per_head": None}, "missing: emb.3.weight"),
-    ({"inner_dim": -1}, "inner_dim is -1"),
-    ({"scale_input": "yes"}, "scale_input is 'yes'"),
-    ({"top_k_tokens_per_head": [5, 4]}, "3 numbers of 1 or more"),
-    ({"vocab_size": 63}, "misshapen: emb.0.weight"),
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"n_predict": None}, "n_predict"),
+    ({"n_predict": 4, "top_k_tokens_per_head": None}, "emb.3.weight"),
+    ({"inner_dim": -1}, "inner_dim -1"),
+    ({"scale_input": "yes"}, "scale_input 'yes'"),
+    ({"top_k_tokens_per_head": [5, 4]}, "top_k_tokens_per_head 3"),
+    ({"vocab_size": 63}, "emb.0.weight"),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(published, refusal, settings, said):
+def test_settings_that_do_not_fit_are_refused(published, refusal, settings, named):
     config = published("mlp-speculator") / "config.json"
     values = json.loads(config.read_text()) | settings
     values = {name: value for name, value in values.items() if value is not None}
     config.write_text(json.dumps(values))
-    assert said in refusal(config.parent)
+    assert mentions(refusal(config.parent), *named.split())
 
 
 def test_what_is_no_published_head_is_refused(base, published, refusal):
-    assert "holds no drafting heads" in refusal(base)
+    assert str(base) in refusal(base)
     folder = published("medusa")
     (folder / SAFE).write_bytes((folder / SAFE).read_bytes()[:500])
-    assert "cannot be read" in refusal(folder)
+    assert SAFE in refusal(folder)
     for option in (["--fuse"], ["--scope", "all"], ["--streams", "x"]):
-        assert "would do nothing here; expected --lora" in refusal(folder, *option)
+        line = refusal(folder, *option)
+        assert mentions(found_in(line), option[0]) and mentions(line, "--lora")
 
 
 def test_a_broken_draft_vocabulary_is_refused(published, refusal):
     folder = published("medusa", (4, 40, 41))
-    for tokens, said in (
-        ([4, 4, 7], "not strictly ascending"),
-        ([4, 5, VOCAB], f"tokens 4 to {VOCAB}"),
-    ):
+    for tokens, *named in (([4, 4, 7],), ([4, 5, VOCAB], "4", str(VOCAB))):
         vocab = torch.tensor(tokens, dtype=torch.int32)
         save_file({"draft_vocab": vocab}, folder / DRAFT_VOCAB_FILE)
-        assert said in refusal(folder)
-    for name, vocab, said in (
-        ("vocab", torch.zeros(3), "holds vocab"),
-        ("draft_vocab", torch.zeros(0, dtype=torch.int32), "one token id or more"),
-        ("draft_vocab", torch.ones(3), "draft_vocab of float32 [3]"),
+        assert mentions(found_in(refusal(folder)), "draft_vocab", *named)
+    for name, vocab, *named in (
+        ("vocab", torch.zeros(3), "vocab"),
+        ("draft_vocab", torch.zeros(0, dtype=torch.int32), "draft_vocab"),
+        ("draft_vocab", torch.ones(3), "draft_vocab", "float32 [3]"),
     ):
         save_file({name: vocab}, folder / DRAFT_VOCAB_FILE)
-        assert said in refusal(folder)
+        assert mentions(found_in(refusal(folder)), *named)
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_another_base_is_refused(backbone, published, refusal, tmp_path, kind):
     other = write_base(tmp_path / "other", width=48)
-    assert "hidden size 48" in refusal(published(kind), base=other)
+    assert mentions(refusal(published(kind), base=other), "48")
     folder = converted(random_reference(kind, backbone), backbone, tmp_path)
     twin = load_base(write_base(tmp_path / "twin", norm=2.0), "float32")[0]
-    with pytest.raises(InputError, match=r"another base model.*norm differs"):
-        load_heads(folder, twin)
+    assert mentions(refusals.refusal(load_heads, folder, twin), "norm")
 
 
 def test_a_broken_mlx_folder_is_refused(backbone, tmp_path):
     folder = converted(random_reference("medusa", backbone), backbone, tmp_path)
     settings = json.loads((folder / CONFIG_FILE).read_text())
-    for changes, said in (
-        ({"format": "other"}, "format 'other'"),
-        ({"kind": "eagle"}, "kind 'eagle'"),
-        ({"base": {}}, "does not say which base"),
-        ({"num_heads": "3"}, "num_heads is '3'"),
-        ({"num_layers": None}, "lacks num_layers"),
-        ({}, "does not exist"),
+    for changes, *named in (
+        ({"format": "other"}, "format", "'other'"),
+        ({"kind": "eagle"}, "kind", "'eagle'"),
+        ({"base": {}}, "base"),
+        ({"num_heads": "3"}, "num_heads", "'3'"),
+        ({"num_layers": None}, "num_layers"),
+        ({}, WEIGHTS_FILE),
     ):
         (folder / CONFIG_FILE).write_text(json.dumps(settings | changes))
         if not changes:
             (folder / WEIGHTS_FILE).unlink()
-        with pytest.raises(InputError, match=said):
-            load_heads(folder, backbone)
-    with pytest.raises(InputError, match="no heads folder"):
-        load_heads(tmp_path / "nowhere", backbone)
+        assert mentions(found_in(refusals.refusal(load_heads, folder, backbone)), *named)
+    assert "nowhere" in refusals.refusal(load_heads, tmp_path / "nowhere", backbone)

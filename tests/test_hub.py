@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi, constants
-from real import answer, answering, exit_code, one_line, refusal, snapshot, write_base
-from test_lora import write_lora
+from real import answer, answering, snapshot, write_base
+from refusals import exit_code, found_in, mentions, one_line, refusal
+from tiny_lora import write_lora
 
 import ssmlx
 from ssmlx.commands import chat, upload
@@ -101,7 +102,7 @@ def test_an_adapter_of_the_hub_is_one_commit_fetched_once(hub, base, adapter, tm
     found = resolve_adapter("org/name", Fetch(progress=lambda *counts: told.append(counts)))
     assert snapshot(found) == snapshot(adapter) and found.name == FIRST
     assert hub.fetched == {path.name for path in adapter.iterdir()} and told[-1][0] == told[-1][1]
-    assert f"org/name: commit {FIRST}" in caplog.text
+    assert mentions(caplog.text, "org/name", FIRST)
     hub.branches["main"] = SECOND
     asked = len(hub.asked)
     for name in ("org/name", f"org/name@{FIRST}", "org/name@main"):
@@ -110,7 +111,8 @@ def test_an_adapter_of_the_hub_is_one_commit_fetched_once(hub, base, adapter, tm
     newer = resolve_adapter(f"org/name@{SECOND}")
     assert newer.name == SECOND and (newer / "figures.json").is_file()
     (found / STREAMS).unlink()  # as where a download was interrupted
-    assert "(offline)" in refusal(resolve_adapter, f"org/name@{FIRST}", Fetch(offline=True))
+    line = refusal(resolve_adapter, f"org/name@{FIRST}", Fetch(offline=True))
+    assert mentions(line, "org/name", "offline")
     assert snapshot(resolve_adapter(f"org/name@{FIRST}")) == snapshot(adapter)
     own = resolve_adapter("org/name", Fetch(cache_dir=tmp_path / "own"))
     assert own.name == SECOND and own.is_relative_to(tmp_path / "own" / "hub")
@@ -131,7 +133,7 @@ def test_lora_of_mlx_lm_is_taken_from_the_hub(hub, base, tmp_path):
     assert len(hub.asked) == asked
     del hub.commits[FIRST]["adapters.safetensors"]  # a pickle alone
     said = refusal(ssmlx.load, base, adapter="org/name", cache_dir=tmp_path / "own")
-    assert "adapters.safetensors does not exist" in said
+    assert "adapters.safetensors" in found_in(said)
 
 
 def test_load_swap_and_engine_take_it(hub, base, adapter):
@@ -141,11 +143,9 @@ def test_load_swap_and_engine_take_it(hub, base, adapter):
     plain, _ = ssmlx.load(base, offline=True)
     assert ssmlx.swap_adapter(plain, f"org/name@{FIRST}").num_streams == model.num_streams
     talk = chat.Chat(ssmlx.ChatSession(plain, tokenizer), chat.Screen(), None)
-    assert chat.list_or_swap_adapter("org/name", talk).startswith(
-        "adapter org/name: 2 streams draft"
-    )
+    assert mentions(chat.list_or_swap_adapter("org/name", talk), "org/name", "2")
     hub.commits[SECOND] = hub.commits[FIRST]
-    assert "(offline)" in refusal(ssmlx.swap_adapter, plain, f"org/name@{SECOND}")
+    assert mentions(refusal(ssmlx.swap_adapter, plain, f"org/name@{SECOND}"), "offline")
     with ssmlx.Engine(base, ["org/name"]) as engine:
         assert engine.adapters == ["none", "org/name"]
 
@@ -153,9 +153,7 @@ def test_load_swap_and_engine_take_it(hub, base, adapter):
 def test_another_base_is_refused_by_both_names(hub, base, tmp_path):
     other = write_base(tmp_path / "other", seed=1, norm=2.0)
     message = refusal(ssmlx.load, other, adapter="org/name")
-    assert "belongs to another base model: this one has other weights" in message
-    made_for = json.loads(hub.commits[FIRST]["streams_config.json"])["base_model"]
-    assert f"expected {made_for or 'the model it was converted for'}, not {other};" in message
+    assert mentions(message, "norm", str(other))
 
 
 @pytest.mark.parametrize(("file", "size"), [
@@ -164,10 +162,11 @@ def test_another_base_is_refused_by_both_names(hub, base, tmp_path):
 def test_what_is_too_large_is_not_fetched(hub, file, size):
     hub.commits[FIRST].setdefault(file, b"{}")
     hub.sizes[file] = size
-    assert f"org/name has {file} of " in refusal(resolve_adapter, "org/name")
+    assert mentions(found_in(refusal(resolve_adapter, "org/name")), "org/name", file)
     assert hub.fetched == set()
     hub.sizes = dict.fromkeys((STREAMS, "adapters.safetensors"), 2**30)
-    assert "org/name has files of 2147" in refusal(resolve_adapter, "org/name")
+    line = found_in(refusal(resolve_adapter, "org/name"))
+    assert mentions(line, "org/name") and "2147" in line
     assert hub.fetched == set()
 
 
@@ -176,39 +175,43 @@ def test_what_is_not_what_was_listed_is_not_kept(hub, file, monkeypatch):
     content = hub.commits[FIRST][file]
     for sent in (content[:-1] + b"?", content + b"?", content[:-1]):
         hub.sent = {file: sent}
-        assert f"other contents of {file} came" in refusal(resolve_adapter, "org/name")
-        assert "org/name is not in " in refusal(resolve_adapter, "org/name", Fetch(offline=True))
+        assert file in refusal(resolve_adapter, "org/name")
+        assert file not in refusal(resolve_adapter, "org/name", Fetch(offline=True))
     with monkeypatch.context() as patch:
         patch.setattr(hub_files, "_MOST_IN_ALL", sum(map(len, hub.commits[FIRST].values())) + 1)
         hub.sent = {file: content + bytes(2**20)}
-        assert "org/name has files of " in refusal(resolve_adapter, "org/name")
+        assert "org/name" in refusal(resolve_adapter, "org/name")
     hub.sent = {}
     assert snapshot(resolve_adapter("org/name")) == hub.commits[FIRST]
 
 
-def test_a_hub_that_has_none_is_told_in_one_line(hub, monkeypatch):
-    for refused, said in (
-        ((403, "GatedRepo"), "org/name is gated on the Hugging Face Hub"),
-        ((401, "GatedRepo"), "org/name is gated on the Hugging Face Hub"),
-        ((401, "RepoNotFound"), "no folder org/name, and the Hugging Face Hub shows you none"),
-        ((404, "RepoNotFound"), "no folder org/name, and the Hugging Face Hub shows you none"),
-        ((403, ""), "org/name cannot be had from the Hugging Face Hub (403 Forbidden"),
-        ((500, ""), "org/name cannot be had from the Hugging Face Hub (Server error"),
+def test_a_hub_that_has_none_is_named_in_one_line(hub, monkeypatch):
+    kinds = []
+    for refused in (
+        ((403, "GatedRepo"), (401, "GatedRepo")),
+        ((401, "RepoNotFound"), (404, "RepoNotFound")),
+        ((403, ""),),
+        ((500, ""),),
     ):
-        hub.refusal = refused
-        assert refusal(resolve_adapter, "org/name").startswith(said)
+        lines = set()
+        for hub.refusal in refused:
+            lines.add(refusal(resolve_adapter, "org/name"))
+        (line,) = lines
+        assert mentions(line, "org/name", "Hugging Face")
+        kinds.append(line)
+    assert len({*kinds}) == len(kinds)  # each says something else
     hub.refusal = ()
-    assert "org/name has no revision 'v9'" in refusal(resolve_adapter, "org/name@v9")
+    assert mentions(refusal(resolve_adapter, "org/name@v9"), "org/name", "'v9'")
     hub.branches["v9"] = "../../x"
     hub.commits["../../x"] = hub.commits[FIRST]
-    assert "in commit '../../x' of org/name" in refusal(resolve_adapter, "org/name@v9")
+    assert "'../../x'" in refusal(resolve_adapter, "org/name@v9")
     for name in ("org/name@../x", "org/..", "org/name@/etc/x"):
         assert resolve_adapter(name) == Path(name)
     hub.commits[FIRST] = {"model.safetensors": b""}
-    assert "no streams_config.json in commit" in refusal(resolve_adapter, "org/name")
+    assert mentions(found_in(refusal(resolve_adapter, "org/name")), "streams_config.json")
     assert hub.fetched == set()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "org/name cannot be had from the Hugging" in refusal(resolve_adapter, "org/name")
+    assert mentions(refusal(resolve_adapter, "org/name"), "org/name", "Hugging Face")
 
 
 FIGURES = {
@@ -285,9 +288,9 @@ def test_what_may_be_private_is_not_sent_unasked(hub, send):
     for change in ({"private": True}, {"private": "no"}, {"sources": files}, {"sources": 1}, None):
         figures = None if change is None else {**FIGURES, "data": {**FIGURES["data"], **change}}
         code, out, err = send("--private", figures=figures)
-        assert (code, out) == (2, "") and "expected --yes-private" in one_line(err, upload.PROG)
+        assert (code, out) == (2, "") and mentions(one_line(err, upload.PROG), "--yes-private")
         code, out, _ = send("--dry-run", figures=figures)
-        assert code == 0 and "nothing was sent; to send it takes --yes-private" in out
+        assert code == 0 and mentions(out, "--yes-private")
     assert SECOND not in hub.commits and not any(isinstance(one, dict) for one in hub.asked)
 
 
@@ -304,22 +307,23 @@ def test_of_the_figures_only_what_adapt_writes_is_sent(hub, send):
     assert {*json.loads(hub.commits[SECOND]["figures.json"])} == {*FIGURES}
 
 
-def test_what_cannot_be_sent_is_told_in_one_line(hub, send):
-    for there, failure, said in (
-        ({"model.safetensors": b""}, None, "org/name holds something else"),
-        ({"streams_config.json": b""}, None, "org/name is public"),
-        ({}, OSError("no\nroute"), "org/name is public"),
+def test_what_cannot_be_sent_is_one_line(hub, send):
+    for there, failure, named in (
+        ({"model.safetensors": b""}, None, "org/name"),
+        ({"streams_config.json": b""}, None, "--private"),
+        ({}, OSError("no\nroute"), "--private"),
     ):
         hub.commits[FIRST] = there
         hub.failure = failure
         code, _, err = send("--private")
-        assert code == 2 and said in one_line(err, upload.PROG)
+        assert code == 2 and mentions(one_line(err, upload.PROG), named)
     code, _, err = send()
-    assert code == 2 and "cannot be written on the Hugging Face Hub (no)" in err
+    assert code == 2 and mentions(err, "org/name", "no") and "route" not in err
     hub.failure = KeyboardInterrupt()
     assert send()[0] == 130 and SECOND not in hub.commits
     for name in ("org", "org/name@v1", "../name"):
-        assert "expected org/name" in send("--repo", name)[2]
+        code, _, err = send("--repo", name)
+        assert code == 2 and mentions(found_in(err), "--repo", name)
 
 
 def test_an_adapter_of_a_folder_s_model_names_its_base_or_is_not_sent(hub, send, tmp_path):
@@ -327,13 +331,14 @@ def test_an_adapter_of_a_folder_s_model_names_its_base_or_is_not_sent(hub, send,
     for local in (f"{tmp_path}/base", "my-model", "~/base", ""):
         figures = {**FIGURES, "base": {**FIGURES["base"], "model": local}}
         code, out, err = send(figures=figures)
-        assert (code, out) == (2, "") and "expected --base ORG/NAME" in one_line(err, upload.PROG)
+        assert (code, out) == (2, "") and mentions(one_line(err, upload.PROG), "--base")
         code, out, _ = send("--dry-run", figures=figures)
-        assert code == 0 and out.endswith("nothing was sent; to send it takes --base\n")
+        assert code == 0 and mentions(out, "--base")
     assert SECOND not in hub.commits
-    assert "expected org/name, or an alias" in send("--base", "./here", figures=figures)[2]
+    code, _, err = send("--base", "./here", figures=figures)
+    assert code == 2 and mentions(err, "--base", "./here")
     code, _, err = send("--base", "org/other", figures=figures)
-    assert code == 0 and "org/other is not on this machine: its weights were not compared" in err
+    assert code == 0 and mentions(err, "org/other")
     sent = {
         name: content.decode()
         for name, content in hub.commits[SECOND].items()
@@ -354,5 +359,5 @@ def test_a_base_that_is_here_must_have_the_adapter_s_weights(hub, send, base, mo
         figures = {**FIGURES, "base": {**local, "weights": digest}}
         status, _, err = send("--base", "org/other", figures=figures)
         assert status == code
-        assert ("made from other weights than org/other has" in err) == (code == 2)
-        assert ("weights were not compared" in err) == (digest == "0f" * 16)
+        assert mentions(err, "org/other") == (code == 2)
+        assert bool(err) == (code == 2 or digest == "0f" * 16)  # not compared

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
+from refusals import exits, mentions, refusal
 from tiny import assert_close
 from transformers import Qwen3_5ForCausalLM
 
@@ -27,7 +28,6 @@ from perf.hybrid.learn import Run, Sampler, Sizes, make_config, save_checkpoint
 from perf.hybrid.schedule import Schedule
 from perf.hybrid.text import END, MARKDOWN, PYTHON, Source, is_held_out, read_sources
 from perf.run.timing import TimedAnswer, TimedCall
-from ssmlx.errors import InputError
 from ssmlx.model.recurrent import hook_recurrences, recording
 
 SIZES = Sizes(
@@ -154,40 +154,37 @@ def test_whole_files_and_packages_are_held_out(data):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "named"),
     [
-        (None, "expected a folder with folders that have train.jsonl and test.jsonl"),
-        ("{", "train.jsonl, line 1"),
-        ('{"prompt": "a"}', "train.jsonl, object 1, is no example; expected `prompt` and"),
+        (None, "train.jsonl test.jsonl"),
+        ("{", "train.jsonl 1"),
+        ('{"prompt": "a"}', "train.jsonl 1 prompt"),
     ],
     ids=["nothing", "no JSON", "no completion"],
 )
-def test_broken_data_is_one_line(tmp_path, capsys, line, said):
+def test_broken_data_is_one_line(tmp_path, capsys, line, named):
     if line is not None:
         (tmp_path / "task").mkdir()
         for part in ("train", "test"):
             (tmp_path / "task" / f"{part}.jsonl").write_text(line, encoding="utf-8")
-    with pytest.raises(InputError, match=said):
-        read_sources(tmp_path, tmp_path)
+    assert mentions(refusal(read_sources, tmp_path, tmp_path), *named.split())
     assert train.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_is_no_run_is_one_line(data, tmp_path, capsys):
     argv = ["--data", str(data), "--documents", str(data)]
-    assert measure.main([*argv, "--model", str(tmp_path)]) == 2
-    assert "a folder with config.json, model.safetensors" in capsys.readouterr().err
-    assert train.main([*argv, "--out", str(tmp_path), "--minutes", "0"]) == 2
-    assert "both above 0" in capsys.readouterr().err
+    line = exits(capsys, measure.main, *argv, "--model", tmp_path)
+    assert mentions(line, str(tmp_path), "config.json", "model.safetensors")
+    line = exits(capsys, train.main, *argv, "--out", tmp_path, "--minutes", "0")
+    assert mentions(line, "--minutes", "0")
     schedule = Schedule(length=64)
     streams = {"short": np.zeros(64, np.int32)}
-    with pytest.raises(InputError, match="no source has enough text"):
-        Sampler(streams, {}, schedule.length)
+    refusal(Sampler, streams, {}, schedule.length)  # no text is long enough
     run = Run(SIZES, schedule, Sampler({"one": np.zeros(65, np.int32)}, {}, schedule.length))
     for content in (b"", b"no tensors"):
         (tmp_path / learn.STATE).write_bytes(content)
-        with pytest.raises(InputError, match=r"training.pt cannot be read .*; expected"):
-            run.load_if_saved(tmp_path)
+        assert "training.pt" in refusal(run.load_if_saved, tmp_path)
 
 
 def test_prompts_lie_evenly_over_what_is_held_out():

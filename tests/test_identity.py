@@ -14,17 +14,8 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from real import (
-    answer,
-    exit_code,
-    make_adapter,
-    one_line,
-    refusal,
-    words,
-    write_base,
-    write_packed,
-    write_tiny_adapter,
-)
+from real import answer, make_adapter, words, write_base, write_packed, write_tiny_adapter
+from refusals import exit_code, exits, mentions, refusal
 from tiny import make_base, slow
 
 from ssmlx.blas import blas_name
@@ -171,19 +162,19 @@ def test_weights_that_change_while_they_are_read_have_no_digest(base, tmp_path, 
         return real(tensor)
 
     monkeypatch.setattr(identity, "_sha256_of_stored", read_and_change)
-    assert "was changed while it was read" in refusal(stored_weights_digest, copy)
+    assert str(copy) in refusal(stored_weights_digest, copy)
     assert not (folders.cache_dir() / "weights.json").exists()
 
 
-def test_what_are_no_weights_is_told_in_one_line(base, tmp_path):
-    assert "has no weights" in refusal(stored_weights_digest, tmp_path)
+def test_what_are_no_weights_is_one_line(base, tmp_path):
+    assert str(tmp_path) in refusal(stored_weights_digest, tmp_path)
     for content in (b"", b"\x00" * 4, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]",
                     b"\x08" + b"\x00" * 7 + b'{"a": 1}'):  # fmt: skip
         (tmp_path / "model.safetensors").write_bytes(content)
-        assert "no header that can be read" in refusal(stored_weights_digest, tmp_path)
+        assert "model.safetensors" in refusal(stored_weights_digest, tmp_path)
     whole = (base / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-1])
-    assert "ends within" in refusal(stored_weights_digest, tmp_path)
+    assert "model.safetensors" in refusal(stored_weights_digest, tmp_path)
 
 
 def test_a_file_that_was_just_written_is_not_stamped_before_its_clock_ticks(tmp_path):
@@ -344,7 +335,7 @@ def test_a_model_whose_folder_was_changed_since_has_no_key_in_files(shelf, caplo
     key = CacheKey.of(model)
     embedding_row(folder)
     assert CacheKey.of(model) == key != CacheKey.of(ssmlx.load(folder, dtype="float32")[0])
-    assert "was changed after the model was loaded" in refusal(CacheKey.in_files, model)
+    assert str(folder) in refusal(CacheKey.in_files, model)
     with PromptCache(folder=shelf / "prompts") as prompts:
         tokens = list(range(7, 27))
         cache, _ = prompts.take(model, tokens)
@@ -352,7 +343,7 @@ def test_a_model_whose_folder_was_changed_since_has_no_key_in_files(shelf, caplo
         prompts.put(model, tokens, cache)
         assert prompts.take(model, tokens)[1] == 19
     assert not (shelf / "prompts").exists()
-    assert "kept in memory alone" in caplog.text
+    assert str(folder) in caplog.text
     assert answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0] == before
 
 
@@ -369,7 +360,7 @@ def test_layers_are_not_read_again_from_a_changed_folder(shelf):
     lora = write_tiny_adapter(shelf / "lora", shelf / "base")
     model, _ = ssmlx.load(shelf / "base", adapter=lora, dtype="float32")
     change_value(shelf / "base", "model.layers.1.self_attn.q_proj.weight")
-    assert "was changed after the model was loaded" in refusal(swap_adapter, model, None)
+    assert str(shelf / "base") in refusal(swap_adapter, model, None)
 
 
 def test_a_folder_that_changes_while_it_is_loaded_is_taken_as_unknown(shelf, monkeypatch):
@@ -388,7 +379,7 @@ def test_a_folder_that_changes_while_it_is_loaded_is_taken_as_unknown(shelf, mon
     model = StreamFusedModel(backbone)
     again = StreamFusedModel(load_base(shelf / "base", "float32")[0])
     assert CacheKey.of(model) != CacheKey.of(again)
-    assert "was changed after" in refusal(CacheKey.in_files, model)
+    assert str(shelf / "base") in refusal(CacheKey.in_files, model)
 
 
 # --- models in memory ---
@@ -511,18 +502,14 @@ def test_a_prompt_file_of_another_version_is_refused_in_a_line(shelf, capsys, mo
     arrays, metadata = mx.load(str(file), format="safetensors", return_metadata=True)
     old = {name: one for name, one in metadata.items() if name != "computed_by"}
     mx.save_safetensors(str(file), arrays, {**old, "format": "ssmlx-prompt/1", "weights": "0f"})
-    assert exit_code(generate.main, *given) == 2
-    assert "has the format 'ssmlx-prompt/1'" in one_line(capsys.readouterr().err, generate.PROG)
+    assert mentions(exits(capsys, generate.main, *given), str(file), "'ssmlx-prompt/1'")
     file.write_bytes(whole)
     monkeypatch.setattr(identity, "_versions", lambda: "ssmlx 0, mlx-lm 0, MLX 0")
-    assert exit_code(generate.main, *given) == 2
-    said = one_line(capsys.readouterr().err, generate.PROG)
-    assert "made with another version" in said and file.read_bytes() == whole
+    assert mentions(exits(capsys, generate.main, *given), str(file), "ssmlx 0")
+    assert file.read_bytes() == whole
     monkeypatch.undo()
     embedding_row(folder)
-    assert exit_code(generate.main, *given) == 2
-    said = one_line(capsys.readouterr().err, generate.PROG)
-    assert "made with another model's weights or settings" in said
+    assert mentions(exits(capsys, generate.main, *given), str(file), "weights")
 
 
 def test_prompts_of_an_earlier_version_are_left_out_in_a_line(shelf, caplog):
@@ -540,7 +527,7 @@ def test_prompts_of_an_earlier_version_are_left_out_in_a_line(shelf, caplog):
             tokens, found = engine_tokens(shelf / "base", prompts, dtype="float32")
             assert tokens == alone and (found > 0) == known
     (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert "'ssmlx-prompt/1'" in line and "1 other file" in line
+    assert mentions(line, "'ssmlx-prompt/1'", "1")
 
 
 def test_prompts_that_another_library_or_chip_has_computed_are_not_taken(base, monkeypatch):

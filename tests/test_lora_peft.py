@@ -15,13 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-import test_models
+import tiny_models
 from mlx_lm.utils import dequantize_model, save_config, save_model
 from peft.utils import save_and_load
 from peft.utils.other import get_pattern_key
-from real import answer, exit_code, one_line, refusal, write_tokenizer
-from test_lora import logits
+from real import answer, write_tokenizer
+from refusals import exits, found_in, line_of, mentions, refusal
 from tiny import _is_packable, assert_close, make_adapter
+from tiny_lora import logits
 
 from ssmlx.commands import generate
 from ssmlx.errors import InputError
@@ -54,7 +55,7 @@ def family(tmp_path_factory):
     def give(name, bits=None, **changes):
         whole = root / "-".join([name, *changes])
         if not whole.exists():
-            test_models.write_base(whole, name, **changes)
+            tiny_models.write_base(whole, name, **changes)
         if bits is None:
             return whole, whole
         packed, unpacked = (root / f"{name}-{kind}" for kind in ("packed", "unpacked"))
@@ -176,25 +177,25 @@ def test_it_goes_beside_streams_and_is_written_with_them(family, tmp_path):
 
 
 BAD = {
-    "modules_to_save": (["lm_head"], "has modules_to_save ['lm_head']"),
-    "bias": ("all", "has bias 'all'"),
-    "lora_bias": (True, "has lora_bias True"),
-    "peft_type": ("LOHA", "has peft_type 'LOHA'"),
-    "fan_in_fan_out": (True, "has fan_in_fan_out True"),
-    "layer_replication": ([[0, 2], [1, 3]], "has layer_replication"),
-    "target_parameters": (["mlp.experts.gate_up_proj"], "has target_parameters"),
-    "trainable_token_indices": ([1, 2], "has trainable_token_indices [1, 2]"),
-    "init_lora_weights": ("pissa_niter_4", "has init_lora_weights 'pissa_niter_4'"),
-    "ensure_weight_tying": (True, "has ensure_weight_tying True"),
-    "of_another_day": ({"a": 1}, "has of_another_day {'a': 1}"),
-    "r": (5, "rank 4 for model.layers.0.self_attn.k_proj; expected rank 5"),
-    "use_rslora": ("yes", "has use_rslora 'yes'"),
-    "lora_alpha": (None, "has lora_alpha None"),
-    "rank_pattern": ({"k_proj": 0}, "has rank_pattern"),
-    "alpha_pattern": ({"(a": 2}, "has the alpha_pattern '(a'"),
-    "target_modules": (["q_proj"], "LoRA for model.layers.0.self_attn.k_proj, which the target"),
-    "layers_to_transform": ([1], "LoRA for model.layers.0.self_attn.k_proj, which the target"),
-    "use_dora": (True, "missing: model.layers.0.self_attn.k_proj.m"),
+    "modules_to_save": (["lm_head"], "modules_to_save ['lm_head']"),
+    "bias": ("all", "bias 'all'"),
+    "lora_bias": (True, "lora_bias True"),
+    "peft_type": ("LOHA", "peft_type 'LOHA'"),
+    "fan_in_fan_out": (True, "fan_in_fan_out True"),
+    "layer_replication": ([[0, 2], [1, 3]], "layer_replication"),
+    "target_parameters": (["mlp.experts.gate_up_proj"], "target_parameters"),
+    "trainable_token_indices": ([1, 2], "trainable_token_indices"),
+    "init_lora_weights": ("pissa_niter_4", "init_lora_weights 'pissa_niter_4'"),
+    "ensure_weight_tying": (True, "ensure_weight_tying True"),
+    "of_another_day": ({"a": 1}, "of_another_day"),
+    "r": (5, "rank 4 5 model.layers.0.self_attn.k_proj"),
+    "use_rslora": ("yes", "use_rslora 'yes'"),
+    "lora_alpha": (None, "lora_alpha None"),
+    "rank_pattern": ({"k_proj": 0}, "rank_pattern"),
+    "alpha_pattern": ({"(a": 2}, "alpha_pattern '(a'"),
+    "target_modules": (["q_proj"], "model.layers.0.self_attn.k_proj target_modules"),
+    "layers_to_transform": ([1], "model.layers.0.self_attn.k_proj"),
+    "use_dora": (True, "model.layers.0.self_attn.k_proj.m"),
 }
 
 
@@ -209,12 +210,11 @@ def trained(family, tmp_path):
 @pytest.mark.parametrize("name", BAD)
 def test_what_peft_computes_otherwise_is_refused(trained, name, capsys):
     folder, adapter = trained
-    value, said = BAD[name]
+    value, named = BAD[name]
     path = adapter / SETTINGS
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     given = ("--model", folder, "--adapter", adapter, "--prompt", "w1")
-    assert exit_code(generate.main, *given) == 2
-    assert said in one_line(capsys.readouterr().err, generate.PROG)
+    assert mentions(exits(capsys, generate.main, *given), *named.split())
 
 
 PATTERNS = {
@@ -262,19 +262,20 @@ def test_no_pattern_takes_for_ever(pattern):
     try:
         assert ModulePatterns("a", {pattern: 3}).find(path, 8) == 8
     except InputError as error:
-        assert "name the modules in full" in str(error)
+        assert mentions(line_of(error), "a")
     assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("pattern", ["(?i)K_PROJ", "(?x)k _ proj", "(?m)k_proj", "(?a)k", "(?s)."])
 def test_flags_of_a_pattern_are_refused(pattern):
-    assert "a '" in refusal(ModulePatterns, "a", {pattern: 3})
+    assert mentions(found_in(refusal(ModulePatterns, "a", {pattern: 3})), f"{pattern!r}")
 
 
 @pytest.mark.parametrize("pattern", ["(?=k)k_proj", r"(\w)\1", "(?i:K_PROJ)", "(?>k)_proj", "k*+"])
 def test_what_is_not_followed_is_refused_by_name(pattern):
-    assert "a '" in refusal(ModulePatterns("a", {pattern: 3}).find, "layers.0.k_proj", 8)
-    assert "characters" in refusal(ModulePatterns("a", {"a": 3}).find, "a" * 10**6, 8)
+    line = refusal(ModulePatterns("a", {pattern: 3}).find, "layers.0.k_proj", 8)
+    assert mentions(found_in(line), f"{pattern!r}")
+    assert len(refusal(ModulePatterns("a", {"a": 3}).find, "a" * 10**6, 8)) < 1000
 
 
 def write_lora_of_an_expert(folder, **settings):
@@ -300,7 +301,7 @@ def test_layers_are_named_by_the_rule_of_any_version_of_pefts(tmp_path, settings
 
 def test_layers_that_the_settings_do_not_name_are_refused(tmp_path):
     folder = write_lora_of_an_expert(tmp_path / "lora", layers_to_transform=[2, 51])
-    assert "do not name" in refusal(read_lora_folder, folder)
+    assert mentions(refusal(read_lora_folder, folder), "model.layers.5.mlp.experts.1.w1")
 
 
 def test_pickles_and_foreign_tensors_are_refused(trained):
@@ -308,10 +309,10 @@ def test_pickles_and_foreign_tensors_are_refused(trained):
     tensors = dict(mx.load(str(adapter / FILE)))
     extra = "base_model.model.model.norm.weight"
     mx.save_safetensors(str(adapter / FILE), {**tensors, extra: mx.ones(32)})
-    assert f"spare: {extra}" in refusal(load_adapter, adapter)
+    assert extra in refusal(load_adapter, adapter)
     (adapter / FILE).rename(adapter / "adapter_model.bin")
     said = refusal(load_adapter, adapter)
-    assert "adapter_model.bin is a pickle" in said and "save_pretrained" in said
+    assert mentions(said, "adapter_model.bin") and "save_pretrained" in said
 
 
 def test_a_wrapped_model_finds_the_paths_of_the_text_model(family, tmp_path):
@@ -329,4 +330,4 @@ def test_a_wrapped_model_finds_the_paths_of_the_text_model(family, tmp_path):
     # What sees is not what reads.
     seeing = {name.replace("language_model.", "vision_tower."): a for name, a in moved.items()}
     mx.save_safetensors(str(adapter / FILE), seeing)
-    assert "has tensors spare: model.vision_tower." in refusal(ssmlx.load, folder, adapter=adapter)
+    assert "model.vision_tower." in refusal(ssmlx.load, folder, adapter=adapter)

@@ -6,11 +6,8 @@ those of `data/target_calls.json`, since tokens are right for a drafter that nev
 """
 
 import json
-import random
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -18,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 from mlx_lm.utils import load_model
 from real import tokens_of, write_tokenizer
-from test_every_class import write_model
-from tiny import first_tokens, make_adapter, make_base, mlx_lm_tokens, token_steps
+from tiny import all_pairs, first_tokens, make_adapter, make_base, mlx_lm_tokens, token_steps
+from tiny_classes import write_model
 from tiny_heads import HEAD_KINDS, make_heads
 
 import ssmlx
@@ -214,33 +211,18 @@ PATHS: dict[str, Callable[[Case, dict[str, Any]], tuple[list[int], int]]] = {
 # --- Cases ---
 
 
-def is_possible(case: Case) -> bool:
+def is_possible(*values: str) -> bool:
+    case = Case(*values)
     if case.cache not in WITH_TREES and (case.lora != "none" or case.drafter == "lookahead"):
         return False
     if case.drafter in OF_STREAMS and case.lora == "none":
         return False
-    return case.cache != "states" or (
-        case.path != "shared calls" and case.drafter not in HEAD_KINDS
-    )
+    has_heads = case.drafter in HEAD_KINDS
+    return case.cache != "states" or (case.path != "shared calls" and not has_heads)
 
 
-def pairwise_cases() -> list[Case]:
-    """Few cases in which all pairs of values meet twice: each next one brings the most."""
-    axes = (CACHES, LORAS, DRAFTERS, SAMPLINGS, PATHS)
-    possible = [case for case in map(Case._make, product(*axes)) if is_possible(case)]
-    random.Random(0).shuffle(possible)
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in possible}
-    missing = Counter(dict.fromkeys(set().union(*pairs.values()), 2))
-    chosen = set()
-    while missing:
-        left = [case for case in possible if case not in chosen]
-        best = max(left, key=lambda case: sum(missing[pair] for pair in pairs[case]))
-        chosen.add(best)
-        missing -= Counter(pairs[best])
-    return sorted(chosen)
-
-
-CASES = pairwise_cases()
+AXES = (CACHES, LORAS, DRAFTERS, SAMPLINGS, PATHS)
+CASES = sorted(Case(*values) for values in all_pairs(*AXES, times=2, where=is_possible))
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -12,11 +12,10 @@ import tiny
 from mlx_lm.models import gpt2, internlm3, llama, mamba
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
-from real import refusal
+from refusals import as_shown, mentions, refusal
 
 from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.stream_drafter import DraftVocab
-from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, copy_with_merged_lora
@@ -52,19 +51,19 @@ def make_turned_by_length():
 
 
 IRREGULAR = {
-    "differ by": make_shifted,
-    "token embedding": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
-    "'mamba'": lambda: mamba.Model(mamba.ModelArgs("mamba", 13, 16, 32, 4, 2, 4, False, True, 2)),
-    "length-1 arrays": make_turned_by_length,
+    "shifted": make_shifted,
+    "positions": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
+    "mamba": lambda: mamba.Model(mamba.ModelArgs("mamba", 13, 16, 32, 4, 2, 4, False, True, 2)),
+    "turned by length": make_turned_by_length,
 }
 
 
-@pytest.mark.parametrize("told", IRREGULAR)
-def test_irregular_models_decode_plainly(told):
-    backbone = Backbone(IRREGULAR[told]())
-    assert "cannot be run one by one: " in backbone.capabilities.stages
-    with pytest.raises(InputError, match=f"{told}.* decode plainly"):
-        backbone.capabilities.require("trees", "drafting")
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_irregular_models_decode_plainly(kind):
+    backbone = Backbone(IRREGULAR[kind]())
+    assert as_shown(backbone.capabilities.trees) in refusal(
+        backbone.capabilities.require, "trees", "drafting"
+    )
     assert not backbone.capabilities.has("batches")
 
 
@@ -261,15 +260,14 @@ def test_a_head_without_rows_is_refused():
 
     base = tiny.make_base()
     base.lm_head = Head()
-    message = refusal(tiny.make_model, base=base, adapter={"draft_vocab": DRAFT_VOCAB})
-    assert "the LM head of the model type 'llama' is a Head; expected a linear layer" in message
+    line = refusal(tiny.make_model, base=base, adapter={"draft_vocab": DRAFT_VOCAB})
+    assert mentions(line, "'llama'", "Head")
 
 
 def test_latent_attention_has_no_values_to_turn():
     rotation = {"stream_design": "value_rotation", "rotation_step": 0.4}
     base = tiny.make_base("deepseek_v3", **tiny.LATENT)
-    message = refusal(tiny.make_model, base=base, adapter=rotation)
-    assert "rotation of their values" in message
+    assert mentions(refusal(tiny.make_model, base=base, adapter=rotation), "rotation")
 
 
 def log_softmax(logits):
@@ -443,9 +441,7 @@ def check_committed(cache, naive, rng):
     write_tree(cache, naive, rng, 1, 1, DEPTH)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("scratch", [0, 24])
-@pytest.mark.parametrize("shapes", [SAME, UNLIKE])
+@pytest.mark.parametrize("seed, scratch, shapes", tiny.all_pairs(range(6), [0, 24], [SAME, UNLIKE]))
 def test_random_sequences_equal_concatenation(seed, scratch, shapes):
     rng = np.random.default_rng(seed)
     draw = random.Random(seed)
@@ -508,15 +504,15 @@ def test_wrong_use_is_refused():
     keys = mx.zeros((1, 2, 2, 3))
     cache.append_view(0).update_and_fetch(keys, keys)
     cache.commit_appended(2)
-    with pytest.raises(ValueError, match="cannot keep 3"):
+    with pytest.raises(ValueError, match="3"):
         cache.keep_first(3)
-    with pytest.raises(ValueError, match="cannot keep -1"):
+    with pytest.raises(ValueError, match="-1"):
         cache.keep_first(-1)
-    with pytest.raises(ValueError, match="reserve more"):
+    with pytest.raises(ValueError):
         cache.view(0, mx.arange(2)).update_and_fetch(keys, keys)
-    with pytest.raises(ValueError, match="room for 4"):
+    with pytest.raises(ValueError, match="4"):
         cache.commit_appended(3)
-    with pytest.raises(ValueError, match="no accepted path"):
+    with pytest.raises(ValueError):
         cache.commit_accepted(1)
 
 
@@ -529,7 +525,7 @@ def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
     append(cache, naive, rng, 2)
     write_tree(cache, naive, rng, 3, 3, 1)
     cache.hold_accepted_path(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
-    with pytest.raises(ValueError, match="uncounted paths"):
+    with pytest.raises(ValueError):
         cache.append_view(0)
     assert len(cache.paths) == 1
     cache.drop_paths()
@@ -539,20 +535,20 @@ def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
 
 def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
     cache = StateCache(lambda: [RotatingKVCache(4)])
-    with pytest.raises(ValueError, match="no chain waits"):
+    with pytest.raises(ValueError):
         cache.commit_accepted(3)
-    with pytest.raises(ValueError, match="cannot keep 2 tokens of 0"):
+    with pytest.raises(ValueError, match="2"):
         cache.fork(2)
     cache.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
     for count in (2, 4):  # a window goes back to no other place
-        with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
+        with pytest.raises(ValueError, match=str(count)):
             cache.keep_first(count)
     cache.keep_first(3)
     assert cache.offset == 3
     whole = StateCache(lambda: [KVCache()])  # which goes back to any place of the text
     whole.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
     for count in (-1, 4):
-        with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
+        with pytest.raises(ValueError, match=str(count)):
             whole.keep_first(count)
 
 
@@ -606,11 +602,11 @@ def test_a_text_goes_on_by_the_rows_that_a_call_has(kind, num_accepted):
     """And by no more, whatever there is room for; each call's are committed once."""
     cache, leave_call = CACHES[kind]()
     for start in (TEXT, TEXT + num_accepted):
-        with pytest.raises(ValueError, match="waits to be committed"):
+        with pytest.raises(ValueError):
             cache.commit_accepted(1)
         leave_call(3)
         for count in (-1, 0, 4, 5):
-            with pytest.raises(ValueError, match=f"^{count} tokens of a (path|chain) of 3"):
+            with pytest.raises(ValueError, match=str(count)):
                 cache.commit_accepted(count)
         assert cache.offset == start
         cache.commit_accepted(num_accepted)
@@ -634,7 +630,7 @@ def test_a_text_goes_back_and_is_forked_where_its_cache_says(kind, in_call):
         expected = keys_of(cache.fork(length))
         if kept != count:
             for go_back in (cache.fork, cache.keep_first):
-                with pytest.raises(ValueError, match=f"cannot keep {count} tokens of {length}"):
+                with pytest.raises(ValueError, match=str(count)):
                     go_back(count)
             continue
         keepable.add(count)
@@ -662,7 +658,7 @@ def test_a_snapshot_takes_a_call_back(kind):
     if cache.can_build_ahead:
         cache.commit_accepted(2)
     assert cache.offset == TEXT + 2
-    with pytest.raises(ValueError, match="waits to be committed"):
+    with pytest.raises(ValueError):
         cache.commit_accepted(1)
     expected = keys_of(cache)
     leave_call(2)
@@ -822,9 +818,9 @@ def test_full_tree_tokens_and_parents():
     assert tree.path_sums(mx.array([9.0, 1, 2, 4, 8, 16, 32])).tolist() == [0, 1, 2, 5, 9, 18, 34]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 30])
-@pytest.mark.parametrize("width", [None, 1, 2, 4])
-@pytest.mark.parametrize("levels", [1, 3, 4])
+@pytest.mark.parametrize(
+    "size, width, levels", tiny.all_pairs([1, 2, 7, 30], [None, 1, 2, 4], [1, 3, 4])
+)
 def test_best_tree_is_the_brute_force_optimum(size, width, levels):
     config = TreeConfig(kind="best", width=width, size=size)
     topology = draft_topology(config, levels)
@@ -872,9 +868,9 @@ def conditional_tree(logprobs, config):
     return grow_conditional_tree(mx.array([1]), tokens, mx.array(logprobs), config)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 16, 40])
-@pytest.mark.parametrize("width", [None, 1, 2, 4])
-@pytest.mark.parametrize("levels", [1, 2, 4])
+@pytest.mark.parametrize(
+    "size, width, levels", tiny.all_pairs([1, 2, 6, 40], [None, 1, 2, 4], [1, 2, 4])
+)
 def test_a_conditional_tree_is_the_brute_force_optimum(size, width, levels):
     config = TreeConfig(kind="best", width=width, size=size)
     for seed in range(4):

@@ -14,14 +14,15 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 from mlx.utils import tree_flatten
-from real import answer, exit_code, write_tokenizer
-from test_every_class import PROMPT, VOCAB, random_weights, write_model
-from test_families import CHAINS, make_base
-from test_gemma_assistant import TARGETS, make_target, write_assistant
+from real import answer, write_tokenizer
+from refusals import exit_code, mentions, refusal
 from tiny import make_tokenizer
+from tiny_classes import PROMPT, VOCAB, random_weights, write_model
+from tiny_families import CHAINS, make_base
+from tiny_gemma import TARGETS, make_target, write_assistant
 
 import ssmlx
-from ssmlx.commands import chat, check, drafting_lines, generate
+from ssmlx.commands import chat, check, drafting, generate
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
 from ssmlx.generation.default_head import default_head
@@ -103,9 +104,8 @@ def named(name, folder=None, **sizes):
 
 def test_the_table_is_whole_and_tells_its_rows_apart():
     for row in KNOWN_HEADS:
-        assert row.repositories and row.licence and row.families and row.read_at
+        assert row.repositories and row.licence and row.families
         assert all(HUB_NAME.fullmatch(name) for name in row.repositories)
-        assert all(place.startswith("https://") for place in row.read_at)
     told = [
         (family, row.hidden_size, row.num_layers, row.vocab_size, row.generation)
         for row in KNOWN_HEADS
@@ -260,7 +260,7 @@ def kept(hub, backbone, tmp_path):
 
 
 def lines_of(model, **settings):
-    return drafting_lines.drafting_lines(model, make_plan(model, **settings), "none")
+    return drafting.describe(model, make_plan(model, **settings), "none").lines()
 
 
 def decoded(model, **settings):
@@ -286,12 +286,9 @@ def test_a_head_in_the_cache_drafts_beside_the_text(target, kept):
         # The ways off are what they were.
         assert decoded(model, drafter="prompt-lookup", **sampling) == (expected, "prompt-lookup")
     first, second = lines_of(model)
-    assert first.startswith(f"{ROW.repositories[0]}, a head for it in the Hub's cache: mtp")
-    assert second.startswith("faster: nothing, as streams cannot be trained")
+    assert mentions(first, ROW.repositories[0], "mtp") and "python -m" not in second
     _, second = lines_of(model, decoding="plain")
-    assert second == (
-        f"faster: {ROW.repositories[0]} drafts where no --drafter and no --decoding is given"
-    )
+    assert mentions(second, ROW.repositories[0], "--drafter", "--decoding")
 
 
 @pytest.mark.slow
@@ -381,10 +378,10 @@ def test_a_head_that_does_not_fit_drafts_nothing_and_says_so(
     model, _ = ssmlx.load(target, dtype="float32")
     with caplog.at_level(logging.INFO, logger="ssmlx"):
         assert make_plan(model).kind == make_plan(model).kind == "prompt-lookup"
-    assert caplog.text.count("drafts nothing") == 1
+    assert caplog.text.count(ROW.repositories[0]) == 1
     first, second = lines_of(model)
-    assert first.startswith(f"{ROW.repositories[0]} is here and drafts nothing (")
-    assert "\n" not in first and second.startswith("faster: python -m ssmlx.chat --model")
+    assert mentions(first, ROW.repositories[0]) and "\n" not in first
+    assert "python -m ssmlx.chat --model" in second
     for _ in range(2):
         with pytest.raises(InputError) as refused:
             make_plan(model, drafter="mtp")
@@ -406,7 +403,7 @@ def test_an_assistant_in_the_cache_drafts_for_gemma_4(hub, tmp_path, monkeypatch
     model, _ = ssmlx.load(folder, dtype="float32")
     expected, _ = decoded(model, decoding="plain")
     assert decoded(model) == (expected, "mtp")
-    assert lines_of(model)[0].startswith(f"{row.repositories[0]}, a head for it in the Hub's cache")
+    assert mentions(lines_of(model)[0], row.repositories[0])
 
 
 # --- what is said where it is not here ---
@@ -420,33 +417,31 @@ def test_the_command_that_fetches_it_is_given_and_nothing_is_fetched(target, cap
     command = f'python -m ssmlx.chat --model {target} --drafter "mtp model={ROW.repositories[0]}"'
     model, _ = ssmlx.load(target, dtype="float32")
     first, second = lines_of(model)
-    assert first == "no adapter: what stood in the text before is drafted where it comes again"
-    assert second == (
-        f"faster: {command}, which fetches a head for Tiny3.8 (Apache-2.0); "
-        "where it is here, it drafts by itself"
-    )
+    assert ROW.repositories[0] not in first
+    assert command in second and mentions(second, "Tiny3.8", "Apache-2.0")
     given = ("--model", target, "--dtype", "float32")
     assert exit_code(check.main, *given, "--seconds", 0.01) == 0
     shown = capsys.readouterr().out
     assert second in shown.splitlines()
-    assert re.search(f'(?m)^mtp +cannot draft yet: .*"mtp model={ROW.repositories[0]}"$', shown)
+    assert re.search(f'(?m)^mtp .*"mtp model={ROW.repositories[0]}"', shown)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert exit_code(chat.main, *given, "--max-tokens", 2) == 0
-    assert capsys.readouterr().err.splitlines()[-2:] == [first, second]
+    *_, second = capsys.readouterr().err.splitlines()
+    assert command in second
 
 
 def test_the_commands_take_what_is_here(target, kept, capsys):
     given = ("--model", target, "--dtype", "float32", "--max-tokens", 8, "--prompt", "w1 w2")
     assert exit_code(generate.main, *given, "--verbose") == 0
     drafted = capsys.readouterr()
-    assert drafted.err.startswith(f"[{ROW.repositories[0]}, a head for it in the Hub's cache: mtp")
+    assert mentions(drafted.err.splitlines()[0], ROW.repositories[0], "mtp")
     assert exit_code(generate.main, *given, "--decoding", "plain") == 0
     assert capsys.readouterr().out == drafted.out
     # By its name alone it is the same head.
     assert exit_code(generate.main, *given, "--drafter", "mtp") == 0
     assert capsys.readouterr().out == drafted.out
-    assert exit_code(check.main, *given[:4], "--seconds", 0.01) == 0
-    assert re.search(r"(?m)^mtp +can draft$", capsys.readouterr().out)
+    assert exit_code(check.main, *given[:4], "--seconds", 0.01, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["drafters"]["mtp"] is None
 
 
 def test_rows_of_several_models_are_all_named(backbone, monkeypatch):
@@ -456,8 +451,9 @@ def test_rows_of_several_models_are_all_named(backbone, monkeypatch):
     ]
     monkeypatch.setattr(model_heads, "KNOWN_HEADS", tuple(rows))
     _, second = lines_of(StreamFusedModel(backbone))
-    assert 'model=org/Qwen3.6" if it is Qwen3.6, or python' in second
-    assert second.endswith('model=org/Qwen3.8" if it is Qwen3.8')
+    older, newer = second.rsplit("python -m", 1)
+    assert mentions(older, 'model=org/Qwen3.6"', "Qwen3.6")
+    assert mentions(newer, 'model=org/Qwen3.8"', "Qwen3.8")
 
 
 # --- other processes ---
@@ -505,8 +501,7 @@ def test_families_with_mtp_are_those_that_the_drafter_takes(name, tmp_path):
     """The cell MTP of the page of families is that of `OWN_HEAD_FAMILIES`."""
     model = StreamFusedModel(Backbone(make_base(name)))
     if name not in OWN_HEAD_FAMILIES:
-        with pytest.raises(InputError, match="--drafter mtp"):
-            ssmlx.load_mtp(model)
+        assert mentions(refusal(ssmlx.load_mtp, model), "--drafter mtp")
         return
     for file, content in head_files(model.backbone, tmp_path).items():
         (tmp_path / file).write_bytes(content)

@@ -16,16 +16,18 @@ transformers = pytest.importorskip("transformers")
 import oracle
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model, save_config, save_model
-from real import EXAMPLE, answer, one_line, refusal, snapshot, write_tokenizer
+from real import EXAMPLE, answer, snapshot
+from refusals import exits, found_in, mentions, refusal
 from safetensors.torch import load, save_file
 from tiny import assert_close, first_tokens, slow, token_steps
+from tiny_models import BASES, CONTEXT, OPT, VOCAB, make_base, write_base
 
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference
 from convert.reference.format import LoraSettings, read_stream_config, stream_settings_json
 from convert.reference.model import StreamFusedReference, rotate_values
-from ssmlx.errors import InputError
+from ssmlx.json_files import build_settings
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
@@ -33,31 +35,9 @@ from ssmlx.model import opt
 from ssmlx.model.streams import StreamFusedModel, ValueRotation
 from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
-VOCAB = 64
-CONTEXT = 48
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS = [11, 1, 6, 3, 4, 5, 6]
 TREE_PARENTS = [-1, 0, 0, 1, 2, 2, 4]
-COMMON = {
-    "hidden_size": 32, "num_hidden_layers": oracle.LAYERS, "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-OPT = {**COMMON, "ffn_dim": 48}
-MLP = {**COMMON, "intermediate_size": 48}
-BASES = {
-    "opt": ("OPT", OPT),
-    # Not the share of turned features that mlx-lm takes for granted.
-    "phi": ("Phi", {**MLP, "rope_parameters": {"partial_rotary_factor": 0.25}}),
-    # OpenLLaMA 3B's odd heads of 100 features.
-    "open-llama": (
-        "Llama",
-        {**MLP, "hidden_size": 200, "num_attention_heads": 2, "rms_norm_eps": 1e-6},
-    ),
-    "llama": ("Llama", {**MLP, "num_key_value_heads": 2}),
-    "qwen3": ("Qwen3", {**MLP, "num_key_value_heads": 2, "head_dim": 8}),
-    "stablelm": ("StableLm", {**MLP, "num_key_value_heads": 2, "use_qkv_bias": True}),
-}
 SOME = ["opt", *slow(*(name for name in BASES if name != "opt"))]
 DRAFT_VOCAB = [1, 4, 5, 8, 12]
 DRAFTING = {"draft_vocab": DRAFT_VOCAB}
@@ -73,30 +53,6 @@ PAIRS = [
     *slow(*((name, RESIDUAL) for name in BASES if name != "opt")),
     *slow(("llama", DRAFTING), ("llama", ROTATION), ("qwen3", BOTH)),
 ]
-
-
-def make_base(name, *, seed=0, **changes):
-    """A random model of transformers, no norm and no bias of which is as it begins."""
-    family, sizes = BASES[name]
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    model = model_class._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            if parameter.ndim > 1:
-                parameter.copy_(parameter.shape[1] ** -0.5 * 1.2 * noise)
-            else:
-                parameter.add_(0.2 * noise)
-    return model
-
-
-def write_base(folder, name, **changes):
-    base = make_base(name, **changes)
-    base.save_pretrained(folder)
-    write_tokenizer(folder)
-    return base
 
 
 def make_reference(base=None, *, draft_vocab=(), lora_rank=3, **changes):
@@ -161,18 +117,17 @@ def test_batches_of_opt_have_positions_of_their_own(tmp_path):
         assert text.split() == tokenizer.decode(tokens[len(prompt) :]).split()
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"activation_function": "gelu"}, "activation_function is 'gelu' and not 'relu'"),
-    ({"do_layer_norm_before": False}, "do_layer_norm_before is False and not True"),
-    ({"num_attention_heads": 5}, "hidden_size 32 is no multiple"),
-    ({"word_embed_proj_dim": 24}, "word_embed_proj_dim is 24 and not 32"),
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"activation_function": "gelu"}, "activation_function 'gelu' 'relu'"),
+    ({"do_layer_norm_before": False}, "do_layer_norm_before False True"),
+    ({"num_attention_heads": 5}, "hidden_size 32"),
+    ({"word_embed_proj_dim": 24}, "word_embed_proj_dim 24 32"),
 ])  # fmt: skip
-def test_opt_folders_that_cannot_be(changes, told, tmp_path):
+def test_opt_folders_that_cannot_be(changes, named, tmp_path):
     write_base(tmp_path, "opt")
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-    with pytest.raises(InputError, match=told):
-        load_base(tmp_path)
+    assert mentions(refusal(load_base, tmp_path), *named.split())
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
@@ -228,8 +183,7 @@ def test_context_of_opt(tmp_path):
     assert answers["speculative"] == answers["plain"]
     found = mlx_lm.stream_generate(model.backbone.model, tokenizer, prompt, max_tokens=6)
     assert [response.token for response in found] == answers["plain"]
-    with pytest.raises(InputError, match="48 tokens"):
-        answer(model, tokenizer, [3] * CONTEXT)
+    assert mentions(refusal(answer, model, tokenizer, [3] * CONTEXT), "48")
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -281,8 +235,7 @@ def pickled(tmp_path):
 
 
 def test_bin_files_become_safetensors(pickled, tmp_path, capsys):
-    with pytest.raises(InputError, match=r"python -m ssmlx\.convert\.base"):
-        ssmlx.load(str(pickled))
+    assert mentions(refusal(ssmlx.load, str(pickled)), "python -m ssmlx.convert.base")
     out = tmp_path / "out"
     assert convert_base.main([str(pickled), str(out)]) == 0
     assert capsys.readouterr().out == ""
@@ -322,8 +275,7 @@ def test_bin_files_that_cannot_be_read(fault, pickled, tmp_path, capsys):
     else:
         (pickled / "config.json").unlink()
     before = snapshot(tmp_path)
-    assert convert_base.main([str(pickled), str(out)]) == 2
-    one_line(capsys.readouterr().err, "ssmlx.convert.base")
+    exits(capsys, convert_base.main, pickled, out)
     assert snapshot(tmp_path) == before
 
 
@@ -396,25 +348,25 @@ def test_a_narrow_base_under_wider_adapters(config):
     assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in trained)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"stream_design": "rotation"}, "stream_design is 'rotation'; expected one of embeddings"),
-    ({"stream_design": "value_rotation"}, "has rotation_step 0.0; expected more than 0"),
-    ({**ROTATION, "rotation_step": -0.1}, "rotation_step is -0.1; expected 0 to 1.57"),
-    ({**ROTATION, "rotation_step": 1.6}, "rotation_step is 1.6; expected 0 to 1.57"),
-    ({**ROTATION, "rotation_step": math.nan}, "rotation_step is nan"),
-    ({**ROTATION, "rotation_step": True}, "rotation_step is True"),
-    ({**ROTATION, "rotation_step": "0.1"}, "rotation_step is '0.1'"),
-    ({"rotation_step": 0.1}, "'embeddings' has rotation_step 0.1; expected 0"),
-    ({"draft_vocab_size": -1}, "draft_vocab_size is -1; expected 0 to 16777216"),
-    ({"draft_vocab_size": 2.0}, "draft_vocab_size is 2.0"),
-    ({"tokens_per_call": {"1": 1.5}}, "tokens_per_call is {'1': 1.5}"),
-    ({"tokens_per_call": {"2": 0.5}}, "expected tokens per call of 1 or more by nodes"),
-    ({"tokens_per_call": {"x": 2.0}}, "tokens_per_call is {'x': 2.0}"),
-    ({"tokens_per_call": [2.0]}, "tokens_per_call is [2.0]"),
-    ({"tokens_per_call": {}}, "tokens_per_call is {}"),
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"stream_design": "rotation"}, ("stream_design", "'rotation'")),
+    ({"stream_design": "value_rotation"}, ("rotation_step", "0.0")),
+    ({**ROTATION, "rotation_step": -0.1}, ("rotation_step", "-0.1")),
+    ({**ROTATION, "rotation_step": 1.6}, ("rotation_step", "1.6")),
+    ({**ROTATION, "rotation_step": math.nan}, ("rotation_step", "nan")),
+    ({**ROTATION, "rotation_step": True}, ("rotation_step", "True")),
+    ({**ROTATION, "rotation_step": "0.1"}, ("rotation_step", "'0.1'")),
+    ({"rotation_step": 0.1}, ("rotation_step", "0.1", "'embeddings'")),
+    ({"draft_vocab_size": -1}, ("draft_vocab_size", "-1")),
+    ({"draft_vocab_size": 2.0}, ("draft_vocab_size", "2.0")),
+    ({"tokens_per_call": {"1": 1.5}}, ("tokens_per_call", "{'1': 1.5}")),
+    ({"tokens_per_call": {"2": 0.5}}, ("tokens_per_call", "{'2': 0.5}")),
+    ({"tokens_per_call": {"x": 2.0}}, ("tokens_per_call", "{'x': 2.0}")),
+    ({"tokens_per_call": [2.0]}, ("tokens_per_call", "[2.0]")),
+    ({"tokens_per_call": {}}, ("tokens_per_call", "{}")),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(changes, said):
-    assert said in refusal(oracle.stream_config, **changes)
+def test_settings_that_do_not_fit_are_refused(changes, named):
+    assert mentions(found_in(refusal(oracle.stream_config, **changes)), *named)
 
 
 def test_settings_survive_both_files(tmp_path):
@@ -422,7 +374,8 @@ def test_settings_survive_both_files(tmp_path):
     config = oracle.stream_config(
         **ROTATION, draft_vocab_size=5, prune_rank=2, tokens_per_call=curve
     )
-    read = StreamConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    values = json.loads(json.dumps(config.to_dict()))
+    read = build_settings(StreamConfig, values, tmp_path)
     assert (read, read.tokens_per_call) == (config, curve)
     path = tmp_path / "streams_config.json"
     path.write_text(json.dumps(stream_settings_json(config)))
@@ -489,21 +442,18 @@ def test_streams_without_any_tensor(tmp_path):
     assert load_reference(make_base("llama"), tmp_path / "checkpoint").config.num_streams == 2
 
 
-RULE = "expected int32 [5], token ids strictly ascending from 0 to 63"
-
-
-@pytest.mark.parametrize(("draft", "said"), [
-    ([1, 4, 8, 5, 12], "a draft_vocab that is not strictly ascending"),
-    ([1, 4, 4, 8, 12], "a draft_vocab that is not strictly ascending"),
-    ([1, 4, 5, 8, 64], "tokens 1 to 64 in draft_vocab"),
-    ([-1, 4, 5, 8, 12], "tokens -1 to 12 in draft_vocab"),
-    (torch.tensor([1.0, 4, 5, 8, 12]), "a draft_vocab of float32 [5]"),
-    (torch.tensor([1, 4, 5, 8, 12]), "a draft_vocab of int64 [5]"),
-    ([[1, 4, 5, 8, 12]], "draft_vocab"),
-    ([1, 4, 5, 8], "draft_vocab"),
-    (None, "draft_vocab"),
+@pytest.mark.parametrize(("draft", "named"), [
+    ([1, 4, 8, 5, 12], ()),
+    ([1, 4, 4, 8, 12], ()),
+    ([1, 4, 5, 8, 64], ("1", "64")),
+    ([-1, 4, 5, 8, 12], ("-1", "12")),
+    (torch.tensor([1.0, 4, 5, 8, 12]), ("float32",)),
+    (torch.tensor([1, 4, 5, 8, 12]), ("int64",)),
+    ([[1, 4, 5, 8, 12]], ()),
+    ([1, 4, 5, 8], ()),
+    (None, ()),
 ])  # fmt: skip
-def test_a_faulty_draft_vocabulary_is_told(draft, said, tmp_path):
+def test_a_faulty_draft_vocabulary_is_refused(draft, named, tmp_path):
     _, adapter, backbone = make_pair(tmp_path, **DRAFTING)
     draft = torch.tensor(draft, dtype=torch.int32) if isinstance(draft, list) else draft
     checkpoint = tmp_path / "checkpoint"
@@ -518,28 +468,25 @@ def test_a_faulty_draft_vocabulary_is_told(draft, said, tmp_path):
         refusal(load_adapter, adapter),
     ]
     for message, folder in zip(messages, (checkpoint, checkpoint, adapter), strict=True):
-        assert said in message and str(folder / "streams.safetensors") in message
-        assert said == "draft_vocab" or RULE in message
+        file = str(folder / "streams.safetensors")
+        assert mentions(found_in(message), file, "draft_vocab", *named)
 
 
 @pytest.mark.parametrize(
     ("changes", "name"), [({"draft_vocab_size": 0}, "draft_vocab"), (ROTATION, "stream_emb")]
 )
-def test_tensors_of_another_design_are_told(changes, name, tmp_path):
+def test_tensors_of_another_design_are_refused(changes, name, tmp_path):
     _, adapter, _ = make_pair(tmp_path, **DRAFTING)
     for folder in (tmp_path / "checkpoint", adapter):
         change_settings(folder, changes)
-    assert f"spare: {name}" in refusal(load_adapter, adapter)
+    assert name in found_in(refusal(load_adapter, adapter))
     message = refusal(load_reference, make_base("llama"), tmp_path / "checkpoint")
-    assert f"streams.safetensors has tensors spare: {name}" in message
+    assert "streams.safetensors" in message and name in message
 
 
 def test_a_draft_vocabulary_must_come_with_its_size():
     ids = torch.tensor(DRAFT_VOCAB, dtype=torch.int32)
-    for size, given, said in (
-        (5, None, "has no draft_vocab"),
-        (0, ids, "has a draft_vocab"),
-        (5, ids.long(), "draft_vocab of int64 [5]"),
-    ):
+    for size, given, *named in ((5, None), (0, ids), (5, ids.long(), "int64")):
         config = oracle.stream_config(draft_vocab_size=size)
-        assert said in refusal(StreamFusedReference, make_base("llama"), config, draft_vocab=given)
+        line = refusal(StreamFusedReference, make_base("llama"), config, draft_vocab=given)
+        assert mentions(found_in(line), "draft_vocab", *named)

@@ -13,10 +13,21 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
-from real import exit_code, refusal, tokens_of, write_tokenizer
-from test_every_class import OWN, PROMPT, SIZES, random_weights
+from mlx.utils import tree_flatten
+from real import tokens_of
+from refusals import exit_code, found_in, mentions, refusal
 from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
+from tiny_classes import PROMPT, SIZES
+from tiny_mtp import (
+    MODELS,
+    base_of,
+    config_of,
+    head_tensors,
+    model_of,
+    published,
+    write_head,
+    write_target,
+)
 
 import ssmlx
 from ssmlx.decoding.draft_shape import DraftShape
@@ -25,7 +36,6 @@ from ssmlx.decoding.sampling import RankedTokens, Sampling
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.mtp import MtpDrafter, MtpHead, PairCache, load_mtp
 from ssmlx.drafters.mtp_head import MtpModule
-from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.load import load_base
 from ssmlx.mlx_thread import run_on_mlx_thread
@@ -41,85 +51,8 @@ from ssmlx.settings import GenerateConfig, MtpConfig
 VOCAB = SIZES["vocab_size"]
 WIDTH = SIZES["hidden_size"]
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
-DENSE = {"num_experts": 0}
-# By name: mlx-lm's class, and settings beside those of all classes.
-MODELS = {
-    "qwen3_next": ("qwen3_next", {}),
-    "qwen3_next dense": ("qwen3_next", DENSE),
-    "qwen3_5": ("qwen3_5", DENSE),
-    "qwen3_5_moe": ("qwen3_5_moe", {}),
-}
 NAMES = ["qwen3_5_moe", *slow(*(name for name in MODELS if name != "qwen3_5_moe"))]
 TOKENS = 3
-
-
-def config_of(name):
-    kind, more = MODELS[name]
-    return {**SIZES, "model_type": kind, **OWN.get(kind, {}), **more}
-
-
-@lru_cache(maxsize=4)
-def base_of(name):
-    config = config_of(name)
-    module = import_module(f"mlx_lm.models.{config['model_type']}")
-    model = module.Model(module.ModelArgs.from_dict(deepcopy(config)))
-    model.update(tree_unflatten(list(random_weights(model).items())))
-    mx.eval(model.parameters())
-    return model
-
-
-@lru_cache(maxsize=4)
-def model_of(name):
-    return StreamFusedModel(Backbone(base_of(name)))
-
-
-def head_tensors(name, seed=100):
-    """Random weights of a head, by the names of mlx-lm's layers, norms as they multiply."""
-    backbone = model_of(name).backbone
-    module = MtpModule(backbone.args, type(backbone.layers[0]))
-    weights = {}
-    for number, (path, old) in enumerate(tree_flatten(module.parameters())):
-        noise = 0.25 * mx.random.normal(old.shape, key=mx.random.key(seed + number))
-        weights[path] = noise if old.ndim > 1 else 1 + noise
-    return weights
-
-
-def published(tensors, *, raw=True, fused=False, prefix="mtp."):
-    """The same as Qwen's own files have them: norms less one, experts one by one or joined."""
-    found = {}
-    for path, tensor in tensors.items():
-        if raw and tensor.ndim == 1:
-            tensor = tensor - 1
-        start, stacked, part = path.partition("switch_mlp.")
-        if not stacked:
-            found[prefix + path] = tensor
-        elif not fused:
-            for number, expert in enumerate(tensor):
-                found[f"{prefix}{start}experts.{number}.{part}"] = expert
-        elif part.startswith("down_proj"):
-            found[f"{prefix}{start}experts.down_proj"] = tensor
-        elif part.startswith("gate_proj"):
-            up = tensors[path.replace("gate_proj", "up_proj")]
-            found[f"{prefix}{start}experts.gate_up_proj"] = mx.concatenate([tensor, up], axis=1)
-    return found
-
-
-def write_target(name, folder, head=None, **settings):
-    """A model folder, with the tensors of a head beside the model's where they are given."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**config_of(name), **settings}))
-    weights = dict(tree_flatten(base_of(name).parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **(head or {})})
-    write_tokenizer(folder)
-    return folder
-
-
-def write_head(name, folder, tensors, **settings):
-    """A folder of a head alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**config_of(name), **settings}))
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    return folder
 
 
 @lru_cache(maxsize=4)
@@ -429,24 +362,24 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_head_that_nothing_is_accepted_of_is_told(caplog):
+def test_a_head_that_nothing_is_accepted_of_is_logged(caplog):
     """Once an answer; a head whose drafts are accepted is not."""
     name = "qwen3_5_moe"
     model = model_of(name)
     expected, _ = decoded(model, 120, decoding="plain")
     with caplog.at_level(logging.WARNING, "ssmlx"):
-        for script, said in (([0], 1), ([0, 0, 0, 1], 0)):
+        for script, times in (([0], 1), ([0, 0, 0, 1], 0)):
             caplog.clear()
             sampling = Scripted([*PROMPT, *expected], script)
             drafter = MtpDrafter(model.backbone, head_of(name), MtpConfig(), sampling)
             steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
             assert first_tokens(steps, 80)[0] == expected[:80]
-            assert len(caplog.records) == said
-    assert "try hidden=before or norms=" in caplog.text or not caplog.records
+            assert len(caplog.records) == times
+            assert all(mentions(line, "hidden=before", "norms") for line in caplog.messages)
 
 
 @pytest.mark.slow
-def test_the_wrong_norms_are_told(caplog, tmp_path):
+def test_the_wrong_norms_are_logged(caplog, tmp_path):
     """A head whose drafts are all accepted, until its norms are taken for the other kind."""
     name = "qwen3_5_moe"
     model, head = copying_model(name)
@@ -459,9 +392,8 @@ def test_the_wrong_norms_are_told(caplog, tmp_path):
             model, 90, drafter=head, decoding="speculative", drafter_settings=wrong
         )
     assert tokens == expected and max(lengths) == 1
-    (record,) = caplog.records
-    assert "none of the 66 tokens that the MTP head drafted was accepted" in record.getMessage()
-    assert "norms=raw|shifted" in record.getMessage() and "\n" not in record.getMessage()
+    (line,) = caplog.messages
+    assert mentions(line, "66", "norms=raw|shifted") and "\n" not in line
 
 
 def test_a_controller_drafts_by_the_head_and_the_text():
@@ -817,48 +749,31 @@ def changed(tensors, **changes):
     return {name: one for name, one in wanted.items() if one is not None}
 
 
-@pytest.mark.parametrize(
-    ("change", "settings", "said"),
-    [
-        ({"mtp__fc__weight": None}, {}, "tensors missing: fc.weight; expected 20 tensors"),
-        ({"mtp__fc__weight": mx.zeros((WIDTH, WIDTH))}, {}, "misshapen: fc.weight"),
-        ({"mtp__norm__weight": mx.full(WIDTH, mx.nan)}, {}, "with NaN or infinity: norm.weight"),
-        ({"mtp__fc__weight": mx.zeros((32, 64), mx.int8)}, {}, "that are no floats: fc.weight"),
-        (
-            {"mtp__eh_proj__weight": mx.zeros(3)},
-            {},
-            "lacks or has in another type: eh_proj.weight",
-        ),
-        (
-            {"mtp__layers__1__input_layernorm__weight": mx.zeros(WIDTH)},
-            {},
-            "another type: layers.1.input_layernorm.weight; expected one MTP head, of one layer",
-        ),
-        (
-            {"mtp__fc__weight": mx.array(1.0)},
-            {},
-            "has fc.weight of the shape []; expected a",
-        ),
-        (
-            {"mtp__layers__0__mlp__gate_proj__weight": mx.array(1.0)},
-            {},
-            "has layers.0.mlp.gate_proj.weight of the shape []; expected a matrix",
-        ),
-        ({}, {"hidden_size": 64}, "another base model: hidden_size is 64; expected 32"),
-        ({}, {"vocab_size": 99}, "another base model: vocab_size is 99; expected 64"),
-        ({}, {"text_config": {"head_dim": 4}}, "another base model: head_dim is 4; expected 8"),
-        ({}, {"model_type": "qwen3_next"}, "it is of the type qwen3_next; expected qwen3_5"),
-        ({}, {"hidden_size": 2**30}, "has 1073741824 for hidden_size"),
-        ({}, {"model_file": "x.py"}, "asks to run code"),
-        ({"mtp__layers__0__mlp__experts__0__up_proj__weight": None}, {}, "has experts 1, 2, 3 of"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tmp_path, change, settings, said):
+@pytest.mark.parametrize(("change", "settings", "named"), [
+    ({"mtp__fc__weight": None}, {}, ("fc.weight", "20")),
+    ({"mtp__fc__weight": mx.zeros((WIDTH, WIDTH))}, {}, ("fc.weight",)),
+    ({"mtp__norm__weight": mx.full(WIDTH, mx.nan)}, {}, ("norm.weight",)),
+    ({"mtp__fc__weight": mx.zeros((32, 64), mx.int8)}, {}, ("fc.weight",)),
+    ({"mtp__eh_proj__weight": mx.zeros(3)}, {}, ("eh_proj.weight",)),
+    ({"mtp__layers__1__input_layernorm__weight": mx.zeros(WIDTH)}, {},
+     ("layers.1.input_layernorm.weight",)),
+    ({"mtp__fc__weight": mx.array(1.0)}, {}, ("fc.weight", "[]")),
+    ({"mtp__layers__0__mlp__gate_proj__weight": mx.array(1.0)}, {},
+     ("layers.0.mlp.gate_proj.weight", "[]")),
+    ({}, {"hidden_size": 64}, ("hidden_size", "64", "32")),
+    ({}, {"vocab_size": 99}, ("vocab_size", "99", "64")),
+    ({}, {"text_config": {"head_dim": 4}}, ("head_dim", "4", "8")),
+    ({}, {"model_type": "qwen3_next"}, ("qwen3_next", "qwen3_5")),
+    ({}, {"hidden_size": 2**30}, ("hidden_size", str(2**30))),
+    ({}, {"model_file": "x.py"}, ()),
+    ({"mtp__layers__0__mlp__experts__0__up_proj__weight": None}, {}, ("1, 2, 3",)),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(tmp_path, change, settings, named):
     name = "qwen3_5_moe"
     tensors = changed(published(head_tensors(name)), **change)
     beside = write_head(name, tmp_path / "head", tensors, **settings)
-    found = refusal(load_mtp, model_of(name), beside)
-    assert said in found and "\n" not in found
+    line = refusal(load_mtp, model_of(name), beside)
+    assert mentions(line.replace(str(beside), ""), *named)
 
 
 def test_half_a_download_is_refused(tmp_path):
@@ -867,50 +782,49 @@ def test_half_a_download_is_refused(tmp_path):
     index = whole / "model.safetensors.index.json"
     names = {"mtp.fc.weight": "model.safetensors", "mtp.norm.weight": "model-00002.safetensors"}
     index.write_text(json.dumps({"weight_map": names}))
-    assert "has no model-00002.safetensors" in refusal(load_mtp, model_of(name), whole)
+    assert "model-00002.safetensors" in refusal(load_mtp, model_of(name), whole)
     index.write_text(json.dumps({"weight_map": {"mtp.fc.weight": "../model.safetensors"}}))
-    assert "expected" in refusal(load_mtp, model_of(name), whole)
+    assert str(whole) in refusal(load_mtp, model_of(name), whole)
     index.unlink()
     data = (whole / "model.safetensors").read_bytes()
     (whole / "model.safetensors").write_bytes(data[: len(data) // 2])
-    assert "cannot be read as an MTP head" in refusal(load_mtp, model_of(name), whole)
+    assert str(whole) in refusal(load_mtp, model_of(name), whole)
 
 
 def test_a_folder_without_a_head_is_refused(tmp_path):
     name = "qwen3_5_moe"
     folder = write_target(name, tmp_path / "model")
     model = StreamFusedModel(load_base(folder, "float32")[0])
-    assert "holds no MTP head; expected tensors named mtp.*, which" in refusal(load_mtp, model)
-    assert "holds no MTP head; expected tensors named" in refusal(load_mtp, model, folder)
-    assert "was not read from a folder" in refusal(load_mtp, model_of(name))
-    with pytest.raises(InputError, match="--drafter mtp without an MTP head; expected model=MODEL"):
-        make_plan(model, drafter="mtp")
+    assert mentions(refusal(load_mtp, model), str(folder), "mtp.*")
+    assert mentions(refusal(load_mtp, model, folder), str(folder))
+    assert not mentions(refusal(load_mtp, model_of(name)), "mtp.*")  # it has no folder
+    line = refusal(make_plan, model, drafter="mtp")
+    assert mentions(found_in(line), "--drafter mtp") and mentions(line, "model=MODEL")
 
 
 def test_a_head_of_experts_is_refused_beside_a_dense_model(tmp_path):
     tensors = published(head_tensors("qwen3_5_moe"))
     settings = {"num_experts": None, "model_type": "qwen3_5"}
     beside = write_head("qwen3_5_moe", tmp_path / "head", tensors, **settings)
-    found = refusal(load_mtp, model_of("qwen3_5"), beside)
-    assert "has a layer of experts, which the target lacks; expected a dense layer" in found
+    assert "experts" in found_in(refusal(load_mtp, model_of("qwen3_5"), beside))
 
 
 def test_other_models_are_refused(tmp_path):
     name = "qwen3_5_moe"
     beside = write_head(name, tmp_path / "head", published(head_tensors(name)))
     llama = StreamFusedModel(Backbone(make_base("llama")))
-    assert "expected a Qwen3-Next or Qwen3.5 model" in refusal(load_mtp, llama, beside)
-    with pytest.raises(InputError, match="an MTP head for a width of 32 and 64 tokens"):
-        make_plan(llama, drafter=head_of(name), decoding="speculative")
+    assert mentions(refusal(load_mtp, llama, beside), "Qwen3-Next", "Qwen3.5")
+    line = refusal(make_plan, llama, drafter=head_of(name), decoding="speculative")
+    assert mentions(found_in(line), "32", "64")
 
 
 def test_where_last_hidden_states_cannot_be_had_says_why(monkeypatch):
     model = model_of("qwen3_5_moe")
-    monkeypatch.setattr(model.backbone, "_no_last_hidden", "its final norm was not found")
-    assert "its final norm was not found; expected" in refusal(load_mtp, model, "x")
+    reason = "SOME REASON"
+    monkeypatch.setattr(model.backbone, "_no_last_hidden", reason)
+    assert reason in found_in(refusal(load_mtp, model, "x"))
 
 
 @pytest.mark.parametrize("settings", [{"num_draft_tokens": 0}, {"hidden": "x"}, {"norms": "x"}])
 def test_settings_are_checked(settings):
-    with pytest.raises(InputError, match='--drafter "mtp '):
-        MtpConfig(**settings)
+    assert mentions(found_in(refusal(MtpConfig, **settings)), "--drafter", "mtp")

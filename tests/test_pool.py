@@ -11,7 +11,8 @@ import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
 import pytest
-from real import refusal, tokens_of, words, write_base, write_tiny_adapter
+from real import tokens_of, words, write_base, write_tiny_adapter
+from refusals import line_of, mentions, refusal
 from tiny import make_base, make_model
 
 from ssmlx.decoding.loop import prefill
@@ -129,7 +130,7 @@ def test_a_prompt_that_was_used_again_is_not_the_first_that_goes():
 
 @pytest.mark.parametrize("gib", [0, -1.0, float("nan"), float("inf")])
 def test_memory_that_none_can_have_is_refused(base, gib):
-    assert "memory of" in refusal(ssmlx.Engine, str(base), memory_gb=gib)
+    assert mentions(refusal(ssmlx.Engine, str(base), memory_gb=gib), "memory")
 
 
 def test_the_default_is_a_share_of_what_the_machine_has_beside_weights(monkeypatch, tmp_path):
@@ -181,9 +182,7 @@ def test_kept_prompts_go_the_oldest_first_before_an_answer_is_refused(bounded, t
     with pytest.raises(NoRoomError) as caught:
         engine.stream(prompt(room + STEP, 5), max_tokens=2, **PLAIN)
     assert pool.kept == before and pool.running == 0, "nothing went in vain"
-    said = str(caught.value)
-    assert isinstance(caught.value, InputError) and "\n" not in said
-    assert "needs" in said and "--memory" in said and "ask again" not in said
+    assert mentions(line_of(caught.value), "--memory") and isinstance(caught.value, InputError)
     assert caught.value.wanted > caught.value.limit == pool.limit
 
 
@@ -197,8 +196,9 @@ def test_who_asks_beside_others_is_refused_while_they_run(bounded, text_bytes, u
         lambda: engine.score(prompt(300, 3)),
         lambda: engine.chat(max_tokens=4, **PLAIN).reply(words(300)),
     ):
-        with pytest.raises(NoRoomError, match="ask again when another one has ended"):
+        with pytest.raises(NoRoomError) as caught:
             ask()
+        assert caught.value.wanted <= caught.value.limit, "it may be asked again"
     small = engine.stream(prompt(5), max_tokens=3, **PLAIN)
     assert len(tokens_of(small)) == 3
     heard += first
@@ -452,7 +452,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
 @pytest.fixture
 def client(bounded, text_bytes):
     pytest.importorskip("starlette")
-    from test_server import client_of
+    from asking import client_of
 
     from ssmlx.server.app import make_app
     from ssmlx.server.handler import RequestHandler
@@ -480,9 +480,7 @@ def test_each_api_has_503_where_there_is_no_room(client, path, stream):
     assert found.status_code == 503 and found.headers["content-type"] == "application/json"
     told = found.json()
     assert told["type"] == "error" and told["error"]["type"] == "api_error"
-    assert (
-        told["error"]["code"] == "no_room" and "of memory for its text" in told["error"]["message"]
-    )
+    assert told["error"]["code"] == "no_room" and told["error"]["message"]
     assert "retry-after" not in found.headers, "it never fits"
     assert found.headers["x-should-retry"] == "false"
     assert client.post(path, json={**ASKED[path], **short(path)}).status_code == 200

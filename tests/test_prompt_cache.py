@@ -17,7 +17,8 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from real import ROOT, one_line, snapshot, tokens_of, words
+from real import ROOT, snapshot, tokens_of, words
+from refusals import exits, found_in, mentions, refusal
 from tiny import (
     LATENT,
     RESIDUAL,
@@ -315,10 +316,9 @@ def test_latent_attention_is_kept_too(name, tmp_path):
         answer, known = warm(PromptCache(folder=tmp_path), model, tokens, drafter="prompt-lookup")
         assert (answer, known) == (cold(model, tokens, decoding="plain"), expected)
     whole = written(tmp_path)[0]
-    with pytest.raises(InputError, match=r"layers\.0\.values \(1, 1, \d+, 4\) instead of"):
-        read_prompt(damaged(whole, **{"layers.0.values": lambda rows: rows[..., :4]}), model)
-    with pytest.raises(InputError, match="another model"):
-        read_prompt(whole, model_of())
+    narrow = damaged(whole, **{"layers.0.values": lambda rows: rows[..., :4]})
+    assert "layers.0.values (1, 1, " in refusal(read_prompt, narrow, model)
+    assert str(whole) in refusal(read_prompt, whole, model_of())
 
 
 def test_the_longer_of_memory_and_folder_counts(tmp_path):
@@ -425,30 +425,25 @@ def damaged(path, **changes):
 
 
 DAMAGES = {
-    "another format": ({"format": "ssmlx-prompt/0"}, "the format 'ssmlx-prompt/0'"),
-    "a model": ({"model": "qwen"}, "another model, qwen; expected llama, 3 layers of 32"),
-    "a dtype": ({"dtype": "float16"}, "another dtype, float16; expected float32"),
-    "weights": ({"weights": "abc"}, "another model's weights or settings, abc"),
-    "LoRA": ({"lora": "abc"}, "another adapter's LoRA, abc; expected none"),
-    "no tokens": ({"tokens": ""}, "token ids that are none"),
-    "tokens of words": ({"tokens": "1,x"}, "token ids that are none"),
-    "tokens below": ({"tokens": "1,-1"}, "token ids that are none"),
-    "tokens above": ({"tokens": "1,99"}, "the token 99; expected tokens below 13"),
-    "tokens beyond": ({"tokens": f"{2**70}"}, "expected tokens below 13"),
-    "digits": ({"tokens": "9" * 5000}, "token ids that are none"),
-    "more tokens": ({"tokens": ",".join(["1"] * 600)}, "600 tokens; expected at most"),
-    "fewer tokens": (
-        {"tokens": "1,2"},
-        "misshapen: layers.0 (2, 2, 30, 8) instead of (2, 2, 2, 8)",
-    ),
-    "a type": (
-        {"layers.1": lambda rows: rows.astype(mx.float16)},
-        "arrays of mlx.core.float16 and mlx.core.float32; expected mlx",
-    ),
-    "a shape": ({"layers.2": lambda rows: rows[:, :1]}, "misshapen: layers.2 (2, 1, 30, 8)"),
-    "NaN": ({"layers.0": lambda rows: rows * float("nan")}, "NaN or infinity"),
-    "infinity": ({"layers.0": lambda rows: rows + float("inf")}, "NaN or infinity"),
+    "another format": ({"format": "ssmlx-prompt/0"}, ("'ssmlx-prompt/0'",)),
+    "a model": ({"model": "qwen2"}, ("qwen2",)),
+    "a dtype": ({"dtype": "float16"}, ("float16", "float32")),
+    "weights": ({"weights": "abc"}, ("weights", "abc")),
+    "LoRA": ({"lora": "abc"}, ("LoRA", "abc")),
+    "no tokens": ({"tokens": ""}, ("token",)),
+    "tokens of words": ({"tokens": "1,x"}, ("token",)),
+    "tokens below": ({"tokens": "1,-1"}, ("token",)),
+    "tokens above": ({"tokens": "1,99"}, ("99", "13")),
+    "tokens beyond": ({"tokens": f"{2**70}"}, ("13",)),
+    "digits": ({"tokens": "9" * 5000}, ("token",)),
+    "more tokens": ({"tokens": ",".join(["1"] * 600)}, ("600",)),
+    "fewer tokens": ({"tokens": "1,2"}, ("layers.0 (2, 2, 30, 8)", "(2, 2, 2, 8)")),
+    "a type": ({"layers.1": lambda rows: rows.astype(mx.float16)}, ("float16", "float32")),
+    "a shape": ({"layers.2": lambda rows: rows[:, :1]}, ("layers.2 (2, 1, 30, 8)",)),
+    "NaN": ({"layers.0": lambda rows: rows * float("nan")}, ("layers.0",)),
+    "infinity": ({"layers.0": lambda rows: rows + float("inf")}, ("layers.0",)),
 }
+"""What is changed in a file, and what the line that refuses it names."""
 
 
 @pytest.fixture(scope="module")
@@ -463,10 +458,9 @@ def prompt_file(tmp_path_factory):
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_does_not_fit_is_named(prompt_file, name):
-    changes, expected = DAMAGES[name]
-    with pytest.raises(InputError) as caught:
-        read_prompt(damaged(prompt_file, **changes), model_of())
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
+    changes, named = DAMAGES[name]
+    line = refusal(read_prompt, damaged(prompt_file, **changes), model_of())
+    assert all(one in line for one in named), line
 
 
 def test_what_is_no_prompt_is_refused_by_its_header(prompt_file, tmp_path):
@@ -484,9 +478,7 @@ def test_what_is_no_prompt_is_refused_by_its_header(prompt_file, tmp_path):
     for case, content in cases.items():
         path = tmp_path / "prompt"
         path.write_bytes(content)
-        with pytest.raises(InputError, match="cannot be read") as caught:
-            read_prompt(path, model_of())
-        assert "\n" not in str(caught.value), case
+        assert str(path) in refusal(read_prompt, path, model_of()), case
     # A folder goes on without what is damaged; a file in its place is as good as an empty one.
     with PromptCache(folder=path) as prompts:
         assert warm(prompts, model_of(), text(30))[1] == 0
@@ -575,25 +567,21 @@ def test_prompts_are_listed_and_purged(prompt_file, tmp_path, capsys):
     assert caches.main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert caches.main([str(tmp_path)]) == 0 and capsys.readouterr().out == out
-    assert "30 tokens of llama, 3 layers of 32, float32" in out
-    assert "damaged" in out and "2 prompts" in out
-    assert caches.main(["purge", str(tmp_path)]) == 2  # there is nobody to ask
-    assert "--yes" in one_line(capsys.readouterr().err, "ssmlx.caches")
+    assert any(mentions(line, "30", "llama", "3", "32", "float32") for line in out.splitlines())
+    assert mentions(out, "0" * 32) and mentions(out.splitlines()[-1], "2")
+    line = exits(capsys, caches.main, "purge", tmp_path)  # there is nobody to ask
+    assert mentions(line, "--yes")
     assert (inner / f"{'0' * 32}.safetensors").exists()
     assert caches.main(["purge", "--yes", str(tmp_path)]) == 0
     assert {*tmp_path.rglob("*")} == {mine, inner}
-    assert caches.main(["list", str(tmp_path / "nowhere")]) == 2
-    one_line(capsys.readouterr().err, "ssmlx.caches")
-    for act in ("list", "purge"):
-        assert caches.main([act]) == 2
-        assert f"{act} is no folder" in one_line(capsys.readouterr().err, "ssmlx.caches")
+    capsys.readouterr()
+    for given in (("list", tmp_path / "nowhere"), ("list",), ("purge",)):
+        assert mentions(exits(capsys, caches.main, *given), str(given[-1]))
 
 
 def test_a_folder_of_prompts_is_always_named(capsys):
     """Nothing keeps any unless it is given a folder."""
-    with pytest.raises(SystemExit, match="2"):
-        caches.main([])
-    assert "are required: FOLDER" in capsys.readouterr().err
+    assert mentions(exits(capsys, caches.main), "FOLDER")
 
 
 def generated(capsys, base, *args):
@@ -666,8 +654,8 @@ def test_generate_keeps_its_prompt(base, folders, tmp_path, capsys, monkeypatch)
     assert generated(capsys, base, *other) == generated(capsys, base, "--prompts", str(many))
     assert known == [0, 19, 5, 20, 0, 0, 12, 12, 0, 0, 0]
     lora = [*keep, "--adapter", str(folders["all"]), "--prompt", prompt]
-    assert generate.main(["--model", str(base), "--dtype", "float32", *lora]) == 2
-    assert "another adapter's LoRA" in one_line(capsys.readouterr().err, "ssmlx.generate")
+    given = ("--model", base, "--dtype", "float32", *lora)
+    assert mentions(found_in(exits(capsys, generate.main, *given)), "LoRA")
 
 
 def test_a_chat_goes_on_where_another_one_left(base, folders, tmp_path, monkeypatch, capsys):
@@ -683,26 +671,28 @@ def test_a_chat_goes_on_where_another_one_left(base, folders, tmp_path, monkeypa
     cold = chatted(*turns, args=()).out
     first = chatted(*turns)
     assert first.out == cold
-    kept = int(re.fullmatch(r"\[(\d+) tokens kept in .*\]", first.err.splitlines()[-1])[1])
-    assert kept >= 20 + 5 + 6 + 5 and path.stat().st_mode & 0o777 == 0o600
+    last = first.err.splitlines()[-1]
+    kept = int(re.search(r"\d+", last)[0])
+    assert str(path) in last and kept >= 20 + 5 + 6 + 5 and path.stat().st_mode & 0o777 == 0o600
     before = path.read_bytes()
     again = chatted(turns[0], "/stats", "/quit")  # the file has all of this
     assert again.out == cold.splitlines()[0] + "\n" and path.read_bytes() == before
-    assert f"[{kept} tokens from {path}]" in again.err and "22 of 23 prompt tokens" in again.err
+    (begun,) = [line for line in again.err.splitlines() if str(path) in line]
+    assert mentions(begun, str(kept)) and mentions(again.err, "22", "23")
     swapped = chatted(*turns, f"/adapter {folders['all']}", "w1 w2")
     assert swapped.out.startswith(cold) and path.read_bytes() == before
     nothing = chatted(turns[0], "/reset")
-    assert "tokens kept" not in nothing.err and path.read_bytes() == before
-    assert "tokens kept" in chatted("w9 w8").err and path.read_bytes() != before
+    assert nothing.err.count(str(path)) == 1 and path.read_bytes() == before
+    assert str(path) in chatted("w9 w8").err and path.read_bytes() != before
 
 
 @pytest.mark.parametrize("place", ["folder", "no/where", "text"])
-def test_a_file_that_cannot_be_kept_is_told_before_anything_is_loaded(tmp_path, capsys, place):
+def test_a_file_that_cannot_be_kept_is_refused_before_anything_is_loaded(tmp_path, capsys, place):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("hello")
     path = str(tmp_path / place)
     for command in (generate, chat):
         args = ["--model", "/nowhere", "--prompt-cache", path]
-        assert command.main([*args, *(["--prompt", "w1"] if command is generate else [])]) == 2
-        message = one_line(capsys.readouterr().err, command.PROG)
-        assert path in message and "/nowhere" not in message
+        ask = ["--prompt", "w1"] if command is generate else []
+        line = exits(capsys, command.main, *args, *ask)
+        assert path in line and "/nowhere" not in line

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from refusals import found_in, mentions, refusal
 from tiny import make_tokenizer
 
 from ssmlx import prompts, templates
@@ -90,18 +91,20 @@ def test_turns_of_every_form_are_asked(read, tokenizer, turns, expected):
 
 
 @pytest.mark.parametrize("turns", [
-    "w1", [3], [[]], [{"content": "w1"}], [{"role": [], "content": "w1"}],
-    [{"role": "usr", "content": "w1"}, TURNS[2]], [{"role": "user", "content": None}],
-    [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-    [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": 3}],
-    [{"role": "user", "content": " "}], [FOUND], [TURNS[2], TURNS[0]],
+    "w1", [3], [{"content": "w1"}], [{"role": "usr", "content": "w1"}, TURNS[2]],
+    [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": 3}], [FOUND], [TURNS[2], TURNS[0]],
 ])  # fmt: skip
 def test_bad_turns_are_one_line(read, turns):
-    with pytest.raises(
-        InputError, match=r'line 2, (messages|has (a bad "messages"|an empty prompt))'
-    ) as told:
-        read({"messages": TURNS}, {"messages": turns})
-    assert "\n" not in str(told.value)
+    line = found_in(refusal(read, {"messages": TURNS}, {"messages": turns}))
+    assert mentions(line, "2") and "messages" in line
+
+
+def test_turns_that_make_no_prompt_are_one_line(read):
+    blank = [{"role": "user", "content": " "}]
+    assert mentions(
+        found_in(refusal(read, {"messages": TURNS}, {"messages": blank})), "2", "prompt"
+    )
 
 
 def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
@@ -147,7 +150,7 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     model.config = SimpleNamespace(prompt_template=template)
     assert encode_prompt(asked, model, tokenizer) == expected
     refused = len(turns) > 1 and prompts.shows_last_turn_alone(turns, template, **more)
-    with pytest.raises(ValueError, match="several turns") if refused else nullcontext():
+    with pytest.raises(InputError) if refused else nullcontext():
         given = {"messages": [*turns, ANSWER], **more}
         learnt = Encoder(tokenizer, template, END, 50).encode_row(given)
         assert learnt.tokens[: learnt.start].tolist() == expected
@@ -155,8 +158,8 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
 
 @pytest.mark.parametrize("template", ["raw", "w9"])
 def test_turns_under_no_template_for_turns_are_refused(tokenizer, template):
-    with pytest.raises(InputError, match=f"--template '{template}' for turns of a chat"):
-        encode_prompt({"messages": TURNS}, Model(), tokenizer, template)
+    line = refusal(encode_prompt, {"messages": TURNS}, Model(), tokenizer, template)
+    assert mentions(found_in(line), "--template", f"'{template}'")
 
 
 def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):
@@ -178,28 +181,23 @@ def test_template_arguments_reach_the_template(tokenizer):
     assert turns == [{"role": "user", "content": "w11"}]
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"template_args": {"enable_thinkin": True}}, "template argument enable_thinkin"),
-        ({"template_args": {"chat_template": "w1"}}, "template argument chat_template"),
-        ({"template_args": {"messages": []}}, "template argument messages"),
-        ({"template_args": {"tokenize": False}}, "template argument tokenize"),
-        ({"template_args": {"tools": 3}}, "refuses these turns"),
-        ({"template_args": {"roles": {}}, "template": "raw"}, "without a chat template"),
-        ({"tools": TOOLS, "template": "w9 {prompt}"}, "without a chat template"),
-        ({"tools": 5}, "^tools are 5; expected a list of JSON schemas; correct or drop them$"),
-        ({"tools": {"a": 1}}, "^tools are {'a': 1}; expected a list"),
-        ({"tools": ["find"]}, "refuses these turns"),
-    ],
-)  # fmt: skip
-def test_template_arguments_that_do_not_fit_are_one_line(tokenizer, more, said):
-    with pytest.raises(InputError, match=said) as told:
-        prompt_tokens("w11", Model(), tokenizer, **more)
-    assert "\n" not in str(told.value)
+@pytest.mark.parametrize(("more", "named"), [
+    ({"template_args": {"enable_thinkin": True}}, ("enable_thinkin",)),
+    ({"template_args": {"chat_template": "w1"}}, ("chat_template",)),
+    ({"template_args": {"messages": []}}, ("messages",)),
+    ({"template_args": {"tokenize": False}}, ("tokenize",)),
+    ({"template_args": {"tools": 3}}, ()),
+    ({"template_args": {"roles": {}}, "template": "raw"}, ("arguments",)),
+    ({"tools": TOOLS, "template": "w9 {prompt}"}, ("tools",)),
+    ({"tools": 5}, ("tools", "5")),
+    ({"tools": {"a": 1}}, ("tools", "{'a': 1}")),
+    ({"tools": ["find"]}, ()),
+])  # fmt: skip
+def test_template_arguments_that_do_not_fit_are_one_line(tokenizer, more, named):
+    assert mentions(found_in(refusal(prompt_tokens, "w11", Model(), tokenizer, **more)), *named)
 
 
 def test_tools_without_a_place_for_them_are_refused(tokenizer):
     tokenizer._tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(InputError, match="tools are offered; expected no tools"):
-        prompt_tokens("w11", Model(), tokenizer, tools=TOOLS)
+    line = refusal(prompt_tokens, "w11", Model(), tokenizer, tools=TOOLS)
+    assert mentions(found_in(line), "tools")

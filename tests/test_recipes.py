@@ -10,10 +10,11 @@ from importlib import import_module
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from real import one_line, snapshot, write_data
+from real import snapshot, write_data
+from refusals import exits, mentions, one_line, refusal
 
 pytest.importorskip("torch")
-from test_continuations import greedy, make_model, make_tokenizer
+from tiny_torch import greedy, make_model, make_tokenizer
 
 from convert.training.run import TorchTrainer
 from examples.recipes import chat_prompts, chat_streams, comparison, e2e_prompts
@@ -83,10 +84,10 @@ def test_other_texts_are_refused(text):
     assert format_attributes(parse_attributes(TRAIN[1])) == TRAIN[1]
 
 
-def test_bad_input_is_told_in_one_line(task, tmp_path, capsys):
+def test_bad_input_is_one_line(task, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    assert main(["--data", str(task), "--out", str(out), "--count", "0"]) == 2
-    assert "--count 0" in one_line(capsys.readouterr().err, PROG)
+    line = exits(capsys, main, "--data", task, "--out", out, "--count", "0")
+    assert mentions(line, "--count", "0")
     (task / "train.jsonl").write_text(json.dumps({"prompt": "Who are you?"}))
     assert main(["--data", str(task), "--out", str(out)]) == 2
     assert "Who are you?" in one_line(capsys.readouterr().err, PROG)
@@ -128,8 +129,8 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
-    with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        questions.draw_prompts(lists, 3, random.Random(0))
+    line = refusal(questions.draw_prompts, lists, 3, random.Random(0))
+    assert mentions(line, "2", "3")
 
 
 def test_a_prompt_that_stands_alone():
@@ -171,8 +172,8 @@ def test_sampled_prompts_go_to_one_split_each(monkeypatch):
     splits = chat_prompts.split_without_near_copies(found, {"train": ["Known text!"]})
     assert splits["test"] == [f"{start} nine", "text 0"]
     assert splits["train"] == ["text 3", "text 4"]
-    with pytest.raises(InputError, match="5 of 6 sampled"):
-        chat_prompts.split_without_near_copies(found[:6], {"train": []})
+    line = refusal(chat_prompts.split_without_near_copies, found[:6], {"train": []})
+    assert mentions(line, "5", "6")
 
 
 def test_two_turn_chats_hold_the_models_own_answer():
@@ -252,7 +253,7 @@ def test_a_comparison_is_made_again_however_often_it_stops(
         capsys.readouterr()
         assert comparison.main(argv) == 2
         line = one_line(capsys.readouterr().err, comparison.PROG)
-        assert str(changed) in line and "expected" in line and "null" in line
+        assert str(changed) in line and "null" in line
 
 
 def test_the_manifest_of_the_comparison_holds():
@@ -273,8 +274,7 @@ def test_the_manifest_of_the_comparison_holds():
             assert any(one.startswith(word) or word.startswith(one) for one in made)
     comparison.check_equal_training(steps)
     steps[-3].command += " --epochs 9"
-    with pytest.raises(InputError, match=r"epochs 9\.0"):
-        comparison.check_equal_training(steps)
+    assert mentions(refusal(comparison.check_equal_training, steps), "epochs", "9.0")
 
 
 def test_answers_and_then_streams_are_made_in_minutes(tmp_path, monkeypatch, capsys):
@@ -299,7 +299,7 @@ def test_answers_and_then_streams_are_made_in_minutes(tmp_path, monkeypatch, cap
     for tokens in ("60", "700"):
         argv = ["--out", str(made), "--tokens", tokens, "--max-tokens", "9", *common]
         assert chat_streams.main(argv) == 0
-        assert "tokens a second" in capsys.readouterr().err
+        assert re.search(r"\d", capsys.readouterr().err)  # how fast it is
     files = sorted(made.glob("answers-*.npz"))
     answers = [one for path in files for one in chat_streams.unpack(path)]
     assert len(files) > 1 and sum(len(one.answer) for one in answers) >= 700
@@ -313,19 +313,20 @@ def test_answers_and_then_streams_are_made_in_minutes(tmp_path, monkeypatch, cap
     out = tmp_path / "run"
     small = ["--num-streams", "2", "--num-msa-layers", "1", "--lora-rank", "2",
              "--root-init-rank", "4", "--epochs", "1"]  # fmt: skip
-    argv = ["--out", str(out), "--answers", str(made), *common, *small]
+    work = tmp_path / "work"
+    argv = ["--out", str(out), "--work", str(work), "--answers", str(made), *common, *small]
     with monkeypatch.context() as patch:
         stopped = stopping(TorchTrainer.advance, 9, itertools.count(1))
         patch.setattr(TorchTrainer, "advance", stopped)
         assert chat_streams.main(argv) == 130
     assert chat_streams.main(argv) == 0
-    assert "s a step" in capsys.readouterr().err
-    steps = json.loads((out / "work/plan.json").read_text())["steps"]
+    assert re.search(r"\d", capsys.readouterr().err)  # how fast it is
+    steps = json.loads((work / "plan.json").read_text())["steps"]
     assert [one["step"] for one in read_log_entries(out / "log.jsonl")] == [*range(1, steps + 1)]
     pieces = sorted(out.glob("state-*"), key=lambda path: int(path.name.split("-")[1]))
     assert len(pieces) > 1
     whole = b"".join(path.read_bytes() for path in pieces)
-    assert whole == (out / "work/run/state.pt").read_bytes()
+    assert whole == (work / "run/state.pt").read_bytes()
     assert json.loads((out / "streams_config.json").read_text())["starts_without_root"]
-    assert chat_streams.main(["--out", str(out), "--answers", str(tmp_path), *common]) == 2
-    assert "has no answers" in one_line(capsys.readouterr().err, chat_streams.PROG)
+    given = ("--out", out, "--answers", tmp_path, *common)
+    assert str(tmp_path) in exits(capsys, chat_streams.main, *given)

@@ -12,13 +12,12 @@ from itertools import cycle, islice, pairwise
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from controlled import answer as controlled
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from mlx_lm.utils import load_model
 from real import tokens_of, write_tokenizer
-from test_every_class import OWN, PROMPT, SIZES, random_weights, write_model
-from test_lora import mlx_lm_lora
-from test_text_drafts import answer as controlled
+from refusals import as_shown, found_in, mentions, refusal
 from tiny import (
     assert_close,
     first_tokens,
@@ -26,7 +25,9 @@ from tiny import (
     random_tree,
     slow,
 )
+from tiny_classes import DRAFTED, OWN, PROMPT, SIZES, VOCAB, chain_of, random_weights, write_model
 from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
+from tiny_lora import mlx_lm_lora
 
 import ssmlx
 from ssmlx.decoding.call import plain_call, verify
@@ -40,7 +41,6 @@ from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.heads import attach_heads
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, NAME
 from ssmlx.drafters.text_index import EarlierAnswers
-from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.state_cache import flatten_caches
@@ -50,7 +50,6 @@ from ssmlx.prompt_cache import PromptCache
 from ssmlx.prompts import chat_tokens
 from ssmlx.settings import GenerateConfig, PromptLookupConfig
 
-VOCAB = SIZES["vocab_size"]
 FIRST = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "gear"]
 RECURRENT = [
     *FIRST, "qwen3_5_moe", "lfm2_moe", "lfm2-vl", "kimi_linear", "kimi_k3", "olmo_hybrid",
@@ -66,7 +65,6 @@ PLAIN = ["jamba", "mamba", "rwkv7", "recurrent_gemma", "baichuan_m1", "longcat_f
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 # Accepted tokens of chains of four: each of the nine pairs of none, some and all.
 ORDERS = [0, 0, 2, 2, 4, 4, 0, 4, 2, 0]
-DRAFTED = 4
 
 
 @lru_cache(maxsize=4)
@@ -112,13 +110,6 @@ class Scripted:
         chain = chain_of(self._answer, self._root, right)
         self._root += right + 1
         return chain
-
-
-def chain_of(text, root, right):
-    """A chain behind `text[root]`, of which so many tokens are right."""
-    known = text[root : root + 1 + DRAFTED]
-    wrong = [(token + 1) % VOCAB for token in known[right + 1 :]]
-    return chain_tree(mx.array([*known[: right + 1], *wrong], mx.int32))
 
 
 def held(cache):
@@ -233,9 +224,8 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
     model = make_model(name)
     backbone = model.backbone
     if not backbone.capabilities.has("last_hidden"):
-        assert backbone.capabilities.last_hidden.startswith("the last hidden states of")
-        with pytest.raises(InputError, match=r"cannot be had: .*; decode plainly"):
-            model.append(mx.array([1]), model.make_cache(), [len(backbone.layers)])
+        line = refusal(model.append, mx.array([1]), model.make_cache(), [len(backbone.layers)])
+        assert as_shown(backbone.capabilities.last_hidden) in line
         return
     expected, _ = decoded(model, 40 + DRAFTED, decoding="plain")
     text = [*PROMPT, *expected]
@@ -262,8 +252,8 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
 def test_other_taps_of_a_model_called_whole_are_refused():
     model = make_model("qwen3_next")
     for layers in ((0,), (2, 4)):
-        with pytest.raises(InputError, match=r"follows one text .*; expected .*layers"):
-            model.append(mx.array([1]), model.make_cache(), layers)
+        line = refusal(model.append, mx.array([1]), model.make_cache(), layers)
+        assert mentions(line, "layers")
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -276,7 +266,7 @@ def test_calls_of_a_model_called_whole_leave_no_hidden_states(name):
     chain = verify(model, chain_tree(mx.array(PROMPT[1:4], mx.int32)), cache)
     assert model.append(mx.array([1]), model.make_cache()).last_hidden is None
     for call in (plain, chain):
-        with pytest.raises(ValueError, match="as a tap alone"):
+        with pytest.raises(ValueError):
             call.verified.last_hidden  # noqa: B018
         assert call.verified.insertion_hidden is None and call.verified.stream_hidden is None
 
@@ -352,7 +342,7 @@ def test_a_text_may_go_back_to_what_was_marked():
             marked[cache.offset] = held(cache)
     assert [cache.longest_keepable(n) for n in (5, 8, 19, 22, 32)] == [0, 8, 8, 20, 32]
     assert cache.nbytes > model.make_cache().nbytes
-    with pytest.raises(ValueError, match="cannot keep 19 tokens of 32"):
+    with pytest.raises(ValueError, match="19"):
         cache.keep_first(19)
     for place in (20, 8):
         cache.keep_first(place)
@@ -384,8 +374,9 @@ def test_the_text_and_a_draft_model_draft_chains(name, settings):
 def test_drafting_heads_draft_chains(name, kind, settings):
     model = make_model(name)
     if model.backbone.capabilities.last_hidden is not None:
-        with pytest.raises(InputError, match="for drafting heads; decode plainly"):
-            make_plan(model, drafter=make_heads(kind, model.backbone), decoding="speculative")
+        heads = make_heads(kind, model.backbone)
+        line = refusal(make_plan, model, drafter=heads, decoding="speculative")
+        assert as_shown(model.backbone.capabilities.last_hidden) in line
         return
     expected, _ = decoded(model, 40, decoding="plain", **settings)
     plan = make_plan(
@@ -471,28 +462,27 @@ def test_by_default_a_controller_drafts_by_the_text(name):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"drafter": "lookahead"}, "lookahead proposes trees, and .* follows one text"),
-        ({"decoding": "speculative"}, "streams proposes trees, and .* follows one text"),
-    ],
+    ("settings", "drafter"),
+    [({"drafter": "lookahead"}, "lookahead"), ({"decoding": "speculative"}, "streams")],
     ids=["lookahead", "streams"],
 )
-def test_what_proposes_trees_says_why_not(settings, said):
-    with pytest.raises(InputError, match=said + ".*; expected .*chains; use --drafter prompt-look"):
-        make_plan(make_model("qwen3_next"), **settings)
+def test_what_proposes_trees_says_why_not(settings, drafter):
+    model = make_model("qwen3_next")
+    line = refusal(make_plan, model, **settings)
+    assert mentions(found_in(line), drafter) and mentions(line, "--drafter prompt-lookup")
+    assert as_shown(model.backbone.capabilities.trees) in line
 
 
 @pytest.mark.parametrize("name", [*PLAIN[:1], *slow(*PLAIN[1:])])
 def test_what_cannot_be_run_again_decodes_plainly(name):
     model = make_model(name)
     reason = model.backbone.capabilities.chains
-    assert "one of its recurrences is none that can run again" in reason and "\n" not in reason
+    assert reason and "\n" not in reason
     plan = make_plan(model)
     assert not plan.drafters
     assert decoded(model, 12)[0] == mlx_lm_tokens(make_base(name), PROMPT, 12)
-    with pytest.raises(InputError, match=r"none that can run again.*; decode plainly"):
-        make_plan(model, drafter="prompt-lookup")
+    line = refusal(make_plan, model, drafter="prompt-lookup")
+    assert as_shown(model.backbone.capabilities.chains) in line
 
 
 @pytest.fixture(scope="module")
@@ -754,7 +744,7 @@ def test_a_fork_of_a_cache_goes_on_by_itself(name):
     cache.commit_accepted(3)
     marked = 8 if cache.longest_keepable(8) == 8 else 0
     forks = {place: cache.fork(place) for place in (23, 22, *([8] if marked else []))}
-    with pytest.raises(ValueError, match="cannot keep 24 tokens of 23"):
+    with pytest.raises(ValueError, match="24"):
         cache.fork(24)
 
     def goes_on(one):

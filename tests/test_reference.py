@@ -4,17 +4,18 @@ import json
 
 import mlx.core as mx
 import pytest
+from refusals import found_in, mentions, refusal
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 import oracle
 from safetensors.torch import load, save_file
+from tiny import all_pairs
 
 from convert.base import load_base
 from convert.reference.checkpoint import load_reference, save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference, stream_visibility
-from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter
 
@@ -228,8 +229,7 @@ def test_gradient_checkpointing_is_refused():
     """It would drop the node keys, so that streams see nothing of the text."""
     model = oracle.make_model().train()
     model.base.gradient_checkpointing_enable()
-    with pytest.raises(InputError, match="gradient checkpointing"):
-        model(oracle.some_tokens(4))
+    refusal(model, oracle.some_tokens(4))
 
 
 @pytest.mark.parametrize(("architecture", "scope", "lora"), [
@@ -278,24 +278,22 @@ def test_a_faulty_or_missing_file_is_named(checkpoint, file):
     name = next(iter(tensors))
     for changed in ({name: tensors[name][:-1].clone()}, {"spare": torch.zeros(2)}):
         save_file({**tensors, **changed}, checkpoint / file)
-        with pytest.raises(InputError, match=f"{file} has tensors .*{next(iter(changed))}"):
-            load_reference(oracle.make_base(), checkpoint)
+        line = refusal(load_reference, oracle.make_base(), checkpoint)
+        assert mentions(line, file, *changed)
     (checkpoint / file).unlink()
-    with pytest.raises(InputError, match=f"{file} does not exist"):
-        load_reference(oracle.make_base(), checkpoint)
+    assert mentions(refusal(load_reference, oracle.make_base(), checkpoint), file)
 
 
 def test_bases_that_cannot_be_driven_are_refused():
     granites = [{"embedding_multiplier": 3.0}, {"logits_scaling": 2.0}]
     for name, changes in (*(("Granite", one) for one in granites), ("Olmo3", {})):
-        with pytest.raises(InputError, match="computes more"):
-            StreamFusedReference(oracle.make_base(name, **changes), oracle.stream_config())
-    with pytest.raises(InputError, match="has no model"):
-        StreamFusedReference(torch.nn.Linear(2, 2), oracle.stream_config())
-    with pytest.raises(InputError, match="already carries"):
-        StreamFusedReference(oracle.make_model().base, oracle.stream_config())
-    with pytest.raises(InputError, match="layer 1"):
-        oracle.make_model(lora=LoraSettings(2, layers=(1, 2)), adapter_scope="streams")
+        base = oracle.make_base(name, **changes)
+        assert name in refusal(StreamFusedReference, base, oracle.stream_config())
+    for base, *named in ((torch.nn.Linear(2, 2), "Linear"), (oracle.make_model().base, "LoRA")):
+        line = refusal(StreamFusedReference, base, oracle.stream_config())
+        assert mentions(found_in(line), *named)
+    below = {"lora": LoraSettings(2, layers=(1, 2)), "adapter_scope": "streams"}
+    assert mentions(refusal(oracle.make_model, **below), "1")
 
 
 def test_wrong_shapes_are_refused():
@@ -366,33 +364,24 @@ def test_load_base_draws_no_weights_of_its_own(packed, tmp_path):
         write_mlx_folder(tmp_path, base)
     tensors = read_tensors(file)
     del tensors["model.norm.weight"]
-    misshapen = {} if packed else {"holds": {"model.norm.weight": torch.ones(7)}}
-    for fault, more in {"lacks": {}, **misshapen}.items():
+    misshapen = () if packed else ({"model.norm.weight": torch.ones(7)},)
+    for more in ({}, *misshapen):
         save_file({**tensors, **more}, file, metadata={"format": "pt"})
-        with pytest.raises(InputError, match=rf"{fault} model\.norm\.weight"):
-            load_base(tmp_path)
+        assert mentions(refusal(load_base, tmp_path), "model.norm.weight")
 
 
 def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
-    with pytest.raises(InputError, match="does not exist"):
-        load_base(tmp_path / "nowhere")
+    assert "nowhere" in refusal(load_base, tmp_path / "nowhere")
     oracle.make_base().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-20])
     (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(InputError, match="has LoRA beside its weights"):
-        load_base(tmp_path)
+    assert mentions(refusal(load_base, tmp_path), "LoRA")
     (tmp_path / "adapter_config.json").unlink()
-    kinds = {
-        "cannot be loaded as a model": ({}, {"model_type": "nope"}),
-        "has 'x' for hidden_size": ({"hidden_size": "x"},),
-    }
-    for told, settings in ((told, one) for told, changes in kinds.items() for one in changes):
+    for settings, *named in (({},), ({"model_type": "nope"},), ({"hidden_size": "x"}, "'x'")):
         values = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**values, **settings}))
-        with pytest.raises(InputError, match=told) as error:
-            load_base(tmp_path)
-        assert "\n" not in str(error.value)
+        assert mentions(refusal(load_base, tmp_path), str(tmp_path), *named)
 
 
 PROMPT = [5, 2, 3, 11, 7]
@@ -414,9 +403,10 @@ def make_pair(folder, architecture, scope, kind):
     return reference, model
 
 
-@pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
-@pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture, scope, kind",
+    all_pairs(oracle.ARCHITECTURES, ["all", "streams"], ["identity", "low_rank", "residual"]),
+)
 def test_mlx_computes_the_same_and_takes_the_same_steps(architecture, scope, kind, tmp_path):
     reference, model = make_pair(tmp_path, architecture, scope, kind)
     for step in ((PROMPT[:-1], [PROMPT[-1]], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):

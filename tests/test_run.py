@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from real import make_adapter, write_base, write_packed, write_tiny_adapter
+from refusals import found_in, mentions, refusal
 from tiny import make_lora
 
 from perf import serving
@@ -34,7 +35,6 @@ from perf.run.statistics import (
 )
 from perf.run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from perf.run.timing import TimedAnswer, TimedCall
-from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import bundled_adapters
 from ssmlx.settings import GenerateConfig
@@ -75,10 +75,8 @@ def test_what_ships_is_asked():
 
 
 def test_a_folder_that_is_named_must_have_the_data(tmp_path):
-    with pytest.raises(InputError, match=r"no data file .*test\.jsonl"):
-        tasks.find_data_file(tasks.SQL, None, tmp_path)
-    with pytest.raises(InputError, match="no data ships for the task dialogsum"):
-        tasks.find_data_file(tasks.TASKS["dialogsum"], None)
+    assert "test.jsonl" in refusal(tasks.find_data_file, tasks.SQL, None, tmp_path)
+    assert "dialogsum" in refusal(tasks.find_data_file, tasks.TASKS["dialogsum"], None)
 
 
 def test_examples_take_references_before_the_completion(tmp_path):
@@ -90,8 +88,8 @@ def test_examples_take_references_before_the_completion(tmp_path):
     assert len(tasks.read_examples(path, tasks.TASKS["e2e"], 1)) == 1
     path.write_text('{"prompt": "p"}\n')
     assert tasks.read_examples(path, tasks.TASKS["chat"])[0].references == ()
-    with pytest.raises(InputError, match="object 1, has no answer to compare with"):
-        tasks.read_examples(path, tasks.TASKS["e2e"])
+    line = found_in(refusal(tasks.read_examples, path, tasks.TASKS["e2e"]))
+    assert mentions(line.replace(str(path), ""), "1") and str(path) in line
 
 
 def test_spec_bench_asks_first_turns_by_category(tmp_path):
@@ -109,8 +107,8 @@ def test_spec_bench_asks_first_turns_by_category(tmp_path):
     assert tasks.read_examples(path, tasks.SPEC_BENCH, 3) == examples[:3]
     for bad in ('{"category": "rag", "turns": []}', '{"category": "x", "turns": ["a"]}', "[1]"):
         path.write_text(bad)
-        with pytest.raises(InputError, match=r'line 1.*; expected "turns", texts, and'):
-            tasks.read_examples(path, tasks.SPEC_BENCH)
+        line = refusal(tasks.read_examples, path, tasks.SPEC_BENCH)
+        assert mentions(line, str(path), "turns", "category")
 
 
 def test_a_long_prompt_keeps_its_beginning_and_its_end():
@@ -141,9 +139,9 @@ def test_a_paired_difference_sees_what_two_intervals_do_not():
     ours = theirs + rng.normal(2, 3, 200)
     gap = paired_difference(ours, theirs)
     assert mean(ours).low < mean(theirs).high
-    assert gap.low > 0 and gap.verdict == "not within noise: higher"
-    assert paired_difference(theirs, ours).verdict == "not within noise: lower"
-    assert paired_difference(theirs, theirs).verdict == "within noise"
+    lower, alike = paired_difference(theirs, ours), paired_difference(theirs, theirs)
+    assert gap.low > 0 > lower.high and alike.low <= 0 <= alike.high
+    assert len({gap.verdict, lower.verdict, alike.verdict}) == 3
 
 
 def test_a_speed_up_is_a_ratio_of_medians_over_prompts():
@@ -385,8 +383,7 @@ def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):
     folder = write_tiny_adapter(tmp_path / "x", base)
     settings = json.loads((folder / "streams_config.json").read_text())
     (folder / "streams_config.json").write_text(json.dumps({**settings, "fused": True}))
-    with pytest.raises(InputError, match="has no LoRA of its own: it is a fused model"):
-        targets.read_adapter_with_own_lora(folder)
+    assert mentions(refusal(targets.read_adapter_with_own_lora, folder), str(folder), "LoRA")
 
 
 @pytest.mark.parametrize("chunks", [3, serving.BEFORE, serving.BEFORE + 1])
@@ -416,5 +413,5 @@ def test_a_refusal_is_told_as_one(monkeypatch):
         raise HTTPError(request.full_url, 400, "Bad Request", {}, None)
 
     monkeypatch.setattr(serving, "urlopen", refuse)
-    with pytest.raises(InputError, match=r"gave no answer .*400.*; expected one; lower --long"):
-        serving.ask_server("http://127.0.0.1:1", "m", "hello", 1)
+    line = refusal(serving.ask_server, "http://127.0.0.1:1", "m", "hello", 1)
+    assert mentions(line, "400", "--long")

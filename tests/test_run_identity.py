@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import real
-from test_adapt import AMOUNTS, RATES, Stopped
-from test_lora import write_lora
-from test_trainers import ALONE, MLX, OWN, TORCH
 from tiny import slow
+from tiny_adapt import AMOUNTS, RATES, Stopped
+from tiny_lora import write_lora
+from trainers import ALONE, MLX, OWN, TORCH
 
 from convert import train_heads
 from convert.train_heads import HeadSettings
@@ -184,7 +184,7 @@ def test_heads_are_told_by_their_folders(base, data, made, jobs, tmp_path, start
     expected = expected_identities(
         base,
         jobs[0],
-        ["final norm", TORCH_DTYPE, of_lora],
+        ["norm", TORCH_DTYPE, of_lora],
         [TORCH_DTYPE, of_lora, settings, of_init],
     )
     assert written_identities(tmp_path, "hidden.states") == expected

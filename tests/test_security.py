@@ -8,12 +8,15 @@ from importlib import import_module
 
 import pytest
 import tiny
-from real import one_line, refusal, write_base, write_tiny_adapter
+from real import write_base, write_tiny_adapter
+from refusals import exits, refusal
 
 import ssmlx
 from ssmlx import templates
+from ssmlx.errors import InputError
 from ssmlx.loading.hub import ALLOW_PATTERNS
 from ssmlx.prompts import chat_tokens
+from ssmlx.templates import TemplateBoundsError
 
 CODE = """
 from pathlib import Path
@@ -87,10 +90,8 @@ def test_code_that_came_with_a_model_is_refused(command, way, places, stdin, cap
     spoil(places["evil"], *WAYS[way])
     leave_tokenizer_to_code(places["evil"])
     arguments = [one.format(**places) for one in COMMANDS[command]]
-    assert import_module(command).main(arguments) == 2
-    out, err = capsys.readouterr()
-    line = one_line(err, err.partition(":")[0])
-    assert out == "" and "asks to run code that came with the model" in line
+    line = exits(capsys, import_module(command).main, *arguments)
+    assert str(places["evil"]) in line
     assert not (places["evil"] / "ran").exists()
     assert stdin.read() == "y\n"
 
@@ -124,8 +125,8 @@ def test_a_draft_models_code_is_refused_too(places, base, stdin, capsys):
     draft = spoil(places["evil"], *WAYS["tokenizer"])
     leave_tokenizer_to_code(draft)
     arguments = ["--model", str(base), "--prompt", "w1", "--drafter", f"draft-model model={draft}"]
-    assert import_module("ssmlx.commands.generate").main(arguments) == 2
-    assert "asks to run code" in capsys.readouterr().err
+    line = exits(capsys, import_module("ssmlx.commands.generate").main, *arguments)
+    assert str(draft) in line
     assert not (draft / "ran").exists()
 
 
@@ -200,20 +201,20 @@ LARGE = {
     "round": "{{ 2.5|round(10**9, 'floor') }}",
 }
 WRONG = {
-    "include": ("{% include 'config.json' %}", "no loader"),
-    "import": ("{% import 'config.json' as c %}", "no loader"),
-    "no text": (5, "Can't compile"),
-    "a list": (["a"], "unhashable"),
-    "broken": ("{{ ((", "unexpected"),
-    "deep": ("{{ " + "(" * 3000, "recursion"),
-    "nested": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "nested blocks"),
-    "inner life": ("{{ messages.__class__.__mro__ }}", "unsafe"),
-    "absurd number": ("{{ " + "9" * 5000 + " }}", "digits"),
-    "power": ("{{ 9 ** (9 ** 9) }}", "number that is too large"),
-    "product": (GROWS.format("3", "n.a * n.a"), "number that is too large"),
-    "source": ("{{ a }}" * 99999, "has more than 100,000 characters"),
-    "bytes": ("{{ 'x'.encode('punycode') }}", "unsafe"),
-    "tags": ("{{ ('<!--'|safe).striptags() }}", "unsafe"),
+    "include": ("{% include 'config.json' %}", ""),
+    "import": ("{% import 'config.json' as c %}", ""),
+    "no text": (5, ""),
+    "a list": (["a"], ""),
+    "broken": ("{{ ((", ""),
+    "deep": ("{{ " + "(" * 3000, ""),
+    "nested": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, ""),
+    "inner life": ("{{ messages.__class__.__mro__ }}", "__class__"),
+    "absurd number": ("{{ " + "9" * 5000 + " }}", ""),
+    "power": ("{{ 9 ** (9 ** 9) }}", ""),
+    "product": (GROWS.format("3", "n.a * n.a"), ""),
+    "source": ("{{ a }}" * 99999, "100,000"),
+    "bytes": ("{{ 'x'.encode('punycode') }}", "encode"),
+    "tags": ("{{ ('<!--'|safe).striptags() }}", "striptags"),
     "much said": ("{{ raise_exception('x ' * 9999) }}", "x x"),
 }
 TURNS = [
@@ -227,10 +228,10 @@ def words():
     return tiny.make_tokenizer(64)
 
 
-def template_refusal(tokenizer, template) -> str:
+def template_refusal(tokenizer, template, kind=InputError) -> str:
     tokenizer._tokenizer.chat_template = template
     tokenizer.has_chat_template = True
-    return refusal(chat_tokens, tokenizer, TURNS)
+    return refusal(chat_tokens, tokenizer, TURNS, kind=kind)
 
 
 def test_a_fair_template_says_what_transformers_says(words):
@@ -246,21 +247,19 @@ def test_a_fair_template_says_what_transformers_says(words):
 @pytest.mark.parametrize("case", LONG)
 def test_a_template_ends(case, words, monkeypatch):
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.3)
-    said = template_refusal(words, LONG[case])
-    assert any(one in said for one in ("takes more than", "makes too much", "recursion"))
+    template_refusal(words, LONG[case])
 
 
 @pytest.mark.parametrize("case", LARGE)
 def test_a_template_stays_small(case, words):
-    said = template_refusal(words, LARGE[case])
-    assert "the model's chat template" in said and "10,000,000 characters" in said
+    assert "10,000,000" in template_refusal(words, LARGE[case], TemplateBoundsError)
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_template_that_is_none_is_told(case, words):
-    template, expected = WRONG[case]
-    said = template_refusal(words, template)
-    assert expected in said and len(said) < 1000
+def test_a_template_that_is_none_is_refused(case, words):
+    template, named = WRONG[case]
+    line = template_refusal(words, template)
+    assert named in line and len(line) < 1000
 
 
 def test_a_namespace_does_not_show_what_it_holds(words):
@@ -277,17 +276,17 @@ def test_another_template_is_rendered_meanwhile(words, monkeypatch):
     fair._tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     fair.has_chat_template = True
     with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(template_refusal, words, LONG["sums"])
+        refused = pool.submit(template_refusal, words, LONG["sums"], TemplateBoundsError)
         rendered = 0
         while not refused.done():
             chat_tokens(fair, TURNS)
             rendered += 1
-    assert "takes more than" in refused.result() and rendered > 20
+    assert refused.result() and rendered > 20
 
 
 def test_templates_rendered_by_others_keep_their_freedom(words, monkeypatch):
     words._tokenizer.chat_template = "{{ 'w1 ' * 100 }}"
     monkeypatch.setattr(templates, "MAX_CHARS", 200)
     words.apply_chat_template(TURNS)
-    assert "makes too much text" in template_refusal(words, words.chat_template)
+    template_refusal(words, words.chat_template, TemplateBoundsError)
     words.apply_chat_template(TURNS)

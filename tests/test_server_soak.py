@@ -21,11 +21,10 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 psutil = pytest.importorskip("psutil")
 
+from byte_tokenizers import write_byte_tokenizer
 from mlx_lm.utils import load_config, save_config
-from real import CHAT_TEMPLATE, write_base, write_tiny_adapter
+from real import write_base, write_tiny_adapter
 from served import serving
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 CLIENTS = 8
 GAUGE = r'ssmlx_memory_bytes{kind="(\w+)"} (\S+)'
@@ -56,20 +55,6 @@ MEMORY = 6 * 2**20
 that nobody asks again would fill it several times."""
 MOST_GROWN = 16.0
 """MiB that a process may grow by behind the first quarter of the requests, in which caches fill."""
-
-
-def write_byte_tokenizer(folder):
-    """Tokens are bytes, so that any schema can be followed."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(False)
-    own.decoder = decoders.ByteLevel()
-    own.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="</s>")
-    tools = "{% if tools %}{# <tool_call> tool_call.name #}{{ tools | tojson }}{% endif %}"
-    fast.chat_template = tools + CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    return fast.eos_token_id
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ pytest.importorskip("starlette")
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 
-import httpx2 as httpx
+from asking import CHAT, COMPLETIONS, chat, client_of, clients, drive, reply, said
 from real import words
-from test_server import CHAT, COMPLETIONS, chat, client_of, drive, reply, said
 
 import ssmlx
 from ssmlx.decoding import loop
@@ -76,13 +75,6 @@ def test_a_stream_has_headers_at_once_and_is_never_silent(app, pieces, path):
         assert bodies[0].startswith(b"event: response.created\n")
 
 
-def clients(app):
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-    more = {"api_key": "none", "max_retries": 0, "http_client": http}
-    first = openai.AsyncOpenAI(base_url="http://localhost/v1", **more)
-    return first, anthropic.AsyncAnthropic(base_url="http://localhost", **more)
-
-
 async def read_chat(client, _):
     stream = await client.chat.completions.create(model="tiny", messages=TURNS, stream=True)
     return "".join([one.choices[0].delta.content or "" async for one in stream])
@@ -124,7 +116,7 @@ def test_an_error_behind_the_headers_is_an_event_and_the_clients_own(app, monkey
         text = b"".join(one["body"] for one in told).decode()
         assert start["status"] == 200 and "event: error\n" in text and "secret" not in text
     for read in READERS:
-        with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the answer failed"):
+        with pytest.raises((openai.APIError, anthropic.APIStatusError)):
             asyncio.run(read(*clients(app)))
 
 

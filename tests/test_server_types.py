@@ -11,11 +11,11 @@ openai = pytest.importorskip("openai")
 
 from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
+from asking import CALL, MESSAGE, THOUGHT, TOOL, Scripted, posted
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from test_server_protocols import CALL, MESSAGE, THOUGHT, TOOL, Scripted, posted
 
 OWN = {
     "timings", "ssmlx", "reasoning_content", "store",
@@ -90,7 +90,7 @@ def test_every_answer_is_what_the_clients_types_say(route, body, kind, event, re
 
 
 def test_what_else_is_answered_is_what_the_clients_types_say():
-    from test_server import client_of
+    from asking import client_of
 
     from ssmlx.server.app import make_app
 

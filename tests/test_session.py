@@ -9,9 +9,10 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 from real import answer, tokens_of, words
+from refusals import found_in, line_of, mentions, refusal
 
 import ssmlx
-from ssmlx.errors import InputError
+from ssmlx.errors import ContextLengthError, InputError
 from ssmlx.generation.divergence import compare_logits, find_divergence
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens
@@ -130,8 +131,7 @@ def test_of_replies_asked_for_at_once_one_is_opened(make_session):
     session = make_session()
     with busy() as pool:
         asked = [pool.submit(session.reply, text) for text in ("w1", "w2")]
-    refused = sorted(str(one.exception())[:26] for one in asked)
-    assert refused == ["None", "a reply of this session is"]
+    assert {type(one.exception()) for one in asked} == {type(None), InputError}
     (opened,) = (one.result() for one in asked if one.exception() is None)
     assert tokens_of(opened) == expected(session, "plain") and len(session.messages) == 2
 
@@ -142,19 +142,16 @@ def test_a_session_closed_while_it_is_asked_says_so(make_session):
     with busy() as pool:
         closing = pool.submit(session.close)
         asked = pool.submit(session.reply, "w2")
-    said = str(closing.exception() or asked.exception())  # whichever came first
-    assert said in ("None", "this chat is closed; expected an open one; make a new session")
-    with pytest.raises(InputError, match="this chat is closed"):
-        session.compare()
+    refused = closing.exception() or asked.exception()  # whichever came first
+    assert refused is None or line_of(refused) == refusal(session.compare)
 
 
 def test_an_overflowing_turn_is_taken_back(make_session):
     session = make_session()
     list(session.reply("w1 w2"))
     messages = list(session.messages)
-    with pytest.raises(InputError, match="less than the model's context of 256") as caught:
-        list(session.reply(words(300)))
-    assert "\n" not in str(caught.value)
+    line = refusal(lambda: list(session.reply(words(300))), kind=ContextLengthError)
+    assert mentions(line, "256")
     assert session.messages == messages and session.totals.answers == 1
     assert tokens_of(session.reply("w5")) == expected(session, "plain")
 
@@ -162,7 +159,7 @@ def test_an_overflowing_turn_is_taken_back(make_session):
 def test_a_chat_goes_on_until_the_context_is_full(make_session):
     session = make_session()
     reasons = []
-    with pytest.raises(InputError, match="context"):
+    with pytest.raises(ContextLengthError):
         for turn in range(40):
             reasons.append(list(session.reply(words(9, turn)))[-1].finish_reason)
     assert set(reasons) <= {"length", "context"} and len(reasons) > 8
@@ -213,8 +210,8 @@ def test_template_arguments_hold_in_every_turn(loaded, monkeypatch):
         asked = chat_tokens(loaded[1], session.messages[:-1], template_args={"note": "w9 w9"})
         assert last.prompt_tokens == len(asked)
     assert session.compare().same_tokens
-    with pytest.raises(InputError, match="the template argument not; expected what the model's"):
-        ssmlx.ChatSession(*loaded, template_args={"not": 1}).reply("w1")
+    session = ssmlx.ChatSession(*loaded, template_args={"note_": 1})
+    assert mentions(found_in(refusal(session.reply, "w1")), "note_")
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -259,8 +256,7 @@ def test_rounding_reaches_as_far_as_the_type_is_coarse():
 @pytest.mark.parametrize("decoding", [None, "plain", "speculative"])
 def test_compare_answers_in_turns_beside_the_chat(make_session, decoding):
     session = make_session(decoding)
-    with pytest.raises(InputError, match="nothing was said yet"):
-        session.compare()
+    refusal(session.compare)  # nothing was said yet
     list(session.reply("w1 w2"))
     held = session.context_tokens
     messages = list(session.messages)

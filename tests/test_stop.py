@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from itertools import cycle
 
 import pytest
 from mlx_lm.tokenizer_utils import (
@@ -11,12 +12,13 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
 )
 from real import answer, tokens_of
+from refusals import found_in, mentions, refusal
+from tiny import all_pairs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
 from ssmlx.decoding.step import Step
-from ssmlx.errors import InputError
 from ssmlx.generation.answer_end import AnswerText, StopChecker
 from ssmlx.generation.segments import build_responses
 from ssmlx.prompts import chat_tokens
@@ -97,8 +99,7 @@ STOPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("stop", STOPS, ids=repr)
+@pytest.mark.parametrize("stop, kind", [*zip(STOPS, cycle(TOKENIZERS), strict=False)], ids=repr)
 def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
     tokens = encoded(kind)
     rng = random.Random(5)
@@ -121,9 +122,10 @@ def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
             assert TEXT.startswith(so_far)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("stop", [["aabb"], ["ende", "nd."], ["\n\n\n"], ["🎊"]], ids=repr)
-@pytest.mark.parametrize("ends", ["length", "stop"])
+@pytest.mark.parametrize(
+    "kind, stop, ends",
+    all_pairs(TOKENIZERS, [["aabb"], ["ende", "nd."], ["\n\n\n"], ["🎊"]], ["length", "stop"]),
+)
 def test_what_only_began_like_a_stop_string_is_given_out(kind, stop, ends):
     tokens = encoded(kind)
     rng = random.Random(3)
@@ -189,5 +191,4 @@ def test_a_conversation_goes_on_behind_a_stop_string(loaded, decoding):
 
 @pytest.mark.parametrize("stop", ["", ["w1", ""], [3], [None]])
 def test_an_empty_stop_string_is_refused(stop):
-    with pytest.raises(InputError, match=r"^--stop .*; expected some text; give some, or drop it$"):
-        ssmlx.GenerateConfig(stop=stop)
+    assert mentions(found_in(refusal(ssmlx.GenerateConfig, stop=stop)), "--stop")

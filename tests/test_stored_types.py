@@ -12,7 +12,7 @@ import real
 import tiny
 from mlx.utils import tree_flatten
 from mlx_lm.utils import save_config, save_model
-from real import refusal
+from refusals import mentions, refusal
 
 import ssmlx
 from ssmlx.errors import InputError
@@ -72,7 +72,7 @@ ALONE = ("F8_E4M3", "F8_E5M2", "F4", "F6_E2M3", "I8", "U8", "BOOL", "I16", "I32"
 def test_weights_that_are_no_floats_are_refused(base, tmp_path, dtype, end):
     folder = rewrite(copy(base, tmp_path / "model"), {end: dtype})
     said = refusal(ssmlx.load, str(folder))
-    assert f"{folder} has weights in {dtype} " in said and end in said
+    assert mentions(said, str(folder), dtype) and end in said
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8", "U32"])
@@ -82,10 +82,10 @@ def test_scales_of_which_config_says_nothing(base, tmp_path, dtype, scale):
     folder = rewrite(copy(base, tmp_path / "model"), {f"{UP}.weight": dtype}, **beside)
     said = refusal(ssmlx.load, str(folder))
     kept = {"F8_E4M3": "F8_E4M3", "I8": "int8", "U8": "uint8", "U32": "uint32"}[dtype]
-    assert f"{folder} has weights in " in said and kept in said and UP in said
+    assert mentions(said, str(folder), kept) and UP in said
     # Half of them have none.
     rewrite(folder, {"down_proj.weight": dtype})
-    assert "without scales" in refusal(ssmlx.load, str(folder))
+    assert "scales" in refusal(ssmlx.load, str(folder))
 
 
 UNKNOWN = (
@@ -99,10 +99,9 @@ def test_an_unknown_method_is_refused_by_its_name(base, tmp_path, method):
     found = {"quant_method": method, "bits": 4}
     folder = copy(base, tmp_path / "model", quantization_config=found)
     said = refusal(ssmlx.load, str(folder))
-    assert repr(method) in said and "quantised" in said
-    assert refusal(ssmlx.load, str(copy(base, tmp_path / "of text", text_config={
-        "quantization_config": found
-    }))).partition("is quantised")[2] == said.partition("is quantised")[2]  # fmt: skip
+    assert repr(method) in said
+    of_text = copy(base, tmp_path / "of text", text_config={"quantization_config": found})
+    assert refusal(ssmlx.load, str(of_text)).replace(str(of_text), str(folder)) == said
     beside = copy(base, tmp_path / "beside")
     (beside / "hf_quant_config.json").write_text(json.dumps(found))
     with pytest.raises(InputError):
@@ -188,7 +187,8 @@ def test_what_mlx_lm_packed_is_loaded(base, tmp_path, mode):
     load_base(packed, "stored")
     # The same scales as bytes of something else are refused.
     rewrite(packed, {".scales": "I32"})
-    assert "scales of int32" in refusal(load_base, packed, "stored") or mode != "affine"
+    line = refusal(load_base, packed, "stored")
+    assert mentions(line, "scales", "int32") or mode != "affine"
 
 
 def test_awq_is_loaded_as_the_numbers_that_it_stands_for(base, tmp_path):
@@ -281,4 +281,4 @@ def test_other_integers_would_be_read_as_those_and_are_refused(tmp_path, setting
     pack_integers(folder, write_latent(folder), 8)
     configure(folder, **settings)
     said = refusal(load_base, folder, "float32")
-    assert "packed by compressed-tensors" in said and "num_bits" in said
+    assert mentions(said, "compressed-tensors", "num_bits")

@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from real import answer, make_adapter, refusal, said_later, write_base, write_tiny_adapter
+from real import answer, fuse, make_adapter, said_later, write_base, write_tiny_adapter
+from refusals import found_in, mentions, refusal
 from tiny import first_tokens, make_base, make_lora, make_packed_base, make_tokenizer, slow
 from tiny import make_adapter as tiny_adapter
 
@@ -149,15 +150,15 @@ def test_no_weight_is_copied(kind, scope):
 
 
 BAD = {
-    "another base": "belongs to another base model: this one has vocab_size 13 instead of 99",
-    "other weights": "belongs to another base model: this one has other weights",
-    "other layers": "settings say 4 layers of width 32; expected 3 of width 32",
-    "no such module": "spare: model.layers.2.mlp.no_proj.lora_a",
-    "misshapen": "misshapen: model.layers.2.self_attn.q_proj.lora_a",
-    "not finite": "with NaN or infinity: model.layers.2.self_attn.q_proj.lora_b",
-    "unknown name": "no adapter folder nothing-like-it, and no bundled adapter of that name",
-    "missing folder": "no adapter folder no/such/folder",
+    "another base": ("vocab_size", "13", "99"),
+    "other weights": ("norm",),
+    "no such module": ("model.layers.2.mlp.no_proj.lora_a",),
+    "misshapen": ("model.layers.2.self_attn.q_proj.lora_a",),
+    "not finite": ("model.layers.2.self_attn.q_proj.lora_b",),
+    "unknown name": ("nothing-like-it",),
+    "missing folder": ("no/such/folder",),
 }
+"""What the line that refuses an adapter names."""
 
 
 def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
@@ -168,7 +169,6 @@ def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
     changes = {
         "another base": lambda: {"base": replace(base, vocab_size=99)},
         "other weights": lambda: {"base": replace(base, norm_probe=base.norm_probe[:1])},
-        "other layers": lambda: {"config": replace(adapter.config, num_layers=4)},
         "no such module": lambda: {"lora": {"model.layers.2.mlp.no_proj": LoraWeights(a, b, 1.0)}},
         "misshapen": lambda: {"lora": {path: LoraWeights(a[:5], b, 1.0)}},
         "not finite": lambda: {"lora": {path: LoraWeights(a, b / 0, 1.0)}},
@@ -176,6 +176,12 @@ def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
     if case in changes:
         return replace(adapter, **{"lora": {}, **changes[case]()})
     return {"unknown name": "nothing-like-it", "missing folder": "no/such/folder"}[case]
+
+
+def test_an_adapters_settings_are_those_of_its_base():
+    adapter = make(make_backbone(APART), "all", seed=12)
+    said = refusal(replace, adapter, config=replace(adapter.config, num_layers=4))
+    assert "settings say 4 layers of width 32; expected 3 of width 32" in said
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -188,7 +194,8 @@ def test_a_bad_adapter_leaves_the_model_as_it_was(case, kind, scope, monkeypatch
     model = ssmlx.swap_adapter(StreamFusedModel(backbone), good, merge_lora=kind == MERGED)
     held = leaves(model.backbone)
     said = answers(model)
-    assert BAD[case] in refusal(ssmlx.swap_adapter, model, bad, merge_lora=kind == MERGED)
+    line = refusal(ssmlx.swap_adapter, model, bad, merge_lora=kind == MERGED)
+    assert mentions(line, *BAD[case])
     assert same_arrays(leaves(model.backbone), held)
     assert answers(model) == said
 
@@ -284,8 +291,8 @@ def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
     assert resolve_adapter("chat") == shelf / "chat"  # an empty folder is no adapter
     (tmp_path / "chat" / "streams_config.json").touch()
     assert resolve_adapter("chat") == Path("chat")
-    (said,) = caplog.messages
-    assert "adapter chat: the folder of that name in the working directory, not the bund" in said
+    (line,) = caplog.messages
+    assert mentions(line, "chat")
     assert capsys.readouterr() == ("", "")
 
 
@@ -295,9 +302,7 @@ def test_an_adapter_that_only_a_checkout_has_is_told_where_it_is(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (shelf / "nowhere",))
-    message = refusal(resolve_adapter, name)
-    assert message.startswith(f"the adapter {name} is not part of the installed package: its lic")
-    assert f"take examples/adapters/{name} from http" in message
+    assert mentions(refusal(resolve_adapter, name), name, f"examples/adapters/{name}")
 
 
 def test_a_training_run_stands_for_its_adapter(shelf, tmp_path):
@@ -309,20 +314,20 @@ def test_a_training_run_stands_for_its_adapter(shelf, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sqll", "notes.txt", "half-written", "", "SQL", "SQ\u200bL"])
-def test_an_unknown_name_is_told_with_those_that_there_are(name, monkeypatch, tmp_path):
+def test_an_unknown_name_is_refused_with_those_that_there_are(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     message = refusal(resolve_adapter, name)
     shown = name.replace("\u200b", "\\u200b")  # what cannot be seen is spelt out
-    assert message.startswith(f"no adapter folder {shown}, and no bundled adapter of that name; ")
-    assert "or a bundled adapter (chat, e2e, foreign, sql); check --adapter" in message
+    assert shown in found_in(message)
+    assert mentions(message, "chat", "e2e", "foreign", "sql", "--adapter")
 
 
-def test_an_unknown_name_is_told_before_the_model_is_looked_for(monkeypatch):
+def test_an_unknown_name_is_refused_before_the_model_is_looked_for(monkeypatch):
     def resolve_model(name):
         raise AssertionError("downloaded a model for an adapter that is not there")
 
     monkeypatch.setattr(loading, "resolve_model", resolve_model)
-    assert "no adapter folder sqll" in refusal(ssmlx.load, "smollm2-135m", adapter="sqll")
+    assert mentions(refusal(ssmlx.load, "smollm2-135m", adapter="sqll"), "sqll")
 
 
 def test_folders_and_names_are_swapped_without_loading_the_base_again(base, shelf, loads):
@@ -367,16 +372,6 @@ def test_a_model_whose_folder_is_gone_keeps_its_adapter(base, shelf, tmp_path):
         with pytest.raises(InputError):
             ssmlx.swap_adapter(model, name)
         assert answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0] == before
-
-
-def fuse(base: Path, target: Path) -> Path:
-    from convert.formats.adapter import write_fused_model
-
-    backbone, config = loading.load_base(base, "float32")
-    words = loading.load_tokenizer(base, config)
-    target.mkdir()
-    write_fused_model(target, make_adapter(base), backbone, words, config)
-    return target
 
 
 def test_a_fused_folder_without_its_streams_and_back(base, tmp_path):
@@ -444,14 +439,14 @@ def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp
     said(session, "w1 w2")
     held = session.context_tokens
     messages = list(session.messages)
-    assert "--num-streams 2; expected 1 to 1" in refusal(session.swap_adapter, tmp_path)
-    assert "another base model" in refusal(session.swap_adapter, "foreign")
+    assert mentions(refusal(session.swap_adapter, tmp_path), "--num-streams", "2", "1")
+    assert mentions(refusal(session.swap_adapter, "foreign"), "norm")
     assert (session.context_tokens, session.messages) == (held, messages)
     reused = session.totals.reused_tokens
     assert said(session, "w3")
     assert session.totals.reused_tokens > reused
     speculative = chat_session(base, "chat", decoding="speculative")
-    assert "the model has no streams" in refusal(speculative.swap_adapter, "none")
+    assert mentions(found_in(refusal(speculative.swap_adapter, "none")), "streams")
     assert said(speculative, "w1 w2")
 
 
@@ -475,34 +470,25 @@ def test_chat_drafts_with_the_chat_adapter_where_it_belongs(base, run, loads, sh
     assert (code, out) == (0, said(chat_session(base, shelf / "chat"), "w1 w2") + "\n")
     assert len(loads) == 2  # one of the chat's, one of the line above
     current, available, quiet = said_later(err)
-    assert "adapter chat, which ships with ssmlx: " in err
-    assert "\nfaster: nothing that is here; streams for prompts like yours may: " in err
-    assert current == "adapter chat: 2 streams draft; the base model's answers are untouched"
-    assert available == (
-        "that are here: chat, e2e, sql (for other models: foreign); "
-        "/adapter NAME, FOLDER or none takes another"
-    )
-    assert quiet.startswith(f"[{LENGTH} tokens")
+    assert any(mentions(line, "chat", "streams") for line in err.splitlines()[:2])
+    assert "python -m ssmlx.adapt" in err
+    assert mentions(current, "chat", "2")
+    assert mentions(available, "chat", "e2e", "sql", "foreign", "/adapter")
+    assert mentions(quiet, str(LENGTH))
     code, _, err = run([], "--adapter", "chat")  # which no empty folder is
-    assert code == 0 and "adapter chat, which ships with ssmlx: " in err
+    assert code == 0 and mentions(err, "chat")
     code, _, err = run([], "--adapter", "./chat")
-    assert code == 2 and "chat/streams_config.json does not exist" in err
+    assert code == 2 and "chat/streams_config.json" in err
 
 
 CURRENT = {
-    "--adapter none": ["no adapter: what the text says again is drafted"],
-    "--adapter e2e": ["adapter e2e: 2 streams draft; the adapter is part of the model"],
-    "--decoding plain": [
-        "adapter chat: plain decoding, as --decoding says; the base model's answers are untouched"
-    ],
-    "--model other": [
-        "no adapter: what the text says again is drafted",
-        "that are here: foreign (for other models: chat, e2e, sql)",
-    ],
-    "--model fused": [
-        "the model's own streams: 2 streams draft; the model was fine-tuned with them"
-    ],
+    "--adapter none": ["drafted"],
+    "--adapter e2e": ["adapter e2e 2"],
+    "--decoding plain": ["adapter chat --decoding"],
+    "--model other": ["drafted", "foreign chat e2e sql"],
+    "--model fused": ["streams 2 model"],
 }
+"""What the lines about the current adapter, and those that there are, name."""
 
 
 @pytest.mark.parametrize("asked", [*[*CURRENT][:2], *slow(*[*CURRENT][2:])])
@@ -514,7 +500,7 @@ def test_what_was_asked_for_is_what_runs(base, run, shelf, tmp_path, asked):
     code, _, err = run(["/adapter"], option, models.get(value, value))
     assert code == 0
     for found, expected in zip(said_later(err), CURRENT[asked], strict=False):
-        assert found.startswith(expected)
+        assert mentions(found, *expected.split())
 
 
 def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
@@ -533,27 +519,21 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     texts.append(said(session, "w6"))
     assert out == "".join(text + "\n" for text in texts)
     told = [line for line in said_later(err) if not line.startswith(("[", "/"))]
-    assert told[0] == (
-        "adapter e2e: 2 streams draft; the adapter is part of the model; the conversation goes on"
-    )
-    assert told[1].startswith(f"adapter {shelf / 'sql'}: 2 streams draft; ")
-    assert told[1].endswith("; each message is asked alone")
-    assert told[3].startswith("no adapter folder nonsense, and no bundled adapter of that name; ")
-    assert "chat, e2e, foreign, sql" in told[3]
-    assert told[4].startswith("the adapter belongs to another base model: ")
-    assert told[5] == "no adapter: what the text says again is drafted; the conversation goes on"
-    assert told[6].startswith("adapter chat: 2 streams draft; ")  # what it began with
-    assert "/adapter NAME " in err and len(told) == 7 and "name too long; expected" in told[2]
+    e2e, sql, _, unknown, foreign, none, auto = told
+    assert mentions(e2e, "e2e", "2") and mentions(sql, str(shelf / "sql"), "2")
+    assert mentions(unknown, "nonsense", "chat", "e2e", "foreign", "sql")
+    assert mentions(foreign, "norm") and not mentions(none, "2")
+    assert mentions(auto, "chat", "2")  # what it began with
+    assert "/adapter NAME " in err
 
 
 def test_generate_takes_what_a_chat_takes(base, capsys):
     ask = ["--model", str(base), "--prompt", "w1", "--verbose", "--max-tokens", "8"]
-    for adapter, drafts in (
-        (None, "adapter chat, which"), ("none", "no adapter: "), ("chat", "adapter chat, which")
-    ):  # fmt: skip
+    for adapter in (None, "none", "chat"):
         more = ["--adapter", adapter] if adapter else []
         assert generate.main([*ask, *more]) == 0
-        assert capsys.readouterr().err.startswith(f"[{drafts}")
+        first, *_ = capsys.readouterr().err.splitlines()
+        assert mentions(first, "chat") == (adapter != "none")
 
 
 TREE = TreeConfig(kind="full", width=2)
@@ -614,14 +594,14 @@ def test_a_task_beside_lora_on_every_row_is_refused(tmp_path):
     write_adapter(tmp_path, make(backbone, "all", seed=4))
     file = tmp_path / "streams_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "task_lora_scale": 2.0}))
-    assert "task_lora_scale beside LoRA of scope 'all'" in refusal(load_adapter, tmp_path)
+    assert mentions(found_in(refusal(load_adapter, tmp_path)), "task_lora_scale", "'all'")
 
 
 def test_a_lora_without_weights_is_refused(tmp_path):
     settings = {"fine_tune_type": "lora", "lora_parameters": {"scale": 2.0}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {})
-    assert "has no LoRA in its file of weights" in refusal(load_adapter, tmp_path)
+    assert mentions(refusal(load_adapter, tmp_path), str(tmp_path), "LoRA")
 
 
 def test_what_an_adapter_replaces_is_freed_at_once():

@@ -1,53 +1,23 @@
 """Drafts of what a text says again, where a controller decides: the same tokens, and no waiting."""
 
-from dataclasses import replace
-
 import pytest
-from tiny import VOCAB, first_tokens, make_base, make_model
+from controlled import answer
+from tiny import VOCAB, make_base, make_model
 
 from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import _SpeculativeLoop
-from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
 from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers, TextIndex
-from ssmlx.generation.plan import decode_plan, make_plan, offer_source_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.policy.acceptance import AcceptancePrior
-from ssmlx.policy.controller import Controller
-from ssmlx.policy.costs import CostTable
 from ssmlx.settings import PromptLookupConfig
 
-PROMPT = [3, 1, 4, 1, 5]
 SAMPLINGS = ({}, {"temp": 1.0, "seed": 3}, {"temp": 0.7, "seed": 1, "repetition_penalty": 1.2})
 
 
 @pytest.fixture(scope="module")
 def bare():
     return StreamFusedModel(Backbone(make_base()))
-
-
-def table_of(extra: float) -> CostTable:
-    """Rows that cost so many plain calls each."""
-    table = CostTable()
-    for nodes in (2, 4, 8, 16, 32):
-        for _ in range(8):
-            table.learn(("rows", nodes), 0, 1 + extra * (nodes - 1))
-            table.learn(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
-    return table
-
-
-def answer(model, count, *, prompt=PROMPT, row_cost=0.01, prior=None, **settings):
-    """Tokens of an answer, how many each call brought, and what was drafted."""
-    plan = make_plan(model, context=len(prompt), **settings)
-    if plan.drafters:
-        sources = [offer_source_of(model, one) for one in plan.drafters]
-        known = table_of(row_cost), prior or AcceptancePrior()
-        plan = replace(plan, controller=Controller(*known, sources, reads_seconds=False))
-    totals = DraftTotals()
-    steps = decode_plan(plan, model, prompt, model.make_cache())
-    tokens, lengths = first_tokens(steps, count, totals)
-    return tokens, lengths, totals.drafts
 
 
 @pytest.mark.parametrize("settings", SAMPLINGS, ids=str)

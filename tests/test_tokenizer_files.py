@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import real
+from refusals import refusal
 from tiny import slow
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import trainers as training
@@ -12,7 +13,6 @@ from transformers import AutoTokenizer
 
 import ssmlx
 from convert.base import copy_settings_and_tokenizer
-from ssmlx.errors import InputError
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.tokenizer_files import read_chat_template
 
@@ -132,23 +132,22 @@ def test_a_tokenizer_is_the_one_that_transformers_makes(tokenizers, tmp_path, ki
             assert what_it_does(found) == what_it_does(expected), (name, adds)
 
 
-@pytest.mark.parametrize(("name", "content", "said"), [
-    ("tokenizer.json", None, "has no tokenizer that can be loaded"),
-    ("tokenizer.json", "{", "Failed to parse tokenizer.json"),
-    ("tokenizer.json", "{}", "has no tokenizer that can be loaded"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-    ("chat_template.json", "{", "chat_template.json is not valid JSON"),
-    ("chat_template.json", '{"chat_template": 5}', "for chat_template"),
-    ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "for chat_template"),
+@pytest.mark.parametrize(("name", "content", "named"), [
+    ("tokenizer.json", None, ""),
+    ("tokenizer.json", "{", "tokenizer.json"),
+    ("tokenizer.json", "{}", ""),
+    ("tokenizer_config.json", "{", "tokenizer_config.json"),
+    ("chat_template.json", "{", "chat_template.json"),
+    ("chat_template.json", '{"chat_template": 5}', "chat_template"),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "chat_template"),
 ])  # fmt: skip
-def test_a_broken_file_is_named(tokenizers, tmp_path, name, content, said):
+def test_a_broken_file_is_named(tokenizers, tmp_path, name, content, named):
     write(tmp_path, tokenizers["byte level"], {"model_type": "llama", "rope_scaling": LLAMA3})
     (tmp_path / name).unlink(missing_ok=True)
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(InputError) as refused:
-        load_tokenizer(tmp_path, {"model_type": "llama"})
-    assert said in str(refused.value)
+    line = refusal(load_tokenizer, tmp_path, {"model_type": "llama"})
+    assert str(tmp_path) in line and named in line.replace(str(tmp_path), "")
 
 
 LISTED = [{"name": "default", "template": "L"}, {"name": "tool_use", "template": "LT"}]
@@ -242,13 +241,11 @@ def test_sentence_pieces_beside_code_are_read_if_transformers_has_a_class(tokeni
     found = load_tokenizer(tmp_path, {"model_type": "internlm2"})
     text = "the quick brown  fox, fine días"
     assert found.encode(text, add_special_tokens=False) == pieces.encode(text)
-    with pytest.raises(InputError, match="has no tokenizer that can be loaded"):
-        load_tokenizer(tmp_path, {"model_type": "baichuan_m1"})
+    assert str(tmp_path) in refusal(load_tokenizer, tmp_path, {"model_type": "baichuan_m1"})
 
 
 @pytest.mark.parametrize("model_type", ["kimi_k2", "kimi_k25", "qwen"])
 def test_a_vocabulary_of_tiktoken_alone_is_refused(tokenizers, tmp_path, model_type):
     write(tmp_path, tokenizers["byte level"], {"model_type": model_type}, **CODE)
     (tmp_path / "tokenizer.json").rename(tmp_path / "tiktoken.model")
-    with pytest.raises(InputError, match="asks to run code that came with the model"):
-        load_tokenizer(tmp_path, {"model_type": model_type})
+    assert str(tmp_path) in refusal(load_tokenizer, tmp_path, {"model_type": model_type})

@@ -1,8 +1,7 @@
 """Both trainers, MLX's and PyTorch's: the same steps, resuming, and what they write."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,12 +15,14 @@ from mlx.utils import tree_flatten
 torch = pytest.importorskip("torch")
 import oracle
 import real
+import refusals
 from guessed import compute_guesses
 from oracle import gap
 from oracle import make_base as make_torch_base
+from refusals import found_in, mentions
 from torch.nn import functional as F
+from trainers import ALONE, MLX, OWN, TORCH
 
-from convert import train as torch_command
 from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
@@ -44,7 +45,6 @@ from convert.training.run import (
     stream_attention,
     use_stream_attention,
 )
-from ssmlx.commands import train as mlx_command
 from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
@@ -63,68 +63,24 @@ from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_trainable_
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_log_entries
 
-SMALL = (
-    "--num-streams", "2", "--num-msa-layers", "2", "--lora-rank", "4", "--prune-rank", "4",
-    "--batch-size", "4", "--template", "{prompt}", "--valid-count", "4", "--dtype", "float32",
-    "--save-every", "3", "--valid-every", "5", "--learning-rate", "0.01",
-)  # fmt: skip
-ALONE = ("--num-streams", "0", "--prune-rank", "0")
-OWN = ("--adapter-scope", "streams")
 SHARED = ("num_streams", "num_msa_layers", "stream_init", "stream_init_rank", "prune_rank",
           "adapter_scope", "stream_design", "rotation_step", "root_init_rank",
           "condition_rank")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Command:
-    """One of the two training commands; `result` is what of its folder --init takes."""
-
-    prog: str
-    main: Callable[[list[str]], int]
-    state: str
-    result: str
-    options: tuple[str, ...] = ()
-
-    def argv(self, base, data, out, *more):
-        options = ("--model", base, "--data", data, "--out", out, *SMALL, *self.options, *more)
-        return [str(option) for option in options]
-
-    def train(self, base, data, out, *more):
-        """Train, which must succeed; gives what --init takes."""
-        assert self.main(self.argv(base, data, out, *more)) == 0
-        return out / self.result
-
-    def refusal(self, capsys, base, data, out, *more):
-        """The one line that a run is refused with."""
-        capsys.readouterr()
-        assert self.main(self.argv(base, data, out, *more)) == 2
-        prog = self.prog.replace("convert.", "ssmlx.convert.")
-        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], prog)
-
-    def weights(self, out):
-        """The bytes of what was trained, by name."""
-        files = sorted((out / self.result).glob("*.safetensors"))
-        found = [read_tensors(file, "weights") for file in files]
-        return {name: np.array(array).tobytes() for part in found for name, array in part.items()}
-
-
-MLX = Command("ssmlx.train", mlx_command.main, MlxTrainer.STATE_FILE, mlx_command.TRAINED_FOLDER)
-TORCH = Command(
-    "convert.train", torch_command.main, TorchTrainer.STATE_FILE, "", ("--device", "cpu")
-)
 both = pytest.mark.parametrize("command", [MLX, TORCH], ids=lambda command: command.prog)
-
-
-@pytest.fixture(scope="module")
-def packed_base(base, tmp_path_factory):
-    """The base in 4 bits, its scales in float16."""
-    return real.write_packed(tmp_path_factory.mktemp("train"), base, dtype=mx.float16)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Questions, each answered by the five words after it."""
     return real.write_data(tmp_path_factory.mktemp("data"), real.questions(range(24)))
+
+
+@pytest.fixture(scope="module")
+def packed_base(base, tmp_path_factory):
+    """The base in 4 bits, its scales in float16."""
+    return real.write_packed(tmp_path_factory.mktemp("train"), base, dtype=mx.float16)
 
 
 def settings(num_layers, width, draft_vocab=None, **changes):
@@ -271,8 +227,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr("guessed.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
-    settings = {"condition_rank": 5, "adapter_scope": "streams", "root_dropout": 0.0}
-    whole, _ = pair(tmp_path, "Llama", vocab, settings)
+    alone = {"condition_rank": 5, "adapter_scope": "streams", "root_init_rank": 0}
+    whole, _ = pair(tmp_path, "Llama", vocab, alone)
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
@@ -378,7 +334,12 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     vocab = np.arange(0, real.VOCAB, 2, dtype=np.int32) if reduced else None
     alphas = (0.5, 0.25, 0.125)
     objective = torch_objective(
-        base, vocab, adapter_scope=scope, stream_weights=alphas, prune_weight=0.0
+        base,
+        vocab,
+        adapter_scope=scope,
+        stream_weights=alphas,
+        prune_weight=0.0,
+        root_dropout=0.0,
     )
     examples = real.random_examples(5)
     batch = some_batch()
@@ -554,7 +515,7 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
     store("another model").fill_missing()
     assert sum(calls) == 210
     objective.to_bits = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-    assert "No space left" in real.refusal(store("a third").fill_missing)
+    refusals.refusal(store("a third").fill_missing)
 
 
 @both
@@ -738,36 +699,37 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
 
 
 CONDITIONS = [
-    (("--condition-rank", "0"), "--condition-rank 0; expected 1 or more"),
+    (("--condition-rank", "0"), "--condition-rank 0"),
     (("--condition-rank", "-1"), "--condition-rank -1"),
     (("--init", "nowhere"), "nowhere"),
-    (("--init", "none"), "--train-only condition without --init"),
-    *(((flag, value), f"{flag} would do nothing here") for flag, value in {
+    (("--init", "none"), "--train-only --init"),
+    *(((flag, value), flag) for flag, value in {
         "--num-streams": "3", "--lora-rank": "3", "--template": "{prompt} .",
         "--task-lora": "folder",
     }.items()),
-    (("--train-only", "streams", "--num-streams", "3"), "--num-streams would do nothing here"),
-    (("--train-only", "streams", "--init", "none"), "--train-only streams without --init"),
+    (("--train-only", "streams", "--num-streams", "3"), "--num-streams"),
+    (("--train-only", "streams", "--init", "none"), "--train-only streams --init"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "said"), CONDITIONS)
-def test_what_a_condition_cannot_be_trained_with_is_told(
-    base, data, streams, tmp_path, capsys, more, said
+@pytest.mark.parametrize(("more", "named"), CONDITIONS)
+def test_what_a_condition_cannot_be_trained_with_is_refused(
+    base, data, streams, tmp_path, capsys, more, named
 ):
     assert add_condition(MLX, base, data, streams, tmp_path / "run", *more) == 2
-    assert said in real.one_line(capsys.readouterr().err, MLX.prog)
+    line = refusals.one_line(capsys.readouterr().err, MLX.prog)
+    assert mentions(found_in(line), *named.split())
 
 
 STARTS = [
-    (("--lora-rank", "8", "--lora-alpha", "64"), "of shape ["),
-    (("--lora-rank", "8"), "has the scale alpha / rank 8"),
-    (("--num-streams", "3"), "stream_embeddings of shape [2,"),
-    (("--prune-rank", "0"), "expected none of that name"),
-    (("--num-msa-layers", "1"), "have num_msa_layers 2"),
-    (("--stream-init", "identity"), "have stream_init low_rank"),
-    (("--stream-init-rank", "8"), "have stream_init_rank 32"),
-    (("--stream-design", "value_rotation", "--rotation-step", "0.1"), "have stream_design emb"),
+    (("--lora-rank", "8", "--lora-alpha", "64"), ".lora_"),
+    (("--lora-rank", "8"), "8"),
+    (("--num-streams", "3"), "stream_embeddings"),
+    (("--prune-rank", "0"), "prune_adapter"),
+    (("--num-msa-layers", "1"), "num_msa_layers 2"),
+    (("--stream-init", "identity"), "stream_init low_rank"),
+    (("--stream-init-rank", "8"), "stream_init_rank 32"),
+    (("--stream-design", "value_rotation", "--rotation-step", "0.1"), "stream_design embeddings"),
 ]
 
 
@@ -775,27 +737,28 @@ STARTS = [
 def test_a_start_of_other_settings_is_refused(base, data, tmp_path, capsys, command):
     first = command.train(base, data, tmp_path / "first", "--max-steps", "1")
     run = tmp_path / "run"
-    for more, said in STARTS:
-        assert said in command.refusal(capsys, base, data, run, "--init", first, *more)
+    for more, named in STARTS:
+        line = command.refusal(capsys, base, data, run, "--init", first, *more)
+        assert all(one in line for one in named.split()), line
     assert "nowhere" in command.refusal(capsys, base, data, run, "--init", tmp_path / "nowhere")
     assert not (run / command.state).exists()
 
 
 BAD_OPTIONS = [
-    (MLX, ("--num-msa-layers", "9"), "num_msa_layers is 9 of 4 layers"),
-    (MLX, ("--draft-vocab-size", "999"), "draft_vocab_size is 999 of 64 tokens"),
+    (MLX, ("--num-msa-layers", "9"), "num_msa_layers 9 4"),
+    (MLX, ("--draft-vocab-size", "999"), "draft_vocab_size 999 64"),
     (MLX, ("--condition-rank", "4", *ALONE), "--condition-rank 4"),
-    (MLX, ("--lora-modules", "query"), "no linear module query"),
-    (TORCH, ("--lora-modules", "query"), "no linear module query"),
-    (MLX, ("--template", "no place"), "no place"),
+    (MLX, ("--lora-modules", "query"), "query"),
+    (TORCH, ("--lora-modules", "query"), "query"),
+    (MLX, ("--template", "no place"), "'no"),
     (MLX, ("--learning-rate", "nan"), "--learning-rate nan"),
-    (MLX, ("--main-weight", "1e38"), "the gradient of step"),
+    (MLX, ("--main-weight", "1e38"), "gradient 1"),
     (MLX, ("--rotation-step", "9", "--stream-design", "value_rotation"), "--rotation-step 9"),
     (TORCH, ("--max-steps", "0"), "--max-steps 0"),
     (MLX, ("--tree-size", "9999"), "--tree-size 9999"),
     (MLX, ("--cache-gb", "-1"), "--cache-gb -1"),
-    (TORCH, ("--data", "nowhere"), "does not exist"),
-    (MLX, ("--max-length", "1"), "no example that fits"),
+    (TORCH, ("--data", "nowhere"), "nowhere"),
+    (MLX, ("--max-length", "1"), "--max-length"),
     (MLX, ("--model", "nowhere/at/all"), "nowhere/at/all"),
     pytest.param(
         TORCH, ("--device", "cuda"), "cuda",
@@ -804,41 +767,42 @@ BAD_OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "more", "said"), BAD_OPTIONS)
-def test_bad_options_are_told_in_one_line(base, data, tmp_path, capsys, command, more, said):
-    assert said in command.refusal(capsys, base, data, tmp_path / "run", *more)
+@pytest.mark.parametrize(("command", "more", "named"), BAD_OPTIONS)
+def test_bad_options_are_one_line(base, data, tmp_path, capsys, command, more, named):
+    line = command.refusal(capsys, base, data, tmp_path / "run", *more)
+    assert all(mentions(line, one) for one in named.split()), line
     assert not (tmp_path / "run" / command.state).exists()
 
 
-def test_what_cannot_be_read_or_written_is_told(base, data, tmp_path, capsys):
+def test_what_cannot_be_read_or_written_is_named(base, data, tmp_path, capsys):
     run = tmp_path / "run"
     (tmp_path / "file").write_text("")
-    assert "cannot write" in MLX.refusal(capsys, base, data, tmp_path / "file")
+    assert str(tmp_path / "file") in MLX.refusal(capsys, base, data, tmp_path / "file")
     assert not run.exists()
     good = '{"prompt": "w1", "completion": "w2 w3"}\n'
-    for line, said in (
-        ("{", "train.jsonl, line 2"),
-        ('{"question": "w1"}', "train.jsonl, line 2, has question"),
-        ('{"prompt_tokens": ["w"], "completion_tokens": [3]}', "train.jsonl, line 2"),
-        ('{"prompt_tokens": [1], "completion_tokens": [64]}', "train.jsonl has the token id 64"),
-        ('{"prompt_tokens": [-1], "completion_tokens": [3]}', "train.jsonl, line 2, has -1"),
+    for line, named in (
+        ("{", "train.jsonl 2"),
+        ('{"question": "w1"}', "train.jsonl 2 question"),
+        ('{"prompt_tokens": ["w"], "completion_tokens": [3]}', "train.jsonl 2"),
+        ('{"prompt_tokens": [1], "completion_tokens": [64]}', "train.jsonl 64"),
+        ('{"prompt_tokens": [-1], "completion_tokens": [3]}', "train.jsonl 2 -1"),
     ):
         (tmp_path / "train.jsonl").write_text(good + line + "\n")
         (tmp_path / "valid.jsonl").write_text(good)
-        assert said in MLX.refusal(capsys, base, tmp_path, run)
+        assert mentions(found_in(MLX.refusal(capsys, base, tmp_path, run)), *named.split())
     (tmp_path / "train.jsonl").write_bytes(b"\xff\n")
-    assert "not UTF-8" in MLX.refusal(capsys, base, tmp_path, run)
+    assert mentions(MLX.refusal(capsys, base, tmp_path, run), "train.jsonl", "1")
 
 
 @both
-def test_a_full_disk_is_told_in_one_line(base, data, tmp_path, capsys, monkeypatch, command):
+def test_a_full_disk_is_one_line(base, data, tmp_path, capsys, monkeypatch, command):
     def write(self, path, identity):
         path.write_text("part")
         raise RuntimeError("[write] Unable to write 9 bytes to file.")
 
     monkeypatch.setattr(MlxTrainer if command is MLX else TorchTrainer, "write", write)
     out = tmp_path / "run"
-    assert "Unable to write 9" in command.refusal(capsys, base, data, out, "--max-steps", "1")
+    command.refusal(capsys, base, data, out, "--max-steps", "1")
     assert not list(out.glob("new.*")) and not (out / command.state).exists()
 
 
@@ -850,19 +814,20 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
     command.train(mine, data, tmp_path, "--max-steps", "3")
     before = state.read_bytes()
     for other in (("--seed", "5"), ("--dtype", "bfloat16")):
-        assert "holds a run with" in command.refusal(capsys, mine, data, tmp_path, *other)
+        line = command.refusal(capsys, mine, data, tmp_path, *other)
+        assert mentions(found_in(line), str(tmp_path), *other)
     mine.unlink()
     mine.symlink_to(real.write_base(tmp_path / "other", seed=1))
-    assert "another model to start from" in command.refusal(capsys, mine, data, tmp_path)
+    assert str(tmp_path) in found_in(command.refusal(capsys, mine, data, tmp_path))
     assert state.read_bytes() == before
     state.write_bytes(before[: len(before) // 2])
-    assert "cannot be read" in command.refusal(capsys, mine, data, tmp_path)
+    assert str(state) in command.refusal(capsys, mine, data, tmp_path)
 
 
 def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(TrainConfig, "learning_rate_at", lambda train, step, num_steps: 1e30)
-    said = TORCH.refusal(capsys, base, data, tmp_path, "--save-every", "1")
-    assert "the gradient of step 2 is nan" in said
+    line = TORCH.refusal(capsys, base, data, tmp_path, "--save-every", "1")
+    assert mentions(line, "gradient", "2", "nan")
     assert torch.load(tmp_path / TORCH.state, weights_only=True)["step"] == 1
 
 
@@ -877,8 +842,8 @@ def test_a_step_whose_gradient_is_no_number_changes_nothing(base, command):
         lower = trainer.objective.lower(batch)
         trainer.advance(batch, lower)
         if spoils:
-            said = real.refusal(trainer.advance, batch, lower * float("nan"))
-            assert "the gradient of step 2 is nan" in said
+            line = refusals.refusal(trainer.advance, batch, lower * float("nan"))
+            assert mentions(line, "gradient", "2", "nan")
         losses = trainer.advance(batch, lower)
         held = trainer.weights if command is MLX else trainer.named
         weights = {
@@ -937,9 +902,9 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
     folder = base if kind == "whole" else packed_base
     own = (*OWN, "--epochs", "6")
     result = MLX.train(folder, data, tmp_path, *own, "--task-lora", task)
-    assert "holds a run with" in MLX.refusal(capsys, folder, data, tmp_path, *own)
-    said = MLX.refusal(capsys, folder, data, tmp_path / "on", *own, "--init", result)
-    assert "give --task-lora, or --train-only streams" in said
+    assert str(tmp_path) in found_in(MLX.refusal(capsys, folder, data, tmp_path, *own))
+    line = MLX.refusal(capsys, folder, data, tmp_path / "on", *own, "--init", result)
+    assert mentions(line, "--task-lora", "--train-only streams")
     adapter = load_adapter(result)
     alone = load_adapter(task)
     assert adapter.config.adapter_scope == "streams" and alone.config.adapter_scope == "all"
@@ -995,7 +960,7 @@ def test_an_adapter_gets_a_start_from_the_root(base, data, tmp_path, command, ca
             assert found.config.root_init_rank == 3 and found.streams.root_init.b.any()
             assert found.config.starts_without_root
     assert part == "condition" and not (tmp_path / part).exists()
-    assert "--root-init-rank would do nothing here" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "--root-init-rank")
 
 
 def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_path, capsys):
@@ -1003,15 +968,15 @@ def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_p
         return MLX.refusal(capsys, base, data, tmp_path / "run", *more)
 
     own = (*OWN, "--task-lora")
-    assert "--task-lora with --adapter-scope all" in refused("--task-lora", task)
-    assert "no folder" in refused(*own, tmp_path / "none")
+    assert mentions(refused("--task-lora", task), "--task-lora", "--adapter-scope all")
+    assert str(tmp_path / "none") in refused(*own, tmp_path / "none")
     other = real.write_base(tmp_path / "other", norm=0.5)
     others = MLX.train(other, data, tmp_path / "others", *ALONE, "--max-steps", "1")
-    assert "belongs to another base model" in refused(*own, others)
+    assert mentions(refused(*own, others), "norm")
     (tmp_path / "mlx").mkdir()
     values = {"fine_tune_type": "full", "lora_parameters": {"scale": 2.0}}
     (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(values))
-    assert "says that the whole model was trained" in refused(*own, tmp_path / "mlx")
+    assert str(tmp_path / "mlx") in refused(*own, tmp_path / "mlx")
 
 
 @pytest.mark.slow
@@ -1039,8 +1004,8 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     assert max(gap(ours, found[0]), gap(found[1], found[0])) < 1e-4
     assert gap(load_torch_base(base)(torch.tensor([tokens])).logits[0, -1], found[0]) > 1e-2
 
-    assert "holds a run with" in TORCH.refusal(capsys, base, data, run, *own)
-    said = TORCH.refusal(capsys, base, data, tmp_path / "on", *own, "--init", run)
-    assert "give --task-lora, or --train-only streams" in said
-    said = TORCH.refusal(capsys, base, data, tmp_path / "new", "--task-lora", lora)
-    assert "--task-lora with --adapter-scope all" in said
+    assert str(run) in found_in(TORCH.refusal(capsys, base, data, run, *own))
+    line = TORCH.refusal(capsys, base, data, tmp_path / "on", *own, "--init", run)
+    assert mentions(line, "--task-lora", "--train-only streams")
+    line = TORCH.refusal(capsys, base, data, tmp_path / "new", "--task-lora", lora)
+    assert mentions(line, "--task-lora", "--adapter-scope all")

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from refusals import found_in, mentions, refusal
 from tokenizers import processors
 
 from ssmlx.commands.train_options import make_training_parser, read_train_config
-from ssmlx.errors import InputError
 from ssmlx.loading.folders import CONFIG_FILE
 from ssmlx.prompts import TokensBetweenTurns
 from ssmlx.training import data
@@ -70,8 +70,8 @@ def test_a_chat_is_learnt_under_the_models_template(tmp_path):
     assert found[0].tokens.tolist() == [9, 1, 9, 2, 9, 3, 8, 4, 5, END]
     assert found[0].start == 7
     assert found[1].tokens.tolist() == [9, 1, 8, 2, END]
-    with pytest.raises(InputError, match="the last one the assistant's"):
-        own.encode_row({"messages": messages[:3]})
+    refused = refusal(own.encode_row, {"messages": messages[:3]})
+    assert mentions(found_in(refused), "messages")
 
 
 def test_long_answers_are_cut_and_long_prompts_left_out(tmp_path):
@@ -89,9 +89,9 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     tokenizer._tokenizer.chat_template = "{{ raise_exception('no chats') }}"
     tokenizer.has_chat_template = True
     write(tmp_path / "x.jsonl", {"text": "w1 w2"}, {"prompt": "w1", "completion": "w2"})
-    with pytest.raises(InputError, match=r"x\.jsonl, line 2: .* \(no chats\)") as error:
-        data.read_examples(tmp_path / "x.jsonl", data.Encoder(tokenizer, None, END, 50))
-    assert str(error.value).count("expected") == 1
+    asked = (tmp_path / "x.jsonl", data.Encoder(tokenizer, None, END, 50))
+    line = refusal(data.read_examples, *asked)
+    assert mentions(found_in(line), "x.jsonl", "2", "no chats") and line.count("x.jsonl") == 1
 
 
 def test_answers_of_a_batch_start_in_one_column():
@@ -222,16 +222,16 @@ def test_settings_survive_json():
     "changed",
     [
         {"num_streams": -1}, {"learning_rate": 1e38}, {"schedule": "step"},
-        {"stream_weights": (0.1, 0.2)}, {"stream_design": "value_rotation"}, {"rotation_step": 0.1},
+        {"stream_weights": (0.1, 0.2)}, {"stream_design": "value_rotation", "rotation_step": 0.0},
+        {"rotation_step": 0.1},
         {"stream_init": "residual", "stream_init_rank": 0},
         {"stream_init": "identity", "stream_init_rank": 4},
         {"num_streams": 0, "adapter_scope": "streams"}, {"warmup": 1.0},
     ],
 )  # fmt: skip
 def test_nonsense_settings_are_refused_by_their_option(changed):
-    with pytest.raises(InputError, match="--") as error:
-        TrainConfig(**changed)
-    assert "\n" not in str(error.value)
+    line = refusal(TrainConfig, **changed)
+    assert any(mentions(line, f"--{name.replace('_', '-')}") for name in changed), line
 
 
 LOW = ("low_rank", 32)

@@ -1,9 +1,10 @@
 """Tiny random models for tests, and slow obvious versions of what the package computes."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from types import SimpleNamespace
 
@@ -316,6 +317,26 @@ def let_calls_take(monkeypatch, seconds_of) -> None:
     monkeypatch.setattr(StreamFusedModel, "lower", lower)
     monkeypatch.setattr(Backbone, "append", append)
     monkeypatch.setattr(time_calls, "time", SimpleNamespace(perf_counter=lambda: now))
+
+
+def all_pairs(*axes, times: int = 1, where=lambda *case: True) -> list[tuple]:
+    """Few combinations of the axes' values, in which any two values of different axes meet.
+
+    Args:
+        times: in how many combinations they meet, if there are as many.
+        where: whether a combination is possible.
+    """
+    possible = [case for case in product(*axes) if where(*case)]
+    random.Random(0).shuffle(possible)
+    pairs = {id(case): Counter(combinations(enumerate(map(id, case)), 2)) for case in possible}
+    missing = Counter(dict.fromkeys(set().union(*pairs.values()), times))
+    chosen: list[tuple] = []
+    while missing and possible:  # each next one brings the most
+        best = max(possible, key=lambda case: sum(missing[pair] for pair in pairs[id(case)]))
+        possible.remove(best)
+        chosen.append(best)
+        missing -= pairs[id(best)]
+    return chosen
 
 
 def slow(*cases, mark=pytest.mark.slow) -> list:

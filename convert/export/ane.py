@@ -105,9 +105,8 @@ class _NodeSlots(NamedTuple):
 class AneProfile(Profile):
     """A Llama, Mistral or Qwen decoder, channels first, on the reference's modules and weights."""
 
-    # the Neural Engine takes no wider tensor
     axis = 3
-    piece = 16384
+    piece = 16384  # the Neural Engine takes no wider tensor
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:

@@ -34,7 +34,7 @@ class WeightError:
     matrices: int
     weights: int  # numbers in them
     relative_rms: float  # root mean square of the differences over that of the weights
-    worst_relative_rms: float  # the same, of the matrix where it is largest
+    worst_relative_rms: float  # the same, of the worst matrix
     largest: float  # the largest difference
 
     def __str__(self) -> str:

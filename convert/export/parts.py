@@ -28,7 +28,7 @@ class Rows:
 
     positions: torch.Tensor  # [R] int32
     # [R] int32, where nodes' keys and values go; None for streams, which are not kept: they see
-    # each other behind the slots
+    # each other after the slots
     slots: torch.Tensor | None
     mask: torch.Tensor  # [1, 1, R, S] additive, of streams [1, 1, R, S + R]
     caches: Sequence[torch.Tensor]  # keys and values of every layer, in turn

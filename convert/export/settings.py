@@ -12,7 +12,7 @@ class GraphSizes:
     """With the model, they decide every shape of both functions; letters as in `graph.py`."""
 
     num_nodes: int  # N, rows of a decode step; trees of fewer nodes are filled up
-    num_kept: int  # M, nodes that pruning keeps; N where nothing is pruned
+    num_kept: int  # M, nodes that pruning keeps; N if nothing is pruned
     num_parents: int  # I, leading nodes that may have children, for the early exit
     num_streams: int  # G, streams in use
     tree: Any  # `ssmlx.exported.manifest.TreeShape`

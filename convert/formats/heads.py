@@ -36,8 +36,8 @@ from ssmlx.errors import require
 from ssmlx.json_files import build_settings, read_json
 from ssmlx.loading.adapter import cast_stream_tensors, check_draft_vocab
 from ssmlx.loading.files import write_whole
-from ssmlx.loading.head_tensors import MEDUSA_PREFIX
 from ssmlx.loading.identity import BaseIdentity
+from ssmlx.loading.stored_tensors import MEDUSA_PREFIX
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.backbone import Backbone
 

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.errors import require
-from ssmlx.json_files import read_json
+from ssmlx.json_files import build_settings, read_json
 from ssmlx.loading.lora_files import SCALE
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.settings import StreamConfig
@@ -92,7 +92,7 @@ def read_stream_config(path: Path) -> StreamConfig:
     prune = values.pop("prune_adapter", None) or {}
     own = "an object with a rank, or null"
     _require(isinstance(prune, dict), path, "prune_adapter", prune, own)
-    config = StreamConfig.from_dict({"prune_rank": prune.get("rank", 0), **values})
+    config = build_settings(StreamConfig, {"prune_rank": prune.get("rank", 0), **values}, path)
     layer = config.insertion_layer
     for name, found, expected in (
         ("format", values.get("format", FORMAT), FORMAT),

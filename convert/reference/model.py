@@ -132,7 +132,7 @@ class _Rows:
 
 class _CallRows(NamedTuple):
     nodes: _Rows
-    streams: _Rows | None  # None where no node carries streams
+    streams: _Rows | None  # None if no node carries streams
     anchors: torch.Tensor  # [K] or [B, K], the node rows that carry streams
 
 
@@ -476,7 +476,7 @@ class StreamFusedReference(Module):
         for (what, expected), given in zip(shapes.items(), (positions, visible), strict=True):
             if given.shape != expected:
                 raise ValueError(f"{what} has shape {tuple(given.shape)}, expected {expected}")
-        # What the root is behind the last row, nobody says.
+        # The token after the last row is not known.
         known = length - (self.root_init is not None)
         anchors = torch.arange(known) if stream_rows is None else stream_rows
         anchors = anchors if num_streams else anchors[..., :0]

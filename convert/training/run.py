@@ -85,7 +85,7 @@ class TermRows(NamedTuple):
     states: torch.Tensor  # [R, D]
     head: torch.Tensor  # [V, D]
     bias: torch.Tensor | None  # [V]
-    targets: torch.Tensor  # [R], `IGNORED` where there is none
+    targets: torch.Tensor  # [R], `IGNORED` if there is none
 
 
 class TorchObjective(Objective):

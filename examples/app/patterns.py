@@ -49,7 +49,7 @@ async def answer_until_enough(
         async for segment in answer:
             text += segment.text
             if is_enough(text):
-                answer.cancel()  # does not wait; the loop ends behind the call that runs now
+                answer.cancel()  # does not wait; the loop ends after the call that runs now
     return text
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.commands.drafting_lines import cost_table_rows
+from ssmlx.commands.learned_lines import cost_table_rows
 from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.generation.learned import learned_of
@@ -60,7 +60,7 @@ Writes bench.json and .txt into --out. What there is no time for is left out, an
 says so."""
 Now = Callable[[], float]
 CONTEXTS = (2000,)
-CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
+CONTEXT_TOKENS = 24  # about what the answers have: after its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
 BAR = "{l_bar}{bar}"

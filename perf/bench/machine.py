@@ -26,13 +26,11 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXT = 128  # tokens in front of the rows
 TURNS = (3, 40)  # of all numbers of rows: at least and at most
 WARM_TURNS = 1  # that do not count
-# tiny kernels that wait for each other
-CHAINS = (200, 3200)
+CHAINS = (200, 3200)  # tiny kernels that wait for each other
 CHAIN_TURNS = 5
-# steps, tokens of a cache, seconds
 LAUNCH_STEPS = 16
-LAUNCH_ROOM = 4096
-PAUSE = 0.02
+LAUNCH_ROOM = 4096  # tokens of a cache
+PAUSE = 0.02  # seconds
 
 Clock = Callable[[], float]
 

@@ -170,7 +170,7 @@ def answer_by_all_systems(
 def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any]:
     """Shares of chains accepted up to each level; tokens per call without the prompts'."""
     model, head = load_torch_model(folder)
-    accepted = []  # drafted tokens accepted behind each token of each answer
+    accepted = []  # drafted tokens accepted after each token of each answer
     for prompt, answer in texts:
         text = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():

@@ -61,7 +61,7 @@ class Experiment:
     systems: Sequence[System]
     # examples and data: what is asked, and what that is called
     examples: Sequence[Example]
-    task: Task | None = None  # how answers are judged; None where they are only timed or compared
+    task: Task | None = None  # how answers are judged; None if they are only timed or compared
     data: str = ""
     # why a system does not take part, by its name
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Experiment:
             "dtype": weights.dtype,
             "rounds": weights.rounds,
             "system": system.name,
-            # Speeds compare where systems took turns: other systems beside it are another run.
+            # Speeds compare if systems took turns: with other systems beside it, it is another run.
             "systems": [other.name for other in self.systems],
             "kind": system.kind,
             "config": asdict(system.config),
@@ -172,7 +172,7 @@ class Measured:
     prompts: Sequence[list[int]]
     answers: AnswersBySystem
     load: str
-    # costs that each system knew as the run began; None where it learns none, or nobody knows
+    # costs that each system knew as the run began; None if it learns none, or if unknown
     num_costs: Mapping[str, int | None] = field(default_factory=dict)
 
     def answers_of_first_repeat(self, system_name: str) -> list[Kept]:
@@ -344,7 +344,7 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
     """Its levels and nodes, and the settings that shape it; empty without drafters."""
     if not drafters:
         return {}
-    drafter = drafters[0]  # the first where several may draft
+    drafter = drafters[0]  # the first, if several may draft
     config = system.config
     shapes = {name: asdict(config)[name] for name in ("tree", "prune")}
     if config.drafter is not None and (own := settings_in(config, config.drafter)) is not None:

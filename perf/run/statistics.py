@@ -65,7 +65,7 @@ def _bootstrap_over_prompts(
 
 
 def _ratio_of_sums(pair: Any) -> Any:
-    """[2, resamples, prompts] to [resamples]; 0 where nothing is below the line."""
+    """[2, resamples, prompts] to [resamples]; 0 if the denominator is 0."""
     above, below = pair.sum(axis=-1)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 

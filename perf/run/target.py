@@ -83,7 +83,7 @@ class Weights:
     draft_head: str = "stored"  # as `ssmlx.load` takes it
     adapter: StreamAdapter | None = None  # streams and LoRA; None for the base alone
     folder: Path | None = None  # of the adapter
-    # what each of `CHECKPOINTS` drafts with, where it is given
+    # what each of `CHECKPOINTS` drafts with, if given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
     # holds what answers teach of calls' costs; None for the user's cache folder
     costs: Path | None = None

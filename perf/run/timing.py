@@ -21,7 +21,7 @@ class TimedCall(NamedTuple):
     tokens: int  # that it advanced by
     context: int  # tokens committed before it
     seconds: float  # since the call before it gave its tokens
-    drafter: str | None = None  # of the tree that it verified, where several may draft
+    drafter: str | None = None  # of the tree that it verified, if several may draft
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TimedAnswer:
     decode_seconds: float  # from the first token to the last
     prefill_seconds: float = 0.0  # until the first token
     draft_calls: int = 0  # forward passes of a draft model
-    peak_bytes: int = 0  # most memory in use on top of what was there before; 0 where not measured
+    peak_bytes: int = 0  # most memory in use on top of what was there before; 0 if not measured
     calls: list[TimedCall] = field(default_factory=list)  # all but the prompt's
 
     @property

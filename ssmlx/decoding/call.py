@@ -155,11 +155,14 @@ def verify_tree(
     nodes = model.node_rows(tree, cache)
     lower_taps: LayerInputs = {layer: None for layer in taps if layer < split}
     upper_taps: LayerInputs = {layer: None for layer in taps if layer >= split}
+    # Lower layers: M of the nodes (3.2.2, eq. 4).
     hidden = model.lower(tree, cache, nodes, lower_taps)
     position = cache.root_position
     known = sampler if acceptance.kind == "exact" else GREEDY
     noise = known.noise(position, tree.paths.shape[1])
+    # Pruning by early exit (3.2.3).
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, noise)
+    # Streams start (eq. 3), and run with the nodes through the upper layers (eqs. 1 and 2).
     rows = model.insert(hidden, streams_per_node)
     rows = model.upper(
         rows, kept, cache, streams_per_node, nodes if kept is tree else None, tapped=upper_taps
@@ -177,6 +180,7 @@ def verify_tree(
             **{layer: found[:, :count] for layer, found in filled_taps(upper_taps).items()},
         },
     )
+    # Verification (A.1).
     decided = decide_and_accept(model, kept, output.logits, sampler, positions, acceptance)
     accepted = decided[1]
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
@@ -295,9 +299,8 @@ def resolve_row_on_rank0(
     """[R] `tokens`, with one row decided among all V tokens if it was unresolved."""
     if not sampler.may_leave_unresolved:
         return tokens
-    return model.backbone.broadcast_from_rank0(sampler.resolve_row(tokens, logits, positions, row))[
-        0
-    ]
+    resolved = sampler.resolve_row(tokens, logits, positions, row)
+    return model.backbone.broadcast_from_rank0(resolved)[0]
 
 
 def decide_and_accept(

@@ -12,13 +12,12 @@ from .drafter import Drafter, Taps
 
 def scratch_rows(drafters: Iterable[Drafter]) -> int:
     """Rows that a cache must keep before the committed ones, for the neediest of `drafters`."""
-    return max((_scratch_rows_of(drafter) for drafter in drafters), default=0)
-
-
-def _scratch_rows_of(drafter: Drafter) -> int:
-    # The path of the call before is not committed yet, unless that call is read first.
-    path = 0 if drafter.needs.host_tokens else drafter.largest.levels + 1
-    return drafter.largest.nodes * (1 + drafter.needs.streams) + path
+    most = 0
+    for drafter in drafters:
+        # The path of the call before is not committed yet, unless that call is read first.
+        path = 0 if drafter.needs.host_tokens else drafter.largest.levels + 1
+        most = max(most, drafter.largest.nodes * (1 + drafter.needs.streams) + path)
+    return most
 
 
 @dataclass

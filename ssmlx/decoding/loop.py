@@ -145,12 +145,14 @@ def plain_decode(
 
 def speculative_decode(
     model: StreamFusedModel,
-    prompt: list[int],
+    prompt: list[int],  # one token or more, which follow those in `cache`
+    # drops uncounted paths; at each step it holds every token so far, or all but the last
     cache: TextCache,
     *,
-    drafters: Sequence[Drafter],
+    drafters: Sequence[Drafter],  # each under the name in its `largest` shape
+    # always the first drafter's largest tree, unless given
     controller: DraftController | None = None,
-    context: Sequence[int] = (),
+    context: Sequence[int] = (),  # the tokens that `cache` holds, or the last of them
     prune: PruneConfig = NO_PRUNING,
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
@@ -345,16 +347,16 @@ class _SpeculativeLoop:
     ) -> Generator[Step | None, None, _RunningCall]:
         """Yield what a read call brought, and build and launch the next one."""
         # The first token is waited for, and nothing may follow the last.
-        is_given_first = step.part.is_last or running.is_prompts
+        yields_first = step.part.is_last or running.is_prompts
         if drafts is not None and not self.text.has_started(drafts.drafter):
-            is_given_first = True  # that may take as long as many calls
+            yields_first = True  # that may take as long as many calls
         self.commit(running.call, step)
-        if is_given_first:
+        if yields_first:
             yield from self.watch.yield_untimed(step)
         if tree is None:
             tree = yield from self.draft(running.call, len(step.tokens), drafts)
         following = self.launch_tree(running, tree, drafts)
-        if not is_given_first:
+        if not yields_first:
             yield from self.watch.yield_untimed(step)
         return following
 

@@ -24,9 +24,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 
 from ..errors import join_first, quoted, require
-from ..loading.head_tensors import MTP_PREFIX, is_mtp_name
-from ..loading.load import open_config
-from ..loading.stored_tensors import tensor_names
+from ..loading.model_config import open_config
+from ..loading.stored_tensors import MTP_PREFIX, is_mtp_name, tensor_names
 from ..loading.tensors import check_tensors
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS

@@ -79,28 +79,26 @@ def _refuse_without_loaded(name: str) -> NoReturn:
 DrafterArgument = str | Loaded | Sequence[str | Loaded]
 
 
-def split_drafter_arguments(
-    config: GenerateConfig,
-    *arguments: DrafterArgument | None,  # `drafter=` and the like
+def split_drafter(
+    config: GenerateConfig, drafter: DrafterArgument | None
 ) -> tuple[GenerateConfig, list[Loaded]]:
     """The settings with the drafter that is named and what is set after its name, and what was
     loaded, in order."""
     named: list[str] = []
     loaded: list[Loaded] = []
-    for argument in arguments:
-        several = isinstance(argument, Sequence) and not isinstance(argument, str)
-        for one in cast("Sequence[str | Loaded | None]", argument if several else [argument]):
-            if isinstance(one, str):
-                named.append(one)
-            elif one is not None:
-                require(
-                    hasattr(one, "drafter"),
-                    f"drafter= is {quoted(one)}",
-                    expected="a drafter's name, or what `load_draft_model`, `load_heads` or "
-                    "`load_mtp` returns",
-                    do="give one of these",
-                )
-                loaded.append(one)
+    several = isinstance(drafter, Sequence) and not isinstance(drafter, str)
+    for one in cast("Sequence[str | Loaded | None]", drafter if several else [drafter]):
+        if isinstance(one, str):
+            named.append(one)
+        elif one is not None:
+            require(
+                hasattr(one, "drafter"),
+                f"drafter= is {quoted(one)}",
+                expected="a drafter's name, or what `load_draft_model`, `load_heads` or "
+                "`load_mtp` returns",
+                do="give one of these",
+            )
+            loaded.append(one)
     require(
         len(set(named)) < 2,
         f"drafter= names {' and '.join(named)}",

@@ -77,7 +77,7 @@ class _OpenCall:
     tries: int = 0
     next_try: int = 0  # least number of characters at which it is read next
 
-    def is_to_be_read(self, text: str) -> bool:
+    def is_due(self, text: str) -> bool:
         ends = self.form.ends
         start = max(0, self.searched - max(map(len, ends), default=0))
         found = _any_of(tuple(ends)).finditer(text, start) if ends else ()
@@ -233,7 +233,7 @@ class AnswerReader:
 
     def _step_in_call(self, call: _OpenCall, found: list[Piece]) -> bool:
         """Read the call if it is time; returns whether it is finished, as a call or as text."""
-        if not call.is_to_be_read(self._text):
+        if not call.is_due(self._text):
             return False
         is_read = self._read_call(call, found, is_whole=False)
         if is_read is None:

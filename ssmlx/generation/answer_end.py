@@ -21,7 +21,7 @@ class AnswerText:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, behind)
         self._stop = stop
-        self._text = ""  # what was not given out yet
+        self._text = ""  # that no segment has had yet
         self._end: int | None = None  # where a stop string begins in it
         # The stop string that was found.
         self.ended_by: str | None = None
@@ -55,10 +55,10 @@ class AnswerText:
         """Characters at the end of the text that may begin a stop string."""
         longest = max(map(len, self._stop), default=0) - 1
         sizes = range(min(longest, len(self._text)), 0, -1)
-        return next((size for size in sizes if self._is_begun_by(self._text[-size:])), 0)
-
-    def _is_begun_by(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
+        for size in sizes:
+            if any(stop.startswith(self._text[-size:]) for stop in self._stop):
+                return size
+        return 0
 
 
 @dataclass

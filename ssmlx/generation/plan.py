@@ -18,7 +18,7 @@ from ..drafters.registry import (
     build_drafter,
     drafter_class,
     needed_capability,
-    split_drafter_arguments,
+    split_drafter,
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import InputError, require
@@ -114,7 +114,7 @@ def make_plan(
     """
     config = replace(config or GenerateConfig(), **settings)
     config = config.following(model.backbone.origin.sampling)
-    config, given = split_drafter_arguments(config, drafter)
+    config, given = split_drafter(config, drafter)
     kind, loaded = choose_drafter(model, config, given)
     sampling = Sampling(config, model.backbone.vocab_size)
     complete = config.with_default_shape()
@@ -149,7 +149,7 @@ def make_plan(
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
     """Whether a controller decides what is drafted: the settings leave it open."""
-    # A model that is split over machines would decide by seconds of each.
+    # The machines of a split model would each decide by seconds of their own.
     return config.is_controlled and model.backbone.group is None
 
 
@@ -222,7 +222,7 @@ def choose_drafter(
         name != "streams" or model.num_streams > 0,
         f"{cause} was asked for, but the model has no streams",
         expected="an adapter with streams",
-        do="give --adapter FOLDER, another --drafter, or --decoding plain",
+        do="use --adapter FOLDER, another --drafter, or --decoding plain",
     )
     return ChosenDrafter(name, loaded)
 
@@ -247,7 +247,7 @@ def _require_verifiable(model: StreamFusedModel, drafter: str) -> None:
         raise InputError(
             f"{drafter} proposes trees, and {reason}",
             expected="a drafter that proposes chains",
-            do="use --drafter prompt-lookup or a draft model, or leave it out",
+            do="use --drafter prompt-lookup or a draft model, or omit --drafter",
         )
     capabilities.require(needed, "drafting")
 
@@ -287,9 +287,9 @@ def decode_plan(
     """
     require(
         len(context) == cache.offset or not (context or plan.needs_context_tokens),
-        f"{len(context)} tokens of context for a cache of {cache.offset}",
+        f"{len(context)} tokens of context for a cache of {cache.offset} tokens",
         expected="the whole text, which drafters and penalties read",
-        do="give context=, the tokens in the cache",
+        do="pass context=, the tokens in the cache",
     )
     shared: dict[str, Any] = {
         "context": context,

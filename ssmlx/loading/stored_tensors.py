@@ -11,6 +11,8 @@ from ..errors import InputError
 from ..json_files import parse_json
 from .folders import files_in_weight_index
 
+MEDUSA_PREFIX = "medusa_head."  # of Medusa heads that are among the model's own weights (Medusa-2)
+MTP_PREFIX = "mtp."  # of a head for multi-token prediction; another prefix may come first
 _MOST_HEADER = 2**28  # bytes
 
 
@@ -65,3 +67,12 @@ def weight_files(folder: Path) -> list[Path]:
 def tensor_names(folder: Path) -> dict[str, Path]:
     """All tensors in a folder's `weight_files`, each with the last file that has it."""
     return {one.name: path for path in weight_files(folder) for one in read_header(path)}
+
+
+def is_mtp_name(name: str) -> bool:
+    return name.startswith(MTP_PREFIX) or f".{MTP_PREFIX}" in name
+
+
+def is_head_name(name: str) -> bool:
+    """Whether a tensor of a model's own weights is a drafting head's: a Medusa or an MTP head."""
+    return name.startswith(MEDUSA_PREFIX) or is_mtp_name(name)

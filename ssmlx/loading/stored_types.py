@@ -17,8 +17,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from ..errors import InputError, join_first, quoted, require
 from ..json_files import read_json
-from .head_tensors import MEDUSA_PREFIX, is_mtp_name
-from .stored_tensors import StoredTensor, read_header
+from .stored_tensors import StoredTensor, is_head_name, read_header
 
 # `quant_method` that mlx-lm's loader takes; it refuses some of their forms by itself.
 _METHODS = (
@@ -37,24 +36,24 @@ _BY_DEFAULT = {"num_bits": 8, "symmetric": True, "type": "int"}
 _FOUR_BITS = {**_BY_DEFAULT, "num_bits": 4}
 _SCALES = re.compile(r"(.+?)[._](?:weight_)?(?:global_)?scale")
 _EXPECTED = "weights of float16, bfloat16 or float32, or quantised by mlx-lm"
-_DO = "take the model in bfloat16, or one that mlx-lm converted"
+_DO = "use the model in bfloat16, or one that mlx-lm converted"
 
 
-def require_known_packing(folder: Path, config: Mapping[str, Any]) -> None:
+def require_known_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse weights that nobody would decode, by settings and headers; no weights are read."""
     is_mlx_own = config.get("quantization") is not None
     method = None if is_mlx_own else _require_known_method(folder, config)
     stored: dict[str, StoredTensor] = {}
     with suppress(InputError, OSError):  # mlx-lm's loader says which header cannot be read
         for path in sorted(folder.glob("model*.safetensors")):
-            stored |= {one.name: one for one in read_header(path) if not _is_of_head(one.name)}
+            stored |= {one.name: one for one in read_header(path) if not is_head_name(one.name)}
     odd = [one for one in stored.values() if one.dtype not in _FLOATS]
     unread = [one for one in odd if one.dtype not in _PACKED]
-    _refuse_if_any(folder, unread, "which MLX does not read")
+    _refuse_if_any(folder, unread, "which MLX cannot read")
     scaled = {_scaled_by(name) for name in stored}
     packed = [one for one in odd if _is_weight(one) and "scale" not in one.name]
     bare = [one for one in packed if one.name.removesuffix(".weight") not in scaled]
-    _refuse_if_any(folder, bare, "without scales, by which they would be numbers")
+    _refuse_if_any(folder, bare, "without the scales that decode them")
     if is_mlx_own or (method is not None and method != "fp8"):
         return
     fp8 = [one for one in packed if one.dtype == "F8_E4M3"]
@@ -79,7 +78,7 @@ def refuse_other_types(model_class: Any, folder: Path) -> Any:
             wrong = [
                 f"{name} of {str(given.dtype).removeprefix('mlx.core.')}"
                 for name, given in file_or_weights
-                if name in own and _is_packed(given) != _is_packed(own[name])
+                if name in own and _is_quantised(given) != _is_quantised(own[name])
             ]
             require(
                 not wrong,
@@ -93,7 +92,7 @@ def refuse_other_types(model_class: Any, folder: Path) -> Any:
     return OfItsOwnTypes
 
 
-def _is_packed(array: mx.array) -> bool:
+def _is_quantised(array: mx.array) -> bool:
     return not mx.issubdtype(array.dtype, mx.floating)
 
 
@@ -113,12 +112,12 @@ def _require_known_method(folder: Path, config: Mapping[str, Any]) -> str | None
     method = found.get("quant_method") if isinstance(found, dict) else None
     told = f"is quantised by {quoted(method)}"
     if method is None:
-        told = f"says {quoted(found)} of how it is quantised, and no quant_method"
+        told = f"describes its quantisation by {quoted(found)}, without a quant_method"
     require(
         isinstance(method, str) and method in _METHODS,
         f"{folder} {told}",
         expected=f"{_EXPECTED}, or by one of {', '.join(_METHODS)}",
-        do=f"{_DO}; if its weights are floats, take quantization_config out of config.json",
+        do=f"{_DO}; if its weights are floats, remove quantization_config from config.json",
     )
     if method == "compressed-tensors" and found.get("format") == "pack-quantized":
         _require_four_bits(folder, found.get("config_groups"))
@@ -140,15 +139,10 @@ def _require_four_bits(
     wrong = [one for one in stated if one != _FOUR_BITS]
     require(
         bool(stated) and not wrong,
-        f"{folder} has weights packed by compressed-tensors, of {quoted(wrong or groups)}",
-        expected=f"{_FOUR_BITS}, as mlx-lm takes all of them to be",
+        f"{folder} has weights packed by compressed-tensors as {quoted(wrong or groups)}",
+        expected=f"{_FOUR_BITS}, which mlx-lm assumes of all of them",
         do=_DO,
     )
-
-
-def _is_of_head(name: str) -> bool:
-    """The model leaves these out, see `head_tensors`."""
-    return name.startswith(MEDUSA_PREFIX) or is_mtp_name(name)
 
 
 def _is_weight(one: StoredTensor) -> bool:

@@ -149,6 +149,7 @@ class StreamFusedModel:
     ) -> None:
         self.backbone = backbone
         self.config = config
+        self.adapter_name: str | None = "none"  # as it was asked for; None for streams of its own
         self.streams = streams
         self._scope = scope or RowScope()
         self.lora_digest: str | None = None  # of LoRA on every row, if there is any

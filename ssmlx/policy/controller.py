@@ -309,7 +309,8 @@ class Controller:
         if probed is not None:
             return Decision(probed)
         fastest = max(candidates, key=self._favoured_speed)
-        pays = self._is_fast_enough(fastest) and self._may_lose(fastest)
+        least_speed = ENTER_SPEED if self._pending is None else LEAVE_SPEED
+        pays = fastest.speed > least_speed and self._may_lose(fastest)
         probe = self._choose_probe(fastest.speed if pays else 1.0)
         if probe is not None:
             return probe
@@ -379,10 +380,6 @@ class Controller:
 
     def _favoured_speed(self, one: Candidate) -> float:
         return one.speed * (STAY_BONUS if one.shape == self._pending else 1)
-
-    def _is_fast_enough(self, one: Candidate) -> bool:
-        """Whether a candidate is fast enough to go on drafting, or to begin."""
-        return one.speed > (ENTER_SPEED if self._pending is None else LEAVE_SPEED)
 
     def _may_lose(self, one: Candidate) -> bool:
         """Whether a candidate may be drafted even if its call then brings one token."""

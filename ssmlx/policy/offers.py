@@ -178,15 +178,10 @@ CHAIN_NODES = (2, 4, 8, 16, 24, 32)
 """Nodes of the chains that are offered: few, for every number is another kernel to compile."""
 
 
-def match_bucket(length: int) -> int:
-    """The index of the last of `MATCH_LENGTHS` that a match of `length` tokens reaches."""
-    return bisect_right(MATCH_LENGTHS, length) - 1
-
-
 @lru_cache(maxsize=4096)
 def match_ratio(drafter: str, length: int) -> tuple[str, float]:
-    """The name of the acceptance ratio of drafts after such a match, and its first value."""
-    bucket = match_bucket(length)
+    """The acceptance ratio of drafts after a match of `length` tokens: its name and first value."""
+    bucket = bisect_right(MATCH_LENGTHS, length) - 1
     return f"{drafter} {MATCH_LENGTHS[bucket]}", FIRST_RATIOS[bucket]
 
 

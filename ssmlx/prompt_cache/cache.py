@@ -18,7 +18,7 @@ from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
 from ..loading.identity import CacheKey
-from ..mlx_thread import run_on_mlx_thread, unless_forked
+from ..mlx_thread import on_mlx_thread, run_on_mlx_thread, unless_forked
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
@@ -138,6 +138,7 @@ class PromptCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @on_mlx_thread
     def take(
         self, model: StreamFusedModel, tokens: Sequence[int], scratch: int = 0
     ) -> tuple[TextCache, int]:
@@ -155,8 +156,20 @@ class PromptCache:
             A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
             An empty one, and 0, if nothing is known.
         """
-        return run_on_mlx_thread(lambda: self._take(model, tuple(tokens[:-1]), scratch))
+        known = tuple(tokens[:-1])
+        key, folder = self._key_and_folder(model)
+        entry, count = self._find(key, known)
+        if folder is not None:
+            path, in_file = folder.find_longest_match(key, known)
+            if path is not None and in_file > count:
+                entry, count = self._load(path, model, key, known) or (entry, count)
+        if entry is None:
+            return model.make_cache(scratch), 0
+        cache = entry.cache.fork(count)
+        mx.eval(cache.state)
+        return cache, count
 
+    @on_mlx_thread
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TextCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
@@ -171,7 +184,18 @@ class PromptCache:
             tokens: the prompt, or its beginning.
             cache: what the model computed of `tokens`; it may hold more of a text after them.
         """
-        run_on_mlx_thread(lambda: self._put(model, tuple(tokens), cache))
+        key, folder = self._key_and_folder(model)
+        with self._lock:
+            answers = self._answers.get(key)
+        if self._pool is not None and answers is not None:  # they may have grown
+            self._pool.keep_or_free(answers, answers.nbytes)
+        held = tuple(tokens[: cache.longest_keepable(min(len(tokens), cache.offset))])
+        _, count = self._find(key, held)
+        if held and count < len(held):
+            fork = cache.fork(len(held))
+            mx.eval(fork.state)
+            entry = _Entry(key, held, fork, weakref.ref(self), is_written=folder is None)
+            self._add(entry)
 
     def identify(self, model: StreamFusedModel) -> None:
         """Find out now what tells a model's prompts from others', before its first answer.
@@ -183,6 +207,7 @@ class PromptCache:
         """
         self._key_and_folder(model)
 
+    @on_mlx_thread
     def count_in(self, pool: MemoryPool) -> None:
         """Count what is kept in `pool`, until `count_out`.
 
@@ -191,34 +216,27 @@ class PromptCache:
         Args:
             pool: of an engine whose answers begin with these prompts.
         """
+        if pool not in self._pools:
+            self._pools.append(pool)
+            if pool is self._pool:
+                self._count_all(pool)
 
-        def count_on_mlx_thread() -> None:
-            if pool not in self._pools:
-                self._pools.append(pool)
-                if pool is self._pool:
-                    self._count_all(pool)
-
-        run_on_mlx_thread(count_on_mlx_thread)
-
+    @on_mlx_thread
     def count_out(self, pool: MemoryPool) -> None:
         """Count nothing in `pool` any more, but in the next that `count_in` was called with.
 
         Args:
             pool: as `count_in` took it; nothing changes for another one.
         """
-
-        def count_out_on_mlx_thread() -> None:
-            if pool not in self._pools:
-                return
-            was_first = pool is self._pool
-            self._pools.remove(pool)
-            if was_first:
-                for one in self._all_kept():
-                    pool.forget(one)
-                if self._pool is not None:
-                    self._count_all(self._pool)
-
-        run_on_mlx_thread(count_out_on_mlx_thread)
+        if pool not in self._pools:
+            return
+        was_first = pool is self._pool
+        self._pools.remove(pool)
+        if was_first:
+            for one in self._all_kept():
+                pool.forget(one)
+            if self._pool is not None:
+                self._count_all(self._pool)
 
     @property
     def _pool(self) -> MemoryPool | None:
@@ -281,26 +299,8 @@ class PromptCache:
                 return CacheKey.in_files(model), folder
             # The model was changed on disk after it was loaded.
             except (InputError, OSError) as error:
-                _log.warning("prompts are kept in memory alone: %s", error)
+                _log.warning("prompts are kept in memory only: %s", error)
         return CacheKey.of(model), None
-
-    def _take(
-        self,
-        model: StreamFusedModel,
-        tokens: Tokens,  # the prompt without its last one
-        scratch: int,
-    ) -> tuple[TextCache, int]:
-        key, folder = self._key_and_folder(model)
-        entry, count = self._find(key, tokens)
-        if folder is not None:
-            path, in_file = folder.find_longest_match(key, tokens)
-            if path is not None and in_file > count:
-                entry, count = self._load(path, model, key, tokens) or (entry, count)
-        if entry is None:
-            return model.make_cache(scratch), 0
-        cache = entry.cache.fork(count)
-        mx.eval(cache.state)
-        return cache, count
 
     def _load(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
@@ -317,21 +317,6 @@ class PromptCache:
         entry = _Entry(key, found, cache, weakref.ref(self), is_written=True)
         self._add(entry)
         return entry, entry.shared(key, tokens)
-
-    def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TextCache) -> None:
-        key, folder = self._key_and_folder(model)
-        with self._lock:
-            answers = self._answers.get(key)
-        # They have grown since.
-        if self._pool is not None and answers is not None:
-            self._pool.keep_or_free(answers, answers.nbytes)
-        tokens = tokens[: cache.longest_keepable(min(len(tokens), cache.offset))]
-        _, count = self._find(key, tokens)
-        if tokens and count < len(tokens):
-            fork = cache.fork(len(tokens))
-            mx.eval(fork.state)
-            entry = _Entry(key, tokens, fork, weakref.ref(self), is_written=folder is None)
-            self._add(entry)
 
     def _find(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry in memory that shares most with `tokens`, the latest used now; how many."""
@@ -389,4 +374,4 @@ class PromptCache:
         try:
             self._folder.save(entry.key, entry.tokens, cache, run_on_mlx_thread)
         except OSError as error:
-            _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)
+            _log.warning("a prompt could not be written to %s: %s", self._folder.path, error)

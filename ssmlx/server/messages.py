@@ -1,6 +1,7 @@
 """Anthropic's messages: reads their requests, and writes their replies."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any
 
@@ -20,6 +21,7 @@ from .requests import (
     Waiting,
 )
 from .typed_blocks import (
+    Named,
     Turns,
     listed_tools,
     mark_groups,
@@ -55,17 +57,17 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
     form = read_typed(body, "output_config", dict, {}).get("format")
     translated = {
-        "stop": body.get("stop_sequences"),
+        "messages": Named("messages", turns.joined()),
+        "tools": Named("tools", offered.tools),
+        "stop": Named("stop_sequences", body.get("stop_sequences")),
         "response_format": only_value(
-            {"output_config.format": form, "output_format": body.get("output_format")}
+            Named("output_config.format", form), Named("output_format", body.get("output_format"))
         ),
-        "chat_template_kwargs": template_args,
+        "chat_template_kwargs": Named("chat_template_kwargs", template_args),
     }
-    names = {
-        "stop": "stop_sequences",
-        "response_format": "output_config.format" if form else "output_format",
-    }
-    return read_as_chat(body, translated, turns, offered, config, names)
+    left_out = (*turns.left_out, *offered.left_out)
+    ask = read_as_chat(body, translated, config)
+    return replace(ask, left_out=left_out, namespaced=offered.namespaced)
 
 
 # What the end of a stream says of a message's usage.

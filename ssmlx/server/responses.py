@@ -21,6 +21,7 @@ from .requests import (
     ToolCallPart,
 )
 from .typed_blocks import (
+    Named,
     Turns,
     listed_tools,
     mark_groups,
@@ -51,20 +52,19 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "parameters")
     effort = read_typed(body, "reasoning", dict, {}).get("effort")
     translated = {
-        "tool_choice": _with_offered_names(body.get("tool_choice")),
-        "max_tokens": body.get("max_output_tokens"),
-        "response_format": read_typed(body, "text", dict, {}).get("format"),
+        "messages": Named("input", turns.joined()),
+        "tools": Named("tools", offered.tools),
+        "tool_choice": Named("tool_choice", _with_offered_names(body.get("tool_choice"))),
+        "max_tokens": Named("max_output_tokens", body.get("max_output_tokens")),
+        "response_format": Named("text.format", read_typed(body, "text", dict, {}).get("format")),
         "reasoning_effort": only_value(
-            {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
+            Named("reasoning.effort", effort),
+            Named("reasoning_effort", body.get("reasoning_effort")),
         ),
     }
-    names = {
-        "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "messages": "input",
-        "reasoning_effort": "reasoning.effort" if effort else "reasoning_effort",
-    }
-    ask = read_as_chat(body, translated, turns, offered, config, names)
+    left_out = (*turns.left_out, *offered.left_out)
+    ask = read_as_chat(body, translated, config)
+    ask = replace(ask, left_out=left_out, namespaced=offered.namespaced)
     return replace(ask, echoed=_read_echoed_fields(body, ask))
 
 
@@ -146,9 +146,9 @@ class ResponsesWriter:
                 item["status"] = "incomplete"
         own = {"code": "server_error", "message": error["message"]}
         self.reply |= {"status": "failed", "error": own}
-        told = {**error, "sequence_number": next(self._sequence)}
+        numbered = {**error, "sequence_number": next(self._sequence)}
         # OpenAI's clients raise the first one; others, such as Codex, wait for the second.
-        return [("error", told), self._next_event("failed", response=self.reply)]
+        return [("error", numbered), self._next_event("failed", response=self.reply)]
 
     def _add_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
         """Append an empty item to the output for a group of parts, of which `part` is the first."""

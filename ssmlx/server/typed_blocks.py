@@ -5,7 +5,6 @@ Both are read by their translation into a chat completion.
 
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ..errors import quoted
@@ -253,32 +252,33 @@ def listed_tools(body: Body) -> list[tuple[str, Any]]:
     return [(f"tools[{number}]", tool) for number, tool in enumerate(listed)]
 
 
-def only_value(value_by_name: Mapping[str, Any]) -> Any:
-    """Return the value of a setting that an API has several names for, or None."""
-    given = {name: value for name, value in value_by_name.items() if value}
-    first = next(iter(given), "")
-    for name, value in given.items():
-        expected = f"{first} or {name}, or the same for both"
-        check_value(value == given[first], name, value, expected)
-    return given.get(first)
+class Named(NamedTuple):
+    """A value, and the name or place that it has in a request."""
+
+    name: str
+    value: Any
+
+
+def only_value(*named: Named) -> Named:
+    """Return the value of a setting that an API has several names for, by the name that is used."""
+    given = [one for one in named if one.value]
+    first = given[0] if given else Named(named[0].name, None)
+    for name, value in given:
+        expected = f"{first.name} or {name}, or the same for both"
+        check_value(value == first.value, name, value, expected)
+    return first
 
 
 def read_as_chat(
     body: Body,
-    translated: Body,  # fields of the chat completion in place of the body's
-    turns: Turns,
-    offered: OfferedTools,
+    translated: Mapping[str, Named],  # what a chat completion has in place of the body's own fields
     config: GenerateConfig,
-    own_name_by_chats: Mapping[str, str],  # names of fields, for error messages
 ) -> AnswerRequest:
-    """Read a request by its translation into a chat completion."""
-    own = {"messages": turns.joined(), "tools": offered.tools, **translated}
     try:
-        ask = read_turns(with_fields(body, own), config)
+        own = {name: one.value for name, one in translated.items()}
+        return read_turns(with_fields(body, own), config)
     except RequestError as error:
-        raise error.renamed(own_name_by_chats) from error
-    left_out = (*turns.left_out, *offered.left_out)
-    return replace(ask, left_out=left_out, namespaced=offered.namespaced)
+        raise error.renamed({name: one.name for name, one in translated.items()}) from error
 
 
 async def mark_groups(

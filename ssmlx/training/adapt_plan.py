@@ -136,20 +136,20 @@ def describe_streams(plan: AdaptPlan, source: Source) -> str:
 
 
 def _last_round_line(plan: AdaptPlan, amounts: Amounts, spent_seconds: float) -> str:
-    last = plan.rounds[-1]
+    number = len(plan.rounds) - 1
+    last = plan.rounds[number]
     rates = plan.rates
-    before = plan.rounds[-2].answers if plan.rounds[1:] else 0
-    more = "more " if before else ""
-    of_all = f" of all {last.answers:,}" if before else ""
-    steps = plan.round_train_config(last).num_steps(last.answers - amounts.held_out)
-    planned_at = 0.0 if before else last.spent_before
+    more = "more " if number else ""
+    of_all = f" of all {last.answers:,}" if number else ""
+    steps = plan.num_steps(number, amounts.held_out)
+    planned_at = 0.0 if number else last.spent_before
     spent = spent_seconds - (last.spent_before - planned_at)
     answering = format_duration(last.answer_seconds)
     training = format_duration(last.train_seconds)
     checking = format_duration(last.other_seconds)
     in_all = format_duration(planned_at + last.seconds)
     return (
-        f"plan: {last.answers - before:,} {more}answers at "
+        f"plan: {plan.new_answers(number):,} {more}answers at "
         f"{rates.answer_tokens_per_second:.0f} tokens/s ({answering}), "
         f"{steps:,} steps of {rates.batch_size}{of_all} ({training}), "
         f"checks ({checking}): some {in_all} in all, {format_duration(spent)} of them spent; "

@@ -113,7 +113,7 @@ def write_round_examples(
         settings = {**plan.settings, "answers": plan.rounds[number].answers}
         return closing(PartFile(options.round_folder(number) / name, settings))
 
-    wanted = plan.rounds[number].answers - (plan.rounds[number - 1].answers if number else 0)
+    wanted = plan.new_answers(number)
     files = new(source.files)[:wanted]
     shipped = new(source.shipped)
     left = wanted - len(files)
@@ -173,8 +173,8 @@ def train_round(
     options = run.options
     folder = options.round_folder(number)
     best = options.adapter_folder
-    train = plan.round_train_config(plan.rounds[number])
-    num_steps = train.num_steps(plan.rounds[number].answers - options.amounts.held_out)
+    train = plan.round_train_config(number)
+    num_steps = plan.num_steps(number, options.amounts.held_out)
     start_folder = folder / "start"  # the adapter of which this round makes a better one
     start = None
     if number and best.exists():

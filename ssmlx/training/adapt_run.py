@@ -16,7 +16,7 @@ from ..errors import InputError, require
 from ..json_files import json_digest, read_json
 from ..loading.adapt_runs import read_adapt_runs
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
-from ..loading.attach import attach_adapter, match_lora_to_model
+from ..loading.attach import attach_adapter, match_lora
 from ..loading.files import write_whole
 from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
 from ..loading.identity import folder_digest, stored_weights_digest
@@ -153,11 +153,20 @@ class AdaptPlan:
         values = {**asdict(self), "train": self.train.to_dict()}
         write_whole(path, json.dumps(values, indent=1).encode())
 
-    def round_train_config(self, one: Round) -> TrainConfig:
-        return replace(self.train, epochs=float(one.epochs))
-
     def round_before(self, number: int) -> Round | None:
         return self.rounds[number - 1] if number else None
+
+    def new_answers(self, number: int) -> int:
+        before = self.round_before(number)
+        return self.rounds[number].answers - (before.answers if before else 0)
+
+    def round_train_config(self, number: int) -> TrainConfig:
+        return replace(self.train, epochs=float(self.rounds[number].epochs))
+
+    def num_steps(self, number: int, held_out: int) -> int:
+        """Training steps of a round, on all answers so far but those held out."""
+        num_examples = self.rounds[number].answers - held_out
+        return self.round_train_config(number).num_steps(num_examples)
 
     def replace_round(self, number: int, one: Round) -> AdaptPlan:
         return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
@@ -255,7 +264,7 @@ def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
         expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
         do="check --adapter; to train these streams further, see ssmlx.train --train-only",
     )
-    return match_lora_to_model(adapter, backbone)
+    return match_lora(adapter, backbone)
 
 
 @frozen_at_new_year_2026()

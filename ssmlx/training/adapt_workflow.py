@@ -96,10 +96,8 @@ def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     open_rounds = [n for n, folder in enumerate(folders) if not (folder / ENDED_FILE).exists()]
     number = open_rounds[0] if open_rounds else len(folders) - 1
-    one = plan.rounds[number]
-    before = plan.round_before(number)
-    new = one.answers - (before.answers if before else 0)
-    steps = plan.round_train_config(one).num_steps(one.answers - options.amounts.held_out)
+    steps = plan.num_steps(number, options.amounts.held_out)
+    new = plan.new_answers(number)
     kept = describe_round_progress(folders[number], new, steps, MlxTrainer.STATE_FILE)
     return f"{kept} of round {number + 1}" if len(folders) > 1 else kept
 
@@ -136,7 +134,7 @@ def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> None:
 class _MadeRounds(NamedTuple):
     plan: AdaptPlan
     base_dtype: str  # how the base's weights were held, as `load` takes `dtype`
-    base_bits: int | None  # of the base's packed weights; None where it is not quantised
+    base_bits: int | None  # of the base's weights, if quantized
 
 
 def _make_rounds(run: AdaptRun, plan: AdaptPlan | None) -> _MadeRounds:

@@ -36,7 +36,7 @@ class NumberedAnswer(NamedTuple):
     """The token ids of an answer, and its prompt's number."""
 
     number: int
-    tokens: list[int]  # with the end token where the model gave one
+    tokens: list[int]  # with the end token if the model gave one
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Encoder:
 
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
-    end_token: int | None  # put behind an answer that has none; None for no end token
+    end_token: int | None  # ends an answer that has none; None for no end token
     max_length: int  # tokens of an example at most
 
     def encode_row(
@@ -299,9 +299,9 @@ class Batch:
 
     The answers of a batch start in one column, P:
 
-    column     0   1   2   3   4   5   6      P = 3, the widest prompt
-    row 0      .   a   b   A   B   C   /      . padding before the prompt
-    row 1      d   e   f   D   /   .   .      / end token      . padding after it
+        column     0   1   2   3   4   5   6      P = 3, the widest prompt
+        row 0      .   a   b   A   B   C   /      . padding before the prompt
+        row 1      d   e   f   D   /   .   .      / end token      . padding after it
 
     Node rows P - 1 to T - 2 carry streams. If several examples are packed into one text, as turns
     of a conversation, texts start in column 0, and each example has anchors of its own.
@@ -311,10 +311,10 @@ class Batch:
     tokens: np.ndarray  # [B, T] ids, 0 for padding
     lengths: np.ndarray  # [B] tokens of each text
     pads: np.ndarray  # [B] columns of padding before each text
-    # [B, T] the column behind the answer of which each row predicts a token, and so carries
+    # [B, T] the column after the answer of which each row predicts a token, and so carries
     # streams; 0 for others
     ends: np.ndarray
-    # [B, T] of packed texts: the first token behind the sinks that streams of each anchor see
+    # [B, T] of packed texts: the first token after the sinks that streams of each anchor see
     firsts: np.ndarray | None = None
     whole: Batch | None = None  # of which it is the part of one of many ranks
 

@@ -16,9 +16,10 @@ import numpy as np
 
 from ..bars import bar, busy
 from ..errors import InputError, require, unwritable_error
-from ..json_files import read_json
+from ..json_files import build_settings, read_json
 from ..loading.adapter import StreamAdapter
 from ..loading.files import make_folder
+from ..loading.folders import CONFIG_FILE
 from ..loading.identity import folder_digest, stored_weights_digest
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
@@ -269,7 +270,8 @@ def make_stream_config(
             expected="at most those that the model has",
             do=f"lower --{name.replace('_', '-')}",
         )
-    return StreamConfig.from_dict(
+    return build_settings(
+        StreamConfig,
         {
             **train.to_dict(),
             "starts_without_root": train.teaches_rootless_starts,
@@ -278,7 +280,8 @@ def make_stream_config(
             "prompt_template": options.template,
             "end_token_ids": end_tokens,
             "base_model": options.model,
-        }
+        },
+        Path(CONFIG_FILE),
     )
 
 

@@ -54,7 +54,7 @@ class Term:
     name: str  # what the log calls it, without "_loss"
     kind: TermKind
     rows: np.ndarray  # [B, k] places in these, batch and rows flattened
-    targets: np.ndarray  # [B, k] ids, or places in the draft vocabulary; -1 where a row has none
+    targets: np.ndarray  # [B, k] ids, or places in the draft vocabulary; -1 if a row has none
     weight: float  # alpha
     previous: np.ndarray | None = None  # [B, k] the token before, of `GIVEN`; None for other kinds
 
@@ -284,7 +284,7 @@ class LowerStore:
         done = self._read_progress().get("batches", 0)
         if done == len(batches):
             return
-        try:  # a write through the mapping, where the disk is full, would end the process
+        try:  # a write through the mapping would end the process if the disk is full
             with self._path.open("r+b") as file:
                 for number, batch in enumerate(bar(batches[done:], label), done + 1):
                     self._compute_and_write(file, batch)

@@ -21,18 +21,16 @@ from ..templates import frozen_at_new_year_2026
 LISTS = Path(__file__).with_name("questions.txt")
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-# Of each list, this share is for valid and as much for test.
-HELD_OUT = 0.15
+HELD_OUT = 0.15  # of each list, for valid, and as much for test
 SHARE = 2.0  # the most prompts of one template, as a multiple of the mean
 DRY_ROUNDS = 20  # without a new prompt, until the lists count as used up
 NUMBERS = {"a": (2, 12), "b": (24, 480), "c": (3, 20), "d": (13, 99)}
 OPENING_WORDS = 8
 
 # Of a prompt that the model makes up itself.
-# characters
-SHORTEST = 8
+SHORTEST = 8  # characters
 LONGEST = 400
-LEAST_ASCII = 0.97
+LEAST_ASCII = 0.97  # of the characters
 _SPECIAL = re.compile(r"<\|[^>]*\|>|<[a-z_]+>")
 _MARKER = "\u2063user text\u2063"
 _SLOT = re.compile(r"\{(\w+)\}")

@@ -105,7 +105,7 @@ def answer_slots(guesses: Guesses) -> Ints:
 class AnswerPath(NamedTuple):
     """Where an answer's own tokens stand among the candidates."""
 
-    # [A, G] as `answer_slots`; `NEVER` also where the stream before has `NEVER` and
+    # [A, G] as `answer_slots`; `NEVER` also if the stream before has `NEVER` and
     # candidates depend on it
     slots: Ints
     candidate_logprobs: Floats  # [A, G, C] of all of each stream's candidates, on that path

@@ -60,7 +60,7 @@ _ANSWERS_AT_ONCE = (32, 16, 8, 4, 1)
 _PROBED = (1, 3)
 _PROBED_TOKENS = 16
 _WEIGHTS_SHARE = 2 / 3
-_MEMORY_SHARE = 0.7  # of the machine's, where nothing is asked for
+_MEMORY_SHARE = 0.7  # of the machine's, by default
 
 StepCosts = Mapping[int, float]  # plain calls that a call with n nodes takes, by n
 
@@ -135,7 +135,7 @@ def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
         name = _untrained_cost_name(num_layers)
         costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
         if not costs and rows:
-            # Streams go through the top layers in a pass of their own, behind the rows.
+            # Streams go through the top layers in a pass of their own, after the rows.
             second = num_layers / depth * frozen.calls((ROWS, 1 + NUM_STREAMS)) + _DRAFT_HEAD_COST
             costs = {n: frozen.calls((ROWS, n)) + second for n in rows}
         if costs:
@@ -260,7 +260,7 @@ class _AnswerTimes:
     """How fast a model answers, with how many answers at once, and in how much memory."""
 
     at_once: int  # answers
-    tokens_per_second: float  # of all these, behind their prompts
+    tokens_per_second: float  # of all these, after their prompts
     memory: int  # bytes that they take
     prompt_seconds: float  # of reading one of the longest prompts
     call_seconds: float  # of a plain call of one text
@@ -306,7 +306,7 @@ class _Usage:
     """Seconds and memory of a block, see `_measure`."""
 
     seconds: float = 0.0
-    peak: int = 0  # bytes that were in use at the most
+    peak: int = 0  # bytes
 
 
 @contextmanager
