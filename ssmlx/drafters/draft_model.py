@@ -291,14 +291,14 @@ def require_same_vocabulary(
     last = max(ours.values(), default=0)
     require(
         not words,
-        f"{draft.name} has another token map: {len(words)} tokens differ, such as {word!r} "
-        f"({ours.get(word)} there, {theirs.get(word)} in the target)",
-        expected="the same tokens under the same ids",
+        f"{draft.name} has a different vocabulary: {len(words)} tokens differ, for example "
+        f"{word!r} ({ours.get(word)} there, {theirs.get(word)} in the target)",
+        expected="the same tokens with the same ids",
         do=do,
     )
     require(
         draft.vocab_size == target_vocab_size or last < min(draft.vocab_size, target_vocab_size),
         f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
-        expected=f"the target's {target_vocab_size}, or padding alone in which they differ",
+        expected=f"{target_vocab_size}, as in the target, or a difference in padding only",
         do=do,
     )

@@ -63,7 +63,7 @@ def read_heads(folder: Path) -> Heads:
     """The tensors stay as they are stored, on no model yet."""
     require(
         folder.is_dir(),
-        f"no heads folder {folder}",
+        f"{folder} is not a folder of drafting heads",
         expected="a folder that `python -m ssmlx.convert --heads` wrote",
         do="check the path, or convert published heads",
     )

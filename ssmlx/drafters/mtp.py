@@ -78,7 +78,7 @@ class MtpHead(TextCacheOwner["PairCache"]):
         sizes = backbone.hidden_size, backbone.vocab_size
         require(
             sizes == self._sizes,
-            f"an MTP head for a width of {self._sizes[0]} and {self._sizes[1]} tokens",
+            f"the MTP head is for a width of {self._sizes[0]} and {self._sizes[1]} tokens",
             expected=f"{sizes[0]} and {sizes[1]}, as in this model",
             do="load the head for this model",
         )
@@ -209,7 +209,7 @@ class MtpDrafter(BaseDrafter):
                 getattr(config, name) == getattr(MtpConfig(), name),
                 f"{name}={getattr(config, name)} with an assistant of Gemma 4",
                 expected="a head for multi-token prediction",
-                do=f"drop {name}=",
+                do=f"remove {name}=",
             )
         return AssistantDrafter(inputs.loaded, backbone, config.num_draft_tokens, sampling)
 

@@ -43,7 +43,7 @@ def settings_in(config: GenerateConfig, name: str) -> Any:
         isinstance(given, kind),
         f"{field} is {quoted(given)}",
         expected=f"a {kind.__name__} for the drafter {name}",
-        do="make one, or leave it out",
+        do="pass one, or omit it",
     )
     return given
 
@@ -103,7 +103,7 @@ def split_drafter(
         len(set(named)) < 2,
         f"drafter= names {' and '.join(named)}",
         expected="one name",
-        do="drop the others",
+        do="remove the others",
     )
     return (_with_drafter(config, named[0]) if named else config), loaded
 
@@ -117,14 +117,14 @@ def _with_drafter(config: GenerateConfig, text: str) -> GenerateConfig:
             name == "drafter" or getattr(config, name) in (getattr(default, name), value),
             f"drafter={text!r} beside {name}=",
             expected="these settings in one of them",
-            do="drop the other",
+            do="remove one of them",
         )
     for key in option.values:
         require(
             key not in option.keys_of_loading,
             f"{key}= in drafter={text!r}",
-            expected="settings of drafts alone, of what is loaded already",
-            do="give it to what loads: load, load_draft_model, load_heads or load_mtp",
+            expected="only settings of drafts, as the weights are loaded already",
+            do="pass it to load, load_draft_model, load_heads or load_mtp",
         )
     return replace(config, **given)
 
@@ -146,7 +146,7 @@ def build_drafter(
         prune == "off" or "prune" in kind.shaped_by,
         f"--prune {prune} with --drafter {name}, whose trees must reach the target whole",
         expected="--prune off",
-        do="drop --prune",
+        do="remove --prune",
     )
     require(
         prune == "off" or (model.streams is not None and model.streams.prune is not None),

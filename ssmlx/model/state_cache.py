@@ -104,7 +104,7 @@ class _StateSources:
         width = int(state.shape[1])
         if state.ndim != 3 or given.shape[1:] != (width + self._num_rows, state.shape[2]):
             known = ", ".join(RECURRENCES)
-            raise ValueError(f"one of its recurrences is none that can run again ({known})")
+            raise ValueError(f"one of its recurrences cannot be run again (known: {known})")
         return lambda count: mx.contiguous(given[:, count : count + width])
 
 
