@@ -323,11 +323,11 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
     }
     lines = table(columns, costs)
     if not costs or costs[-1]["nodes"] < SIZES[-1]:
-        lines.append("larger trees cost more than they can bring, or need more --seconds to time")
+        lines.append("larger trees cost more than they gain, or need more --seconds to be timed")
     if found["plain_seconds"] is not None:
         lines.append(f"a plain call takes {1000 * found['plain_seconds']:.1f} ms")
     if not found["tokens_are_known"]:
-        lines.append("the adapter does not say its tokens: those of adapters that ship")
+        lines.append("the adapter does not state its tokens; these are typical ones")
     return [*lines, ""]
 
 
