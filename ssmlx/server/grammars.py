@@ -246,11 +246,6 @@ def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
     return [*tokens[len(tokens) - len(end) :]] == [*end]
 
 
-def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> GrammarMask:
-    """Return the mask of one answer that follows a grammar."""
-    return GrammarMask(compiled_matcher(tokenizer, grammar))
-
-
 @lru_cache(maxsize=8)
 def compiled_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Return the matcher of a grammar at its beginning, which is to be copied."""
