@@ -213,7 +213,7 @@ def error_event(error: Mapping[str, Any]) -> list[Event]:
 
 
 class TextCompletionWriter:
-    """Writes text completions: a chunk a part, and `reply`, whole when `events` has ended."""
+    """Writes text completions: a chunk for each part; `reply` is whole once `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
     failure = staticmethod(error_event)

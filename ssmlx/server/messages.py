@@ -82,7 +82,7 @@ _DELTA_USAGE = (
 
 
 class MessagesWriter:
-    """Writes Anthropic's messages: events a part, and `reply`, whole when `events` has ended."""
+    """Writes Anthropic's messages; `reply` is whole once `events` has ended."""
 
     failure = staticmethod(error_event)
 

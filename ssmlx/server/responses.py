@@ -97,7 +97,7 @@ class _OpenItem(NamedTuple):
 
 
 class ResponsesWriter:
-    """Writes OpenAI's responses: events a part, and `reply`, whole when `events` has ended."""
+    """Writes OpenAI's responses; `reply` is whole once `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
 
