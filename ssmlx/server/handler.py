@@ -116,7 +116,7 @@ class RequestHandler:
         return replace(ask, model=name)
 
     def unknown_model_error(self, name: str) -> HTTPException:
-        found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
+        found = f"unknown model {name[:80]!r}; expected one of {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
     async def count_prompt_tokens(self, ask: AnswerRequest) -> int:
