@@ -253,7 +253,7 @@ class Target:
         if kind == MTP:
             return Drafting(self.plain, [load_mtp(self.plain, folder)])
         heads = load_heads(folder, self.plain)
-        what = f"--{kind} {folder} holds heads for {heads.drafter}"
+        what = f"--{kind} {folder} has heads for {heads.drafter}"
         expected = f"heads for {kind}"
         require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
         return Drafting(self.plain, [heads])
