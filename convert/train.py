@@ -7,13 +7,11 @@ from typing import Any
 from ssmlx.commands.parser import add_options
 from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.commands.train_options import (
-    OPTIMISATION,
     add_cache_option,
     make_training_parser,
     read_run_options,
     read_train_config,
 )
-from ssmlx.training.config import TrainConfig
 
 from . import check_torch
 
@@ -35,12 +33,6 @@ You may stop a run at any time. The same command continues it from the last save
 with the same weights. At the end OUT is a checkpoint for `python -m ssmlx.convert`. It also has
 log.jsonl, and curves.png if matplotlib is installed."""
 
-# how the trainers other than this one optimise
-DEFAULTS: dict[str, Any] = {
-    **{name: getattr(TrainConfig(), name) for name in OPTIMISATION},
-    "learning_rate": 1e-3, "warmup": 0.05, "schedule": "cosine",
-}  # fmt: skip
-
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     description = "Train streams, with which a model drafts for itself, in PyTorch."
@@ -52,8 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def add_machine_options(
     parser: argparse.ArgumentParser,
-    # what --cache-gb keeps on disk, for its help; None for no --cache-gb
-    cached: str | None = None,
+    cached: str,  # what --cache-gb keeps on disk, for its help
 ) -> None:
     group = parser.add_argument_group("machine")
     add_options(
@@ -74,8 +65,7 @@ def add_machine_options(
             ("bfloat16", "float32"),
         ),
     )
-    if cached is not None:
-        add_cache_option(group, cached)
+    add_cache_option(group, cached)
 
 
 def train_streams(args: argparse.Namespace) -> None:

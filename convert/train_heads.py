@@ -12,7 +12,7 @@ from ssmlx.commands.running import make_main, with_lock_on_out_folder
 from ssmlx.commands.setting_options import add_setting_options
 from ssmlx.commands.train_options import (
     OPTIMISATION,
-    add_data_out_and_run_options,
+    add_run_options,
     read_run_options,
 )
 from ssmlx.errors import require
@@ -21,7 +21,7 @@ from ssmlx.settings import MAX_DRAFT_TOKENS, MAX_LAYERS, MAX_TREE_NODES, check_s
 from ssmlx.training.config import TrainConfig
 
 from . import check_torch
-from .train import DEFAULTS, add_machine_options
+from .train import add_machine_options
 
 if TYPE_CHECKING:
     from ssmlx.drafters.head_drafter import HeadConfig
@@ -49,7 +49,11 @@ It also has log.jsonl, and curves.png if matplotlib is installed."""
 _MEDUSA = "medusa"
 _SPECULATOR = "mlp_speculator"
 _DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
-_LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}
+_OPTIMISATION = {
+    **{name: getattr(TrainConfig(), name) for name in OPTIMISATION},
+    "learning_rate": 1e-3, "warmup": 0.05, "schedule": "cosine",
+}  # fmt: skip
+_LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}  # in stage 2
 # Settings that heads of one kind have.
 _ONLY = {
     _MEDUSA: ("num_layers", "share_lm_head", "decay"),
@@ -123,7 +127,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="kind of the heads"
     )
-    add_data_out_and_run_options(parser)
+    add_run_options(parser)
     for title, settings, names in (
         ("heads", HeadSettings, ("num_heads",)),
         ("draft vocabulary", TrainConfig, ("draft_vocab_size",)),
@@ -143,9 +147,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for title, kind in (("Medusa heads", _MEDUSA), ("MLP speculator", _SPECULATOR)):
         group = parser.add_argument_group(title)
         add_setting_options(group, HeadSettings, _ONLY[kind], shown=_DEFAULTS)
-    shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
+    shown = {name: f"{_OPTIMISATION[name]}; {late} in stage 2" for name, late in _LATE.items()}
     group = parser.add_argument_group("optimisation")
-    add_setting_options(group, TrainConfig, OPTIMISATION, defaults=DEFAULTS, shown=shown)
+    add_setting_options(group, TrainConfig, OPTIMISATION, defaults=_OPTIMISATION, shown=shown)
     add_machine_options(parser, "hidden states of the frozen model")
     return parser.parse_args(argv)
 
@@ -238,7 +242,7 @@ def _read_heads_job(args: argparse.Namespace) -> _HeadsJob:
     values = {name: getattr(args, name) for name in OPTIMISATION}
     for name, late in _LATE.items():
         if values[name] is None:
-            values[name] = late if settings.stage == 2 else DEFAULTS[name]
+            values[name] = late if settings.stage == 2 else _OPTIMISATION[name]
     rate = settings.decay if settings.kind == _MEDUSA else 1.0
     train = TrainConfig(  # heads stand in the place of streams
         num_streams=settings.num_heads,

@@ -37,7 +37,7 @@ from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
 from ssmlx.report import Columns, table
-from ssmlx.server.__main__ import adapter_of_each_served_name
+from ssmlx.server.__main__ import served_adapters
 from ssmlx.settings import PREFILL_STEP_SIZE
 
 from .run.environment import ROOT, describe_machine, machine_load_text
@@ -134,7 +134,7 @@ def running_server(
         # The server runs in another folder.
         adapter = str(Path(adapter).resolve()) if Path(adapter).exists() else adapter
         options = [*options, "--adapter", adapter]
-        *_, model = adapter_of_each_served_name(folder.name, [adapter])
+        *_, model = served_adapters(folder.name, [adapter])
     address = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START
     with (folder / f"{name}.log").open("w") as log:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.errors import require
-from ssmlx.json_files import read_json
+from ssmlx.json_files import build_settings, read_json
 from ssmlx.loading.folders import CONFIG_FILE
 from ssmlx.loading.names import resolve_adapter, resolve_model
 from ssmlx.policy.costs import interpolate
@@ -126,7 +126,7 @@ def price(args: argparse.Namespace) -> None:
     for name in args.adapters:
         folder = resolve_adapter(name)
         path = Path(folder or name) / CONFIG_FILE
-        config = StreamConfig.from_dict(read_json(path, "the settings of an adapter"))
+        config = build_settings(StreamConfig, read_json(path, "the settings of an adapter"), path)
         require(
             config.tokens_per_call is not None,
             f"{path} has no tokens_per_call",

@@ -191,7 +191,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def _exclusive_reading(self) -> Iterator[None]:
         """Let nobody else read the answer inside the block."""
         if not self._reading.acquire(blocking=False):
-            raise RuntimeError("this answer is being read already, by another thread or task")
+            raise RuntimeError("another thread or task is already reading this answer")
         try:
             yield
         finally:

@@ -21,8 +21,8 @@ from time import monotonic
 from typing import NamedTuple
 
 HINT = (
-    "MLX computes with its reference BLAS here, in which several rows cost some fifteen times as "
-    "much as in OpenBLAS. Import ssmlx before mlx; if that is so already, `apt install "
+    "MLX uses its reference BLAS here, with which several rows cost about fifteen times as much as "
+    "with OpenBLAS. Import ssmlx before mlx; if you do already, `apt install "
     "libopenblas0-pthread` (or your system's package) and start again"
 )
 

@@ -247,7 +247,7 @@ class Engine:
                 keep_at is None or 0 <= keep_at <= end,
                 f"keep_at={keep_at} for a prompt of {len(prompt)} tokens",
                 expected=f"0 to {end}, as the last token is always processed",
-                do="count the tokens of this prompt, or leave it out",
+                do="count the tokens of this prompt, or omit keep_at",
             )
             found = partial(self._length_before_answer_opens, model, question, chat_options, prompt)
             length = found if keep_at is None else keep_at

@@ -72,12 +72,12 @@ class NoRoomError(InputError):
     """
 
     def __init__(self, wanted: int, free: int, limit: int) -> None:
-        less = "make its prompt shorter, or give more memory (memory_gb, --memory)"
+        less = "make its prompt shorter, or allow more memory (memory_gb, --memory)"
         if wanted <= limit:
             less = f"ask again when another one has ended, {less}"
         super().__init__(
             f"the answer needs {_gib(wanted)} of memory for its text",
-            expected=f"{_gib(max(0, free))} at most, of the {_gib(limit)} for all answers",
+            expected=f"at most {_gib(max(0, free))}, of the {_gib(limit)} for all answers",
             do=less,
         )
         self.wanted = wanted
@@ -160,8 +160,8 @@ def missing_package_error(what: str, error: Exception, extra: str) -> InputError
     """Says which extra of ssmlx installs what cannot be imported; the caller raises it."""
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
-        expected=f"what the extra {extra} brings",
-        do=f'`pip install "ssmlx[{extra}]"`',
+        expected=f"the packages of the extra {extra}",
+        do=f'run `pip install "ssmlx[{extra}]"`',
     )
 
 

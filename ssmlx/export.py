@@ -4,10 +4,6 @@ from importlib import import_module
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the export command of `convert.export`, and return its exit code.
-
-    The code lies beside this package in a checkout, and inside it where it is installed.
-    """
     # Beside this package in a checkout, inside it once installed.
     try:
         command = import_module("ssmlx.convert.export.__main__")

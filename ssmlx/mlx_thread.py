@@ -62,9 +62,9 @@ def claim_process() -> None:
     # It would wait for ever for threads that the fork did not copy.
     require(
         not is_forked(),
-        "this process was forked from one in which MLX had computed",
-        expected="a process of its own, as a fork copies none of MLX's threads",
-        do='start it by `multiprocessing.get_context("spawn")`, or fork before a model is loaded',
+        "this process was forked from one that had used MLX",
+        expected="a new process, as a fork copies none of MLX's threads",
+        do='start it with `multiprocessing.get_context("spawn")`, or fork before a model is loaded',
     )
     _computing_process = os.getpid()
 
@@ -114,7 +114,9 @@ class MlxThread:
             future.set_exception(error)
             return future
         if self._is_stopped:
-            future.set_exception(RuntimeError("Python is ending: nothing is answered any more"))
+            future.set_exception(
+                RuntimeError("Python is shutting down: no more answers are computed")
+            )
             return future
         self._tasks.put(_Task(future, task, mx.default_device()))
         if self._thread is None:

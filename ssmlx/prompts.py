@@ -62,7 +62,7 @@ def _check_prompt_row(
     if kinds == ["prompt"]:
         require_text_field(row, "prompt", where)
         return row
-    found = f'{where}, has a bad "messages"'
+    found = f'{where}, has invalid "messages"'
     messages = normalise_turns(row["messages"], f"{where}, messages")
     if messages and messages[-1]["role"] == "assistant":
         del messages[-1]
@@ -238,7 +238,7 @@ def chat_tokens(
         tools is None or isinstance(tools, list | tuple),
         f"tools are {tools!r}"[:80],
         expected="a list of JSON schemas",
-        do="correct or drop them",
+        do="correct or omit them",
     )
     more = dict(template_args or {})
     _check_template_args(tokenizer, more)
@@ -294,8 +294,8 @@ def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) 
         require(
             bool(is_read) and name not in _NO_TEMPLATE_ARGS,
             f"the template argument {name}",
-            expected="what the model's chat template reads",
-            do="drop it, or use another model",
+            expected="one that the model's chat template reads",
+            do="omit it, or use another model",
         )
 
 
@@ -343,7 +343,7 @@ def encode_user_text(
         not any(more.values()),
         "tools or template arguments without a chat template",
         expected="--template chat with them",
-        do="choose it, or drop them",
+        do="choose it, or omit them",
     )
     if template == "raw":
         return encode(text, tokenizer)
@@ -367,7 +367,7 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 def check_text(text: str) -> None:
     """Tokenizers refuse half of a surrogate pair, which bytes that are not UTF-8 may be read as."""
     found = f"the text is {quoted(text)}"
-    require(isinstance(text, str), found, expected="a str", do="decode bytes to a text")
+    require(isinstance(text, str), found, expected="a str", do="decode the bytes to text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

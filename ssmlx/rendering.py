@@ -362,7 +362,7 @@ def _form_of(tokenizer: TokenizerWrapper, tools: Sequence[Any]) -> TemplateForm:
 def _require_place_for_tools(form: TemplateForm, tools: Sequence[Any]) -> None:
     if tools and form.tools_place is None:
         expected = "no tools: this model's chat template does not support them"
-        do = "drop them, or ask a model made for tools"
+        do = "omit them, or use a model made for tools"
         raise TurnError("tools", "are offered", expected, do)
 
 
@@ -416,5 +416,5 @@ def _require_all_shown(
             f"the model's chat template leaves out a turn of {quoted(turn['role'])} "
             f"({quoted(turn['content'])})",
             expected="turns that the template renders",
-            do="change or drop it",
+            do="change or remove it",
         )

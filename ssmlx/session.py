@@ -289,7 +289,7 @@ class ChatSession:
             not self._is_closed,
             "this chat is closed",
             expected="an open one",
-            do="make a new session",
+            do="start a new session",
         )
 
     def _require_idle(self) -> None:
@@ -300,7 +300,7 @@ class ChatSession:
             reply is None or reply.is_over,
             "a reply of this session is still open",
             expected="one reply at a time",
-            do="read it to its end, or close it; or use another session",
+            do="read it to its end or close it, or use another session",
         )
 
     def _begin_reply(
@@ -423,8 +423,8 @@ class ChatSession:
         """
         self._check_open()
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        found = "nothing was said yet"
-        do = "say something first"
+        found = "this chat has no message yet"
+        do = "send a message first"
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._encode_turns(self.messages[: users[-1] + 1])
         # The same seed for both, or two samples would be compared.

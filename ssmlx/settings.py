@@ -64,12 +64,7 @@ MAX_EDGE_LOGPROB = -1e-3
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that a setting may have.
-
-    A number has to be at least `least`, above `above`, below `below` and at most `most`; one above
-    0 also at least `smallest`; with `whole`, a whole number. With `choices`, a value has to be one
-    of these, and nothing else is asked.
-    """
+    """The values that a setting may have; with `choices` nothing else is asked."""
 
     least: float = -math.inf
     above: float = -math.inf
@@ -80,9 +75,7 @@ class Allowed:
     choices: tuple[Any, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """Whether a value, of any type, is allowed. NaN and infinity are not, and bool is no
-        number.
-        """
+        """NaN and infinity are not allowed, and bool is no number."""
         if self.choices:
             return value in self.choices
         if not isinstance(value, Integral if self.whole else Real) or isinstance(value, bool):
@@ -93,7 +86,7 @@ class Allowed:
         return inside and is_finite and not 0 < number < self.smallest
 
     def in_words(self) -> str:
-        """Say what is allowed, for messages and help, such as "1 to 256" or "one of a, b"."""
+        """For messages, such as "1 to 256" or "one of a, b"."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.smallest:
@@ -111,31 +104,20 @@ class Allowed:
 
 
 def setting(
-    default: Any = MISSING,
-    help: str = "",
+    default: Any = MISSING,  # without one, the field is required
+    help: str = "",  # what `--help` says of it; a field without one is no option
     *,
+    # what gives it, if not `--` and the field's name: another flag, "--tree-size", or a word of a
+    # flag's value, "--prune threshold={}"; in a `DrafterConfig` a key of that drafter, "tokens={}"
     option: str = "",
-    metavar: str = "",
-    group: str = "",
-    needs: str = "",
-    wire: tuple[str, ...] = (),
-    **allowed: Any,
+    metavar: str = "",  # what `--help` shows for the value
+    group: str = "",  # the group of options that it stands in; commands name one without a group
+    needs: str = "",  # what it would do nothing without, such as "--temp above 0"
+    wire: tuple[str, ...] = (),  # its names in a request to the server
+    **allowed: Any,  # fields of `Allowed`, of numbers and choices
 ) -> Any:
-    """A field of a settings class, and all that is known of it: messages, options, keys of
-    --drafter and fields of requests are made of this.
-
-    Args:
-        default: its default; without one, the field is required.
-        help: what `--help` says of it; a field without one is no option.
-        option: what gives it, if not `--` and the field's name: another flag, such as
-            "--tree-size", or a word of a flag's value, such as "--prune threshold={}". In a
-            `DrafterConfig` it is a key of that drafter, such as "tokens={}".
-        metavar: what `--help` shows for the value.
-        group: the group of options that it stands in; without one, commands name it.
-        needs: without which option's value it would change nothing, such as "--temp above 0".
-        wire: its names in a request to the server.
-        allowed: fields of `Allowed`, for numbers and choices; `check_settings` checks them.
-    """
+    """A field of a settings class, and all that is known of it: checks, messages, options, keys of
+    --drafter and fields of requests are made of this."""
     about = {"help": help, "option": option, "metavar": metavar, "group": group}
     more = {"needs": needs, "wire": wire, "allowed": Allowed(**allowed)}
     return field(default=default, metadata=about | more)
@@ -163,19 +145,14 @@ def key_of(one: Field[Any]) -> str:
     return found[1] if found else ""
 
 
-def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
-    """Check every field that `setting` made: numbers, whole ones if "int" stands in the
-    annotation, and choices; None if "None" does. Of a tuple or sequence every item is checked.
-
-    Args:
-        config: the settings.
-        found: template of what was found, with `{option}` (option and value), `{name}` and
-            `{value}`.
-        do: what to do about it; None says to choose an allowed value.
-
-    Raises:
-        InputError: a field has a value that is not allowed; the first one is named.
-    """
+def check_settings(
+    config: Any,
+    *,
+    found: str = "{option}",  # what was found: {option} is option and value, beside {name}, {value}
+    do: str | None = None,  # None: to choose an allowed value
+) -> None:
+    """Check every field that `setting` made: numbers, whole if the annotation has "int", and
+    choices; None if it has "None". Of a tuple or sequence every item is checked."""
     for one in fields(config):
         allowed = allowed_values(one)
         values = getattr(config, one.name)
@@ -185,12 +162,12 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
         option = option_template(one)
         is_row = isinstance(values, list | tuple) and kind.startswith(("tuple", "Sequence"))
         for value in values if is_row else [values]:
-            told = {"option": option.format(value), "name": one.name, "value": value}
+            shown = {"option": option.format(value), "name": one.name, "value": value}
             number = "a whole number" if allowed.whole else "a number"
             default = "choose one of them" if allowed.choices else f"choose {number} in that range"
             require(
                 allowed.holds(value),
-                found.format(**told),
+                found.format(**shown),
                 expected=allowed.in_words(),
                 do=do or default,
             )
@@ -209,16 +186,16 @@ class StreamConfig:
     # f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h, "residual" f(h) = h + B A h.
     stream_init: StreamInit = setting("identity", choices=STREAM_INITS)
     stream_init_rank: int = setting(0, least=0, most=MAX_SIZE)  # eta, the rank of f; 0 for identity
-    # rank of what the root token and the last hidden state before it add to f; 0 where streams
+    # rank of what the root token and the last hidden state before it add to f; 0 if streams
     # start from f alone
     root_init_rank: int = setting(0, least=0, most=MAX_SIZE)
     # whether they were also trained without that, as they start by `schedule=fused`, whose pass
     # decides the root
     starts_without_root: bool = setting(False, choices=(False, True))
-    # theta, the rank of the early-exit adapter; 0 where there is none
+    # theta, the rank of the early-exit adapter; 0 if there is none
     prune_rank: int = setting(0, least=0, most=MAX_SIZE)
     # r, the rank of `ssmlx.model.condition`, which scores a stream's candidates given the token
-    # before them; 0 where there is none
+    # before them; 0 if there is none
     condition_rank: int = setting(0, least=0, most=MAX_SIZE)
     # "all", LoRA acts on every row; "streams", on stream rows alone, which leaves the base
     # model's output untouched
@@ -240,15 +217,10 @@ class StreamConfig:
     # how many of the last tokens streams see at most, beside the first few of a text
     stream_window: int = setting(256, least=2, most=MAX_CONTEXT)
     # by nodes of the best tree, what it advances by on text such as the adapter was trained for;
-    # None where nobody looked. What is expected, and nothing that tells streams apart.
+    # None if it was not measured. It is a forecast, so adapters that differ in it are equal.
     tokens_per_call: Mapping[int, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Check every setting; raise InputError where one is not allowed, or does not go with
-        another.
-
-        The names of `tokens_per_call` become numbers, sorted.
-        """
         do = "check the checkpoint's streams_config.json"
         check_settings(self, found="{name} is {value!r}", do=do)
         template = self.prompt_template
@@ -297,11 +269,7 @@ class StreamConfig:
         return self.num_layers - self.num_msa_layers
 
     def checked_num_streams(self, asked: int | None) -> int:
-        """Return G, the number of streams to use: `asked`, or all for None.
-
-        Raises:
-            InputError: it is not from 1 to the number that was trained, also where that is 0.
-        """
+        """G, the streams to use: all for None; InputError also if none were trained."""
         streams = self.num_streams if asked is None else asked
         require(
             1 <= streams <= self.num_streams,
@@ -312,20 +280,13 @@ class StreamConfig:
         return streams
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values by name; `tokens_per_call` only if it is known."""
+        """`tokens_per_call` only if it is known."""
         unknown = ["tokens_per_call"] if self.tokens_per_call is None else []
         return {name: value for name, value in vars(self).items() if name not in unknown}
 
 
 def _check_and_sort_tokens_per_call(values: Any) -> dict[int, float] | None:
-    """Check `tokens_per_call`, and return it sorted by nodes, with numbers for JSON's text keys.
-
-    Args:
-        values: a mapping; None gives None.
-
-    Raises:
-        InputError: it is empty, or no mapping of 2 or more nodes to 1 or more tokens.
-    """
+    """Sorted by nodes, with numbers for JSON's text keys."""
     if values is None:
         return None
     pairs = dict(values).items() if isinstance(values, Mapping) else [("", 0.0)]
@@ -386,24 +347,14 @@ class TreeConfig:
         check_settings(self)
 
     def no_wider_than(self, num_tokens: int) -> TreeConfig:
-        """Return the same tree with at most `num_tokens` children a level, as many as can be
-        drafted.
-
-        Its `width` is a number, also where this one's is None.
-        """
+        """With at most `num_tokens` children a level, as many as can be drafted; its `width` is a
+        number."""
         width = self.full_width if self.kind == "full" else self.width or num_tokens
         return replace(self, width=min(width, num_tokens))
 
     def num_nodes(self, num_streams: int) -> int:
-        """Return N, the nodes of a drafted tree, the root included: `size` for "best", all for
-        "full".
-
-        Args:
-            num_streams: G, levels below the root.
-
-        Raises:
-            InputError: a full tree would have more than `MAX_TREE_NODES`.
-        """
+        """N, the nodes of a drafted tree, the root included; InputError for a full tree of more
+        than `MAX_TREE_NODES`."""
         if self.kind == "best":
             return self.size
         nodes: int = sum(self.full_width**level for level in range(num_streams + 1))
@@ -500,9 +451,6 @@ class LookaheadConfig(DrafterConfig):
     pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
-        """Check every setting; raise InputError where one is not allowed, or all make more than
-        `MAX_TREE_NODES` nodes a step.
-        """
         super().__post_init__()
         nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
         require(
@@ -532,10 +480,10 @@ class MtpConfig(DrafterConfig):
 
     Attributes:
         num_draft_tokens: tokens of the chain, each a call of the head.
-        hidden: which hidden states the head reads: behind the final norm ("after"), as Qwen's
-            were trained, or what enters it ("before"); of its own, behind its norm or before it.
+        hidden: which hidden states the head reads: after the final norm ("after"), as Qwen's were
+            trained, or before it ("before"); of its own, after its norm or before it.
         norms: how the weights of its norms are stored: less one ("raw"), or as they multiply
-            ("shifted"); "auto" tells by those of its layer.
+            ("shifted"); "auto" finds out by those of its layer.
     """
 
     num_draft_tokens: int = setting(3, least=1, most=MAX_MTP_TOKENS, option="tokens={}")
@@ -559,9 +507,6 @@ class SpeculatorTreeConfig(DrafterConfig):
     size: int | None = setting(None, least=1, most=MAX_TREE_NODES, option="size={}")
 
     def __post_init__(self) -> None:
-        """Check every setting; raise InputError where one is not allowed, or both `candidates` and
-        `size` are given.
-        """
         super().__post_init__()
         require(
             self.candidates is None or self.size is None,
@@ -641,7 +586,6 @@ PENALTIES = {"repetition": 1, "presence": 0, "frequency": 0}
 
 
 def _recent(penalty: str) -> Any:
-    """The context size of a penalty."""
     return setting(
         20,
         least=1,
@@ -654,8 +598,7 @@ def _recent(penalty: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class ModelSampling:
     """How a model's generation_config.json asks for its tokens to be sampled; greedily unless it
-    says otherwise. See `SamplingConfig` for what the numbers mean.
-    """
+    says otherwise."""
 
     temp: float = setting(0.0, **_TEMP)
     top_p: float = setting(0.0, least=0, most=1)
@@ -770,12 +713,8 @@ class SamplingConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check every setting; raise InputError where one is not allowed.
-
-        A `logit_bias` may be -inf, which forbids the token.
-        """
         check_settings(self)
-        biases: Any = self.logit_bias or {}
+        biases: Any = self.logit_bias or {}  # -inf forbids a token
         found = f"logit_bias is {quoted(biases)}"
         expected = "a number by token id"
         require(isinstance(biases, Mapping), found, expected=expected, do="give a mapping")
@@ -791,29 +730,21 @@ class SamplingConfig:
             )
 
     def numbers(self, model: ModelSampling | None = None) -> ModelSampling:
-        """Return temperature, filters and repetition penalty: these settings' own, else those of
-        `model`, else greedy ones.
-
-        A model's penalty belongs to its sampling: greedy decoding takes the likeliest token.
-        """
+        """Temperature, filters and repetition penalty: these settings' own, or those of `model`, or
+        greedy ones."""
         names = [one.name for one in fields(ModelSampling)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         found = replace(model or ModelSampling(), **given)
+        # A model's penalty belongs to its sampling: greedy decoding takes the likeliest token.
         return found if found.temp else replace(found, **{"repetition_penalty": 1.0, **given})
 
     def following(self, model: ModelSampling) -> Self:
-        """Return the settings with the numbers of `model` where they leave them to it.
-
-        Raises:
-            InputError: they do not go with other settings.
-        """
+        """With the numbers of `model` where these settings leave them to it."""
         return replace(self, **vars(self.numbers(model)))
 
     @property
     def context_size(self) -> int:
-        """How many recent tokens a token's penalties depend on: the longest context of those that
-        are on; 0 without penalties.
-        """
+        """The longest context of the penalties that are on; 0 without penalties."""
         sizes = [
             getattr(self, f"{name}_context_size")
             for name, off in PENALTIES.items()
@@ -824,9 +755,8 @@ class SamplingConfig:
 
 @cache
 def settings_fields(config: type) -> dict[str, tuple[type, ...]]:
-    """The fields of a settings class that hold settings objects, with the classes allowed there,
-    NoneType among them.
-    """
+    """The fields that hold settings objects, with the classes allowed there, NoneType among
+    them."""
     kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
     return {name: own for name, own in kinds.items() if any(map(is_dataclass, own))}
 
@@ -847,8 +777,8 @@ class GenerateConfig(SamplingConfig):
         stop: texts that end an answer. They are not in its text, but the tokens up to the one that
             completes such a text are in its tokens.
         drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
-            these settings, else the heads, else the model's streams where it has any, else the
-            head that it brings along or that is in the Hub's cache.
+            these settings, or the heads, or the model's streams if it has any, or the head that it
+            brings along or that is in the Hub's cache.
         tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
         prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
             for off.
@@ -914,11 +844,6 @@ class GenerateConfig(SamplingConfig):
     )
 
     def __post_init__(self) -> None:
-        """Check every setting; raise InputError where one is not allowed, or does not go with
-        another.
-
-        `stop`, which may also be one text or None, becomes a tuple.
-        """
         super().__post_init__()
         for name, kinds in settings_fields(GenerateConfig).items():
             part = getattr(self, name)
@@ -934,7 +859,7 @@ class GenerateConfig(SamplingConfig):
             expected="--temp above 0",
             do="give --temp, or drop acceptance=",
         )
-        # A text is a sequence of texts, too, but nobody means its characters.
+        # A text is a sequence of texts, too: of its characters, which nobody means.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         is_fine = isinstance(stop, list | tuple)
         require(is_fine, f"stop is {quoted(stop)}", expected="texts", do="give some, or drop it")
@@ -949,21 +874,13 @@ class GenerateConfig(SamplingConfig):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether a controller decides what is drafted.
-
-        It does if decoding, tree, prune, num_streams and stream_schedule are None and acceptance is
-        exact.
-        """
+        """Whether a controller decides what is drafted."""
         shape = (self.tree, self.prune, self.num_streams, self.stream_schedule)
         is_open = all(one is None for one in shape)
         return is_open and self.decoding is None and self.acceptance.kind == "exact"
 
     def with_default_shape(self) -> GenerateConfig:
-        """Return the settings with defaults for tree, pruning and schedule where they are None.
-
-        With a shape given, no controller decides: drafts are the same on every machine. These
-        settings stay as they are.
-        """
+        """With a shape given, no controller decides: drafts are the same on every machine."""
         return replace(
             self,
             tree=self.tree or TreeConfig(),

@@ -480,8 +480,8 @@ def bounded_rendering(
         said = " ".join(str(error)[:_MAX_LETTERS].split())
         raise InputError(
             f"the model's chat template refuses {turns} ({said})",
-            expected="turns that it knows",
-            do="change or drop them",
+            expected="turns that it accepts",
+            do="change or remove them",
         ) from error
     finally:
         _bounds.reset(token)

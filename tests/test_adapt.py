@@ -545,20 +545,17 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     monkeypatch.setattr(adapt_command, "time", now)
     monkeypatch.setattr(power_command, "power_source_or_unknown", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
-    adapt_command.make_wait_while_busy_or_on_battery(True)()
+    adapt_command.make_wait(True)()
     assert len(slept) == waits
-    adapt_command.make_wait_while_busy_or_on_battery(False)()
+    adapt_command.make_wait(False)()
     assert len(slept) == waits
 
 
 def test_names_of_models_become_names_of_adapters():
     for model, name in (("org/Some-Model_4bit@refs/pr/3", "some-model_4bit"), ("a/b c", "b-c")):
-        assert (
-            adapt_command.checked_adapter_name(Namespace(model=model, name=None, adapter=None))
-            == name
-        )
+        assert adapt_command.adapter_name(Namespace(model=model, name=None, adapter=None)) == name
     asked = Namespace(model="org/Qwen3-4B", name=None, adapter="you/My-LoRA@main")
-    assert adapt_command.checked_adapter_name(asked) == "qwen3-4b-my-lora"
+    assert adapt_command.adapter_name(asked) == "qwen3-4b-my-lora"
 
 
 @pytest.mark.slow

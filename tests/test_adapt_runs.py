@@ -18,7 +18,7 @@ from refusals import as_shown, exit_code, exits, found_in, mentions, one_line, r
 import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
-from ssmlx.commands import adapt, adapters, chat, check, drafting_lines, generate
+from ssmlx.commands import adapt, adapters, chat, check, drafting, generate
 from ssmlx.errors import naming_file
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import identity, names
@@ -248,14 +248,14 @@ def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
 
 def lines_of(model, adapter, **settings):
     plan = make_plan(model, ssmlx.GenerateConfig(**settings))
-    return drafting_lines.drafting_lines(model, plan, adapter)
+    return drafting.describe(model, plan, adapter).lines()
 
 
 def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
-    assert as_shown(drafting_lines.decision_line(make_plan(plain))) in first and adapt in second
+    assert as_shown(drafting.decision(make_plan(plain))) in first and adapt in second
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
     costs.set_head_start({("rows", 4): 1.1})
@@ -301,7 +301,7 @@ def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
     assert mentions(lines_of(model, None)[0], "model's")
     recurrent = ssmlx.load(write_family(tmp_path / "lfm2", "lfm2"))[0]
     first, second = lines_of(recurrent, "none")
-    assert as_shown(drafting_lines.decision_line(make_plan(recurrent))) in first
+    assert as_shown(drafting.decision(make_plan(recurrent))) in first
     assert as_shown(recurrent.backbone.capabilities.stages) in second
 
 
@@ -330,10 +330,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "time_unknown_costs_before_answers", lambda *_: None)
+    monkeypatch.setattr(check, "time_unknown_costs", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "time_unknown_costs_before_answers", lambda *_: None)
-    monkeypatch.setattr(check, "time_tree_sizes_and_estimate_speedup", lambda *_: [])
+        monkeypatch.setattr(command, "time_unknown_costs", lambda *_: None)
+    monkeypatch.setattr(check, "time_tree_sizes", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
     for option in ((), ("--adapter", "none")):
@@ -348,13 +348,9 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
         first, second = [line for line in same if line]
         assert mentions(first, "mine") == (option == ())
         assert "python -m ssmlx.adapt" in second or mentions(second, "--adapter mine")
-    assert server.adapter_of_each_served_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
-    assert (
-        server.adapter_of_each_served_name("m", ["auto"])
-        == server.adapter_of_each_served_name("m", [])
-        == {"m": None}
-    )
-    line = refusal(server.adapter_of_each_served_name, "m", ["none", "auto"])
+    assert server.served_adapters("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.served_adapters("m", ["auto"]) == server.served_adapters("m", []) == {"m": None}
+    line = refusal(server.served_adapters, "m", ["none", "auto"])
     assert mentions(found_in(line), "--adapter none", "--adapter auto")
 
 

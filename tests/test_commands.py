@@ -646,7 +646,7 @@ def test_a_chat_asks_without_the_line_s_end(monkeypatch):
     lines = io.StringIO("Hello\r\n a\rb \n\r\nlast\r", newline="\n")
     monkeypatch.setattr(sys, "stdin", lines)
     screen = chat.Screen()
-    heard = list(iter(screen.read_line_or_none_at_end, None))
+    heard = list(iter(screen.read_line, None))
     assert heard == ["Hello", " a\rb ", "", "last"]
 
 

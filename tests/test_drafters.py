@@ -39,7 +39,7 @@ from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads
 
 from ssmlx.api import stream_generate
 from ssmlx.commands import generate
-from ssmlx.commands.decoding_options import add_decoding_and_drafting_options, generate_config
+from ssmlx.commands.decoding_options import add_decoding_options, generate_config
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.loop import speculative_decode
@@ -703,7 +703,7 @@ def test_a_name_with_settings_is_read_as_by_the_option(text):
     assert split_drafter(GenerateConfig(), text) == (wanted, [])
     assert split_drafter(wanted, [text]) == (wanted, [])  # said twice, alike
     parser = argparse.ArgumentParser()
-    add_decoding_and_drafting_options(parser, max_tokens=256)
+    add_decoding_options(parser, max_tokens=256)
     assert generate_config(parser.parse_args(["--drafter", text])) == wanted
 
 
@@ -717,7 +717,7 @@ def test_a_name_with_settings_is_read_as_by_the_option(text):
 ])  # fmt: skip
 def test_wrong_settings_are_refused_as_by_the_option(text, named):
     parser = argparse.ArgumentParser()
-    add_decoding_and_drafting_options(parser, max_tokens=256)
+    add_decoding_options(parser, max_tokens=256)
     line = refusal(make_plan, bare_model(), drafter=text)
     assert mentions(found_in(line), *named.split())
     assert line == refusal(lambda: generate_config(parser.parse_args(["--drafter", text])))

@@ -14,7 +14,7 @@ from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_to
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.commands.chat import Chat, Screen, carry_out_line_unless_quit
+from ssmlx.commands.chat import Chat, Screen, carry_out
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation import segments
@@ -180,10 +180,10 @@ def test_a_chat_tells_its_memory(tmp_path, capsys):
     loaded = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     session = ChatSession(*loaded, GenerateConfig(max_tokens=9, tree=TREE))
     chat = Chat(session, Screen(), None)
-    assert carry_out_line_unless_quit("/memory", chat)
+    assert carry_out("/memory", chat)
     unused = capsys.readouterr().err  # nothing was said yet
     list(session.reply("w1 w2"))
-    assert carry_out_line_unless_quit("/memory", chat)
+    assert carry_out("/memory", chat)
     rows = capsys.readouterr().err.splitlines()
     assert len(rows) >= 6 and len(rows) > len(unused.splitlines())
     assert all(re.search(r"\d", row) for row in rows)

@@ -22,7 +22,7 @@ from tiny_families import CHAINS, make_base
 from tiny_gemma import TARGETS, make_target, write_assistant
 
 import ssmlx
-from ssmlx.commands import chat, check, drafting_lines, generate
+from ssmlx.commands import chat, check, drafting, generate
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
 from ssmlx.generation.default_head import default_head
@@ -260,7 +260,7 @@ def kept(hub, backbone, tmp_path):
 
 
 def lines_of(model, **settings):
-    return drafting_lines.drafting_lines(model, make_plan(model, **settings), "none")
+    return drafting.describe(model, make_plan(model, **settings), "none").lines()
 
 
 def decoded(model, **settings):

@@ -51,7 +51,7 @@ def test_commands_of_all_kinds_are_found():
         ("examples/adapters/e2e/README.md", "convert.continuations", True),
         ("ssmlx/adapters/sql/README.md", "convert.train", True),
         ("ssmlx/commands/generate.py", "ssmlx.generate", True),
-        ("ssmlx/commands/drafting_lines.py", "ssmlx.adapt", False),
+        ("ssmlx/commands/drafting.py", "ssmlx.adapt", False),
         ("ssmlx/loading/folders.py", "ssmlx.convert.base", False),
     } <= found
     assert len(COMMANDS) > 150

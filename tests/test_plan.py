@@ -8,7 +8,7 @@ from tiny import make_base, make_model, make_tokenizer
 from tiny_heads import make_heads
 
 import ssmlx
-from ssmlx.commands.drafting_lines import decision_line
+from ssmlx.commands.drafting import decision
 from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.text_index import EarlierAnswers
@@ -92,7 +92,7 @@ class Steady(Controller):
 def test_a_plan_asks_the_controller_that_weighs_calls(model):
     plan = replace(make_plan(model), controller=Steady.deterministic([]))
     assert plan.expected_fastest_call == (3.0, 1.5)
-    assert mentions(decision_line(plan), "2.00")
+    assert mentions(decision(plan), "2.00")
     replace(plan, learned=None).finish()
     assert not plan.controller.finished
     plan.finish()
@@ -102,7 +102,7 @@ def test_a_plan_asks_the_controller_that_weighs_calls(model):
 def test_nothing_drafts_where_plain_decoding_is_asked_for():
     plan = make_plan(make_model(), decoding="plain")
     assert plan.controller == Never() and not plan.drafters and plan.scratch == 0
-    assert mentions(decision_line(plan), "plain")
+    assert mentions(decision(plan), "plain")
 
 
 def test_what_is_loaded_drafts(model):

@@ -215,10 +215,10 @@ def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
         client = client_of(serve(keys=keys, prompt_caches=prompt_caches))
         return [cached(reply(client, body, headers={"x-api-key": key})) for key in keys]
 
-    prompt_caches = command.make_prompt_cache_for_each_key(tmp_path, keys)
+    prompt_caches = command.make_prompt_caches(tmp_path, keys)
     assert known(chat(words(9)), prompt_caches) == [0, 0]
     prompt_caches[0].flush()
-    again = known(chat(words(9)), command.make_prompt_cache_for_each_key(tmp_path, keys))
+    again = known(chat(words(9)), command.make_prompt_caches(tmp_path, keys))
     assert again[0] > 9 and again[1] == 0
     assert files.main(["purge", str(tmp_path), "--yes"]) == 0 and not [
         *tmp_path.rglob("*.safetensors")

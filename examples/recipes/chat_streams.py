@@ -24,6 +24,7 @@ from ssmlx.commands.parser import add_int_options, add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder, write_whole
+from ssmlx.loading.folders import TRAINED_FOLDER
 from ssmlx.prompts import read_prompts
 from ssmlx.training.adapt_rounds import SAMPLED_EVERY, SAMPLED_TEMP
 from ssmlx.training.questions import (
@@ -245,8 +246,6 @@ def train(args: argparse.Namespace, more: Sequence[str]) -> None:
     """
     deadline = time.monotonic() + 60 * args.minutes
     work = args.work or args.out / "work"
-    data = work / "data"
-    make_folder(data)
     make_folder(args.out)
     files = sorted(args.answers.glob("answers-*.npz"))
     require(
@@ -255,31 +254,29 @@ def train(args: argparse.Namespace, more: Sequence[str]) -> None:
         expected="a folder that this command made without --answers",
         do="make them first",
     )
-    num_examples = 0
-    for name, paths in (("train", files), ("valid", [args.answers / "valid.npz"])):
-        rows = [one for path in paths for one in unpack(path)]
-        num_examples = num_examples or len(rows)
-        continuations.write_jsonl(
-            data / f"{name}.jsonl",
-            ({"prompt_tokens": a, "completion_tokens": b} for a, b in rows),
-        )
-    words = ["--data", data, "--model", args.model, "--device", args.device, "--dtype", args.dtype,
-             "--batch-size", args.batch_size, "--cache-gb", "0", "--stream-weights", "1",
-             "--adapter-scope", "streams", "--valid-count", args.valid_count,
-             "--schedule", "cosine", *more]  # fmt: skip
+    rows = [one for path in files for one in unpack(path)]
+    held_out = list(unpack(args.answers / "valid.npz"))
 
-    def run(out: Path, *options: Any) -> None:
-        argv = [str(word) for word in (*words, "--out", out, *options)]
-        train_command.train_streams(train_command.parse_args(argv))
+    def run(out: Path, answers: Sequence[OwnAnswer], *options: Any) -> None:
+        data = out.with_name(f"{out.name}-data")
+        for name, some in (("train", answers), ("valid", held_out)):
+            lines = ({"prompt_tokens": a, "completion_tokens": b} for a, b in some)
+            continuations.write_jsonl(data / f"{name}.jsonl", lines)
+        words = ["--data", data, "--out", out, "--model", args.model, "--device", args.device,
+                 "--dtype", args.dtype, "--batch-size", args.batch_size, "--cache-gb", 0,
+                 "--stream-weights", 1, "--adapter-scope", "streams", "--schedule", "cosine",
+                 "--valid-count", args.valid_count, *more, *options]  # fmt: skip
+        train_command.train_streams(train_command.parse_args([str(word) for word in words]))
 
     plan = work / "plan.json"
     if not plan.exists():
-        run(work / "probe", "--max-steps", PROBE_STEPS, "--valid-every", 10**6)
+        few = rows[: 2 * PROBE_STEPS * args.batch_size]
+        run(work / "probe", few, "--max-steps", PROBE_STEPS, "--valid-every", 10**6)
         log = read_log_entries(work / "probe" / LOG_FILE)
         # The first step is slower, the last one validates.
         seconds = max(1e-3, (log[-2]["time"] - log[0]["time"]) / (PROBE_STEPS - 2))
         left = deadline - time.monotonic() - RESERVE
-        an_epoch = -(-num_examples // args.batch_size)
+        an_epoch = -(-len(rows) // args.batch_size)
         steps = max(1, min(int(0.9 * left / seconds), round(args.epochs * an_epoch)))
         said = {"steps": steps, "seconds_a_step": seconds, "epochs": steps / an_epoch}
         write_whole(plan, json.dumps(said).encode())
@@ -295,6 +292,7 @@ def train(args: argparse.Namespace, more: Sequence[str]) -> None:
     with copying_once_a_minute(work / "run", args.out):
         run(
             work / "run",
+            rows,
             *("--epochs", said["epochs"], "--save-every", a_minute),
             *("--valid-every", max(1, steps // 8), "--tree-size", 6),
         )
@@ -310,7 +308,7 @@ def copying_once_a_minute(run: Path, out: Path) -> Iterator[None]:
         content = state.read_bytes() if state.exists() else b""
         for number, start in enumerate(range(0, len(content), PIECE_BYTES)):
             write_whole(out / f"state-{number}", content[start : start + PIECE_BYTES])
-        for path in run.glob("*"):
+        for path in (*run.glob("*"), *(run / TRAINED_FOLDER).glob("*")):
             if path.is_file() and path.suffix in (".json", ".jsonl", ".safetensors"):
                 shutil.copy(path, out)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.commands.drafting_lines import cost_table_rows
+from ssmlx.commands.learned_lines import cost_table_rows
 from ssmlx.commands.parser import add_options, make_parser
 from ssmlx.commands.running import make_main
 from ssmlx.generation.learned import learned_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ssmlx.commands.decoding_options import add_streams_tree_prune_options, generate_config
+from ssmlx.commands.decoding_options import add_tree_options, generate_config
 from ssmlx.commands.parser import Parser, add_int_options, add_options
 from ssmlx.drafters.option import parse_drafter_option
 from ssmlx.errors import InputError, require
@@ -299,7 +299,7 @@ def _parse_system(
         return System(name, CONTROLLED[kind], GenerateConfig())
     first = next(iter(flags), len(words))
     parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
-    add_streams_tree_prune_options(parser.add_argument_group())
+    add_tree_options(parser.add_argument_group())
     for key in words[1:first]:
         if key.partition("=")[0] in _RESERVED:
             parser.error(f"{key} is not a system's to choose here")

@@ -49,11 +49,6 @@ the questions, the answers, the adapter, and figures.json, which has the measure
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.adapt`; --model is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(
         PROG, "Train an adapter that makes a model draft for itself, on this machine.", EPILOG
     )
@@ -99,15 +94,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def checked_adapter_name(args: argparse.Namespace) -> str:
-    """Return the name of the adapter to make: --name, or one made of the model's and the LoRA's.
-
-    That one has the last part of each name, in lower case, joined by a dash, without revisions;
-    other characters than letters, digits, dots, underscores and dashes become dashes.
-
-    Raises:
-        InputError: it is no name that an adapter may have.
-    """
+def adapter_name(args: argparse.Namespace) -> str:
+    """--name, or the last parts of the model's and the LoRA's names, in lower case, joined by a
+    dash."""
     model = args.model if Path(args.model).exists() else args.model.partition("@")[0]
     is_tuned = args.adapter not in (None, NO_ADAPTER)
     parts = [model, *([args.adapter.partition("@")[0]] if is_tuned else [])]
@@ -118,15 +107,7 @@ def checked_adapter_name(args: argparse.Namespace) -> str:
 
 
 def require_allowed_adapter_name(name: str, option: str) -> None:
-    """Raise InputError if an adapter cannot have this name.
-
-    Allowed are letters, digits, dots, underscores and dashes, with no dot at the beginning; "none",
-    "auto" and the names of adapters that ship are not. Whether a run has the name is not looked at.
-
-    Args:
-        name: of an adapter to make.
-        option: that gave it, for the message.
-    """
+    """Whether a run has the name is not looked at."""
     taken = (NO_ADAPTER, AUTO_ADAPTER, *bundled_adapters())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in taken
     require(
@@ -137,16 +118,7 @@ def require_allowed_adapter_name(name: str, option: str) -> None:
     )
 
 
-def _start_or_continue_adapt(args: argparse.Namespace) -> None:
-    """Make an adapter for the model, or go on with an earlier run.
-
-    Without --name, a run that was made from the same weights is continued, whatever its name; a
-    line says so.
-
-    Raises:
-        InputError: an option is out of bounds, the model or LoRA cannot be had, or another process
-            works on the run.
-    """
+def _adapt(args: argparse.Namespace) -> None:
     from ..loading.files import locked_folder
     from ..training.adapt_run import AdaptOptions, find_run_folder
     from ..training.adapt_workflow import adapt
@@ -154,7 +126,7 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
         require(ok, f"{flag} {value}", expected="more than 0, and below a million", do="correct it")
-    out = adapters_home() / checked_adapter_name(args)
+    out = adapters_home() / adapter_name(args)
     fetch = Fetch(progress=DownloadBar())
     options = AdaptOptions(
         model=args.model,
@@ -176,36 +148,24 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
             options,
             prog=PROG,
             say=print_line,
-            wait=make_wait_while_busy_or_on_battery(args.give_way),
+            wait=make_wait(args.give_way),
         )
 
 
 def print_line(line: str) -> None:
-    """Print a line at once, without waiting for the buffer to fill."""
+    """At once, without waiting for the buffer to fill."""
     print(line, flush=True)
 
 
-def make_wait_while_busy_or_on_battery(give_way: bool) -> Callable[[], None]:
-    """Return a function that blocks while others keep the machine busy, or while it is on battery.
-
-    It looks at most every 10 seconds, first 10 seconds after it was made, and returns at once in
-    between. Busy means that other processes use half of the cores or more, by the load average of a
-    minute.
-
-    Args:
-        give_way: whether to wait at all; if not, the function returns at once.
-    """
+def make_wait(give_way: bool) -> Callable[[], None]:
+    """A function that blocks while other processes use half of the cores or more, by the load
+    average of a minute, or while the machine is on battery; it looks at most every 10 seconds."""
     from .power import power_source_or_unknown
 
     looked = time.monotonic()
     own = time.process_time()
 
     def wait() -> None:
-        """Block until other processes use less than half of the cores and the machine is not on
-        battery; look again every 10 seconds, and print nothing.
-
-        It returns at once where `give_way` is off, or where it looked within the last 10 seconds.
-        """
         nonlocal looked, own
         while give_way and time.monotonic() - looked > _BUSY_SECONDS:
             used = (time.process_time() - own) / (time.monotonic() - looked)
@@ -222,4 +182,4 @@ def make_wait_while_busy_or_on_battery(give_way: bool) -> Callable[[], None]:
     return wait
 
 
-main = make_main(PROG, parse_args, _start_or_continue_adapt)
+main = make_main(PROG, parse_args, _adapt)

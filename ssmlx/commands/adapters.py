@@ -32,12 +32,6 @@ An adapter works with the weights that it was made from, wherever they are store
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; an act with too many or too few names ends the process with exit code
-    2.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     text = "List, remove or rename the adapters that ssmlx.adapt has made on this machine."
     usage = "[list | remove NAME [--yes] | rename NAME NEW]"
     parser = make_parser(PROG, text, EPILOG, usage)
@@ -59,11 +53,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def describe_run(run: StoredRun) -> str:
-    """Return one line about an adapter made here: name, when it changed, base model and whether
-    that is here, and what it brings.
-
-    The base model's weights are read for their digest.
-    """
+    """The base model's weights are read for their digest."""
     curve = (run.figures.get("figures") or {}).get("tokens_per_call") or {}
     nodes = max(curve, key=curve.__getitem__, default=None)
     if not run.is_finished:
@@ -74,17 +64,11 @@ def describe_run(run: StoredRun) -> str:
         brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.speed_up_text}"
     tuned = "" if run.is_for_base else ", with a LoRA"
     changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
-    base = _describe_whether_base_is_there(run)
+    base = _describe_base(run)
     return f"{run.name}  {changed}  of {run.model}{tuned} ({base}): {brings}"
 
 
-def _describe_whether_base_is_there(run: StoredRun) -> str:
-    """Return whether the run's base model is still where it was, as words to print.
-
-    Returns:
-        "here", why the adapter is outdated, or "not in FOLDER any more", also where it cannot be
-        read.
-    """
+def _describe_base(run: StoredRun) -> str:
     from ..loading.identity import stored_weights_digest
 
     try:
@@ -95,11 +79,7 @@ def _describe_whether_base_is_there(run: StoredRun) -> str:
 
 
 def _existing_run_folder(name: str) -> Path:
-    """Return the folder of an adapter made here, also of a broken or unfinished one.
-
-    Raises:
-        InputError: there is none of exactly this name in the home of adapters.
-    """
+    """Also of a broken or unfinished one."""
     home = adapters_home()
     # The name is compared with those that are there: a path made of it could lead anywhere.
     names = sorted(one.name for one in home.iterdir() if one.is_dir()) if home.is_dir() else []
@@ -114,7 +94,7 @@ def _existing_run_folder(name: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete an adapter's folder; of a link, the link alone."""
+    """Of a link, the link alone."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -122,11 +102,6 @@ def _remove(folder: Path) -> None:
 
 
 def _rename(folder: Path, name: str) -> None:
-    """Give an adapter's folder another name.
-
-    Raises:
-        InputError: an adapter may not have that name, or it is taken.
-    """
     require_allowed_adapter_name(name, "NEW")
     new = folder.with_name(name)
     is_free = not os.path.lexists(new)
@@ -134,16 +109,8 @@ def _rename(folder: Path, name: str) -> None:
     folder.rename(new)
 
 
-def _list_remove_or_rename(args: argparse.Namespace) -> int:
-    """Print the adapters made here, or remove or rename one, as `args.act` says.
-
-    Returns:
-        The exit code: 1 where the user does not want it removed.
-
-    Raises:
-        InputError: there is no such adapter, a run writes to it now, the new name is taken or not
-            allowed, the folder cannot be changed, or there is no terminal to ask on.
-    """
+def _carry_out(args: argparse.Namespace) -> int:
+    """1 if the user does not want it deleted."""
     from ..loading.adapt_runs import read_adapt_runs
     from ..loading.files import locked_folder
 
@@ -169,4 +136,4 @@ def _list_remove_or_rename(args: argparse.Namespace) -> int:
     return 0
 
 
-main = make_main(PROG, parse_args, _list_remove_or_rename)
+main = make_main(PROG, parse_args, _carry_out)

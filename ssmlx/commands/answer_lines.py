@@ -1,4 +1,4 @@
-"""How answers are sampled on the loaded model, and what users are told of that and of prompts."""
+"""How answers are sampled on the loaded model, and the lines that say so."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
 
 
-def resolve_given_sampling(
+def with_model_sampling(
     args: argparse.Namespace, config: GenerateConfig, model: StreamFusedModel
 ) -> GenerateConfig:
-    """Return a command's settings with the model's own sampling where its options leave that open.
-
-    Args:
-        args: the options that gave them.
-        config: the settings.
-        model: as `ssmlx.load` returns it.
-
-    Raises:
-        InputError: decoding is then greedy, and an option of sampling or of acceptance has no
-            effect.
-    """
+    """The settings with the model's own sampling if options leave that open; InputError if decoding
+    is then greedy, and an option of sampling has no effect."""
     config = config.following(model.backbone.origin.sampling)
     if not config.temp:
         reject_options_needing("--temp above 0", args)
@@ -35,15 +26,11 @@ def resolve_given_sampling(
 
 
 def answer_lines(
-    config: GenerateConfig, model: StreamFusedModel, tokenizer: TokenizerWrapper
+    config: GenerateConfig,  # as options give it, before it is resolved
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
 ) -> list[str]:
-    """Return lines that say of what answers come what a user would not expect: of the model's own
-    sampling, and of prompts without a chat template. Empty where there is nothing to say.
-
-    Args:
-        config: the settings as the command's options give them, before they are resolved.
-        model, tokenizer: as `ssmlx.load` returns them.
-    """
+    """What a user would not expect of the answers; empty if there is nothing to say."""
     from ..prompts import adapter_template
 
     own = model.backbone.origin.sampling
@@ -54,12 +41,7 @@ def answer_lines(
 
 
 def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
-    """Return one line that says how tokens are chosen, and by whose word.
-
-    Args:
-        config: the settings, None where they leave something to the model.
-        own: what its generation_config.json asks for.
-    """
+    """How tokens are chosen, and by whose word."""
     if config.numbers(own).temp == 0:
         why = "; the model's generation_config.json asks for sampling" if own.temp else ""
         return f"greedy decoding, {'as asked for' if config.temp == 0 else 'the default'}{why}"
@@ -75,6 +57,6 @@ def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
 
 
 def _in_words(numbers: dict[str, float]) -> str:
-    """Numbers of sampling in words, such as "temp 0.6, top-p 0.95, repetition penalty 1.05"."""
+    """Such as "temp 0.6, top-p 0.95, repetition penalty 1.05"."""
     words = {name: name.replace("_penalty", " penalty").replace("_", "-") for name in numbers}
     return ", ".join(f"{words[name]} {value:g}" for name, value in numbers.items())

@@ -30,24 +30,11 @@ _MIB = 2**20
 
 
 class PromptFile:
-    """The processed prompt of `--prompt-cache FILE`: its tokens and its cache, which the user's
-    prompts may begin with.
-
-    `read_if_there_require_same_model` takes it from the file, `write_if_new_and_same_lora` puts it
-    there if it has changed.
-    """
+    """The processed prompt of `--prompt-cache FILE`, which prompts may begin with: `load` takes it
+    from the file, `save` puts it there if it has changed."""
 
     def __init__(self, path: Path | None) -> None:
-        """Check the file; it is not read yet.
-
-        Args:
-            path: the file; None to read and keep nothing.
-
-        Raises:
-            InputError: the file is no prompt cache; or there is no file, and its folder does not
-                exist or cannot be written to.
-        """
-        self.path = path
+        self.path = path  # None: nothing is read or kept
         self.tokens: tuple[int, ...] = ()
         self.cache: TextCache | None = None
         self._is_new = False
@@ -60,18 +47,9 @@ class PromptFile:
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
             raise unwritable_error(path, OSError("no such folder, or not yours"))
 
-    def read_if_there_require_same_model(self, model: StreamFusedModel) -> None:
-        """Read the tokens and cache from the file if it exists; nothing happens without a path.
-
-        The model's weights are read too, unless they were before, see `stored_weights_digest`.
-
-        Args:
-            model: whose cache it is.
-
-        Raises:
-            InputError: the model's caches cannot be kept, its folder was changed after it was
-                loaded, or the file is another model's or LoRA's.
-        """
+    def load(self, model: StreamFusedModel) -> None:
+        """The model's weights are read too, unless they were before, see
+        `stored_weights_digest`."""
         from ..loading.identity import CacheKey
         from ..mlx_thread import run_on_mlx_thread
         from ..prompt_cache.prompt_files import read_prompt
@@ -84,21 +62,9 @@ class PromptFile:
         if path.exists():
             self.tokens, self.cache = run_on_mlx_thread(lambda: read_prompt(path, model))
 
-    def fork_shared_beginning(
-        self, model: StreamFusedModel, tokens: Sequence[int]
-    ) -> tuple[TextCache, int]:
-        """Return a cache for a prompt that starts with what the kept one has in common with it.
-
-        The kept cache stays as it is.
-
-        Args:
-            model: whose cache it is.
-            tokens: the prompt. At least its last token is left to process.
-
-        Returns:
-            (a cache of the answer's own, how many tokens are in it); an empty cache and 0 if
-            nothing is in common.
-        """
+    def fork(self, model: StreamFusedModel, tokens: Sequence[int]) -> tuple[TextCache, int]:
+        """A cache of the answer's own that holds what the prompt has in common with the kept one,
+        but never its last token, and how many tokens these are."""
         from ..mlx_thread import run_on_mlx_thread
         from ..prompts import common_prefix_length
 
@@ -108,15 +74,12 @@ class PromptFile:
             return model.make_cache(), 0
         return run_on_mlx_thread(lambda: cache.fork(count)), count
 
-    def keep_in_memory_unless_known(self, tokens: Sequence[int], cache: TextCache) -> None:
-        """Keep a processed prompt in memory, in the place of the one before, to be written later.
-
-        Nothing happens without a path, or if the kept tokens already begin with these.
-
-        Args:
-            tokens: the prompt.
-            cache: its first rows hold these tokens; it may hold more, and is not changed.
-        """
+    def keep(
+        self,
+        tokens: Sequence[int],
+        cache: TextCache,  # its first rows hold these tokens; it may hold more
+    ) -> None:
+        """In the place of the one before, unless that begins with these tokens."""
         from ..mlx_thread import run_on_mlx_thread
 
         if self.path is not None and self.tokens[: len(tokens)] != tuple(tokens):
@@ -124,22 +87,9 @@ class PromptFile:
             self._is_new = True
             self.cache = run_on_mlx_thread(lambda: cache.fork(len(tokens)))
 
-    def write_if_new_and_same_lora(self, model: StreamFusedModel) -> bool:
-        """Write the file if there is something new to write, in the place of an older one.
-
-        What writes that were stopped have left beside it is deleted first.
-
-        Args:
-            model: as it is now; its LoRA is compared with the one that it had when the file was
-                read, or would have been.
-
-        Returns:
-            Whether it was written. It is not where the LoRA is another one now, or where the cache
-            is of a kind that has no file.
-
-        Raises:
-            InputError: it cannot be written.
-        """
+    def save(self, model: StreamFusedModel) -> bool:
+        """Whether it was written: not with another LoRA than `load` saw, nor from a kind of cache
+        that has no file."""
         from ..loading.identity import CacheKey
         from ..mlx_thread import run_on_mlx_thread
         from ..model.cache import TreeCache
@@ -162,11 +112,6 @@ class PromptFile:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line: `list`, the default, or `purge`, then the folder, which is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     text = "List or delete the processed prompts that are kept on disk."
     parser = make_parser(PROG, text, EPILOG, "[list | purge] FOLDER [--yes]")
     parser.add_argument(
@@ -178,19 +123,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _list_or_purge(args: argparse.Namespace) -> int:
-    """Print the kept prompts of a folder, newest first, or delete them; then how many there were.
-
-    Files that no `PromptCache` wrote are left alone. A server's folders for its keys, inside of it,
-    are looked into, the last one first; "newest first" is within a folder. A damaged file is listed
-    as such.
-
-    Returns:
-        The exit code: 1 where the user does not want them deleted.
-
-    Raises:
-        InputError: the folder that was named is none, a file cannot be deleted, or nobody can be
-            asked whether to.
-    """
+    """1 if the user does not want them deleted. A server's folders for its keys are looked into."""
     from ..prompt_cache.prompt_files import PromptFolder, read_header
 
     path: Path = args.folder

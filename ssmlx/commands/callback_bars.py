@@ -9,18 +9,14 @@ from ..bars import PATIENCE_SECONDS
 
 
 class CallbackBar:
-    """A progress bar to pass as a callback. It appears after two seconds, on a terminal, and
-    vanishes when done.
-    """
+    """It appears after two seconds, on a terminal, and vanishes when done; another call then begins
+    a new one."""
 
     def __init__(self, label: str, unit: str, **settings: Any) -> None:
         self._settings = {"desc": label, "unit": unit, "leave": False, **settings}
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Show progress: `done` of `total` units. The bar ends at the last; another call then
-        begins a new one.
-        """
         if self._bar is None:
             from huggingface_hub.utils import tqdm
 

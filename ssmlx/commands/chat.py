@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 from ..blas import HINT, has_fast_blas
 from ..errors import ContextLengthError, InputError
 from ..loading.folders import Fetch
-from ..loading.names import bundled_adapters
-from .answer_lines import answer_lines, resolve_given_sampling
+from ..loading.names import NO_ADAPTER, bundled_adapters
+from .answer_lines import answer_lines, with_model_sampling
 from .caches import PromptFile
 from .callback_bars import CallbackBar, DownloadBar, PromptBar
-from .check import time_unknown_costs_before_answers
+from .check import time_unknown_costs
 from .decoding_options import (
-    add_decoding_and_drafting_options,
-    add_model_adapter_dtype_options,
+    add_decoding_options,
+    add_model_options,
     generate_config,
 )
-from .drafting_lines import drafting_lines
+from .drafting import describe
 from .load_target import load_for_decoding
 from .parser import add_prompt_cache_option, make_parser
 from .running import file_error, make_main, print_note
@@ -34,6 +34,7 @@ from .running import file_error, make_main, print_note
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from ..drafters.registry import Loaded
     from ..generation.divergence import Divergence
     from ..session import ChatSession
 
@@ -59,21 +60,13 @@ HELP = """/help            show this list
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.chat`.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-
-    Raises:
-        InputError: --drafter is wrong; argparse ends the process for other mistakes.
-    """
     parser = make_parser(
         PROG, "Chat with a language model, sped up by speculative decoding.", EPILOG, "[options]"
     )
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     add_prompt_cache_option(parser, "the conversation")
-    add_model_adapter_dtype_options(parser)
-    add_decoding_and_drafting_options(parser, max_tokens=1024)
+    add_model_options(parser)
+    add_decoding_options(parser, max_tokens=1024)
     return parser.parse_args(argv)
 
 
@@ -81,7 +74,6 @@ class Screen:
     """The terminal: answers go to standard output, all else, dimmed, to standard error."""
 
     def __init__(self) -> None:
-        """Note which streams are terminals, and let standard input take bytes that are no UTF-8."""
         self.interactive = sys.stdin.isatty()
         if isinstance(sys.stdin, TextIOWrapper):
             # A stray byte then spoils its message alone.
@@ -96,11 +88,8 @@ class Screen:
     def think(self, text: str) -> None:
         print_note(text, end="")
 
-    def read_line_or_none_at_end(self) -> str | None:
-        """Return the user's next line, or None at the end of input.
-
-        Ctrl-C drops the line, says how to leave, and reads another.
-        """
+    def read_line(self) -> str | None:
+        """Ctrl-C discards the line, says how to leave, and reads another."""
         while True:
             try:
                 # Python reads lines that end in CR and LF so on Windows alone.
@@ -113,12 +102,9 @@ class Screen:
                 return None
 
 
-def load_and_keep_line_history(path: Path) -> None:
-    """Load the history of entered lines from a file, and write it there when Python ends: the last
-    1,000.
-
-    Nothing happens where Python has no readline, or where the file cannot be used.
-    """
+def keep_line_history(path: Path) -> None:
+    """The last 1,000 lines are written when Python ends; without readline, or a file that can be
+    used, nothing happens."""
     try:
         import readline
     except ImportError:
@@ -127,7 +113,6 @@ def load_and_keep_line_history(path: Path) -> None:
 
     @atexit.register
     def write() -> None:
-        """Write the entered lines to the file; errors are ignored."""
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
@@ -138,10 +123,8 @@ def load_and_keep_line_history(path: Path) -> None:
 
 @contextmanager
 def call_on_first_interrupt(stop: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, the first Ctrl-C calls `stop`; a second one raises KeyboardInterrupt.
-
-    Only on the main thread. Afterwards Ctrl-C does what it did before.
-    """
+    """Inside the block, the first Ctrl-C calls `stop`, a second one raises KeyboardInterrupt; on
+    the main thread alone."""
 
     def on_interrupt(signum: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
@@ -156,18 +139,16 @@ def call_on_first_interrupt(stop: Callable[[], object]) -> Iterator[None]:
 
 @dataclass
 class Chat:
-    """A running chat command: the session, the terminal, and the adapter's name."""
-
     session: ChatSession
     screen: Screen
     adapter: str | None  # what the user calls it; None for a fused model's own streams
+    loaded: Sequence[Loaded] = ()  # what was loaded to draft with
 
 
 class AnswerPieces:
     """Shows an answer as it comes: its text, and what the model thinks, apart and without marks."""
 
     def __init__(self, session: ChatSession, screen: Screen) -> None:
-        """Begin the answer of the session's open reply."""
         from ..formats.families import find_format
         from ..formats.reader import AnswerReader
 
@@ -191,20 +172,8 @@ class AnswerPieces:
 
 
 def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
-    """Answer a message: print the text as it comes on standard output, what the model thinks and
-    then a line of figures on standard error.
-
-    Ctrl-C stops the answer, and its text until then stays in the conversation. A second Ctrl-C, or
-    the first with a model that is split over processes, raises KeyboardInterrupt.
-
-    Args:
-        session: the conversation, which the turn is added to.
-        text: the user's message.
-        screen: to print on.
-
-    Raises:
-        InputError: the message cannot be answered, such as where the context is full.
-    """
+    """Ctrl-C stops the answer, whose text until then stays in the conversation; a second one, or
+    the first with a model that is split over processes, raises KeyboardInterrupt."""
     from ..api import summary_line
 
     last = None
@@ -223,9 +192,6 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
 
 
 def totals_text(session: ChatSession) -> str:
-    """Return two lines with tokens, target calls, speed and cache of all answers of the session;
-    one line, that nothing was said yet, before the first.
-    """
     totals = session.totals
     if not totals.answers:
         return "nothing was said yet"
@@ -238,18 +204,8 @@ def totals_text(session: ChatSession) -> str:
     )
 
 
-def compare_last_answer_with_plain(session: ChatSession) -> str:
-    """Answer the last message several times with drafts and plainly, and say what is faster and
-    whether they agree.
-
-    The conversation stays as it is.
-
-    Returns:
-        The line to print; a second one where the tokens differ.
-
-    Raises:
-        InputError: nothing was said yet.
-    """
+def compare_with_plain(session: ChatSession) -> str:
+    """The conversation stays as it is."""
     bar = CallbackBar("comparing", "answer")
     result = session.compare(progress=bar)
     low, high = result.interval
@@ -267,12 +223,7 @@ def compare_last_answer_with_plain(session: ChatSession) -> str:
 
 
 def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
-    """Say where two answers part, and whether rounding may have decided it.
-
-    Args:
-        one: the place, both tokens, and how far apart their logits are.
-        tokenizer: decodes the two tokens.
-    """
+    """Where two answers part, and whether rounding may have decided it."""
     plain, other = (repr(tokenizer.decode([token])) for token in (one.plain, one.other))
     place = f"behind token {one.place}: {plain} is plain decoding's, {other} the other"
     gap = f"the model's logits of these two are {one.gap:.2g} apart"
@@ -282,20 +233,7 @@ def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
 
 
 def list_or_swap_adapter(rest: str, chat: Chat) -> str:
-    """Carry out /adapter: without `rest` list the adapters, else change to the one it names.
-
-    "auto" takes the adapter that fits the model. The peak memory is counted anew after a change.
-
-    Args:
-        rest: a name, a folder, a Hub name, "none", "auto", or nothing.
-        chat: its session and `adapter` are changed.
-
-    Returns:
-        The text to print.
-
-    Raises:
-        InputError: there is no such adapter, or it is another model's. The chat keeps its own then.
-    """
+    """The peak memory is counted anew after a change."""
     import mlx.core as mx
 
     from ..loading.attach import choose_adapter, find_adapters_of_base
@@ -306,45 +244,28 @@ def list_or_swap_adapter(rest: str, chat: Chat) -> str:
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
-        return f"{adapter_and_drafting_line(chat)}\nthat are here: {names}; {hint}"
+        return f"{adapter_line(chat)}\nthat are here: {names}; {hint}"
     fetch = Fetch(progress=DownloadBar())
     name, folder = choose_adapter(rest, chat.session.model, fetch)
     chat.session.swap_adapter(folder)
     mx.reset_peak_memory()
     chat.adapter = name
     goes_on = chat.session.messages and not chat.session.asks_alone
-    return adapter_and_drafting_line(chat) + ("; the conversation goes on" if goes_on else "")
+    return adapter_line(chat) + ("; the conversation goes on" if goes_on else "")
 
 
-def adapter_and_drafting_line(chat: Chat) -> str:
-    """Return one line about the adapter in use, what drafts, and whether answers are the base
-    model's.
-    """
+def adapter_line(chat: Chat) -> str:
+    from ..generation.plan import make_plan
+    from ..mlx_thread import run_on_mlx_thread
+
     session = chat.session
-    config = chat.session.model.config
-    drafter = session.drafter
-    if config is None:
-        says_again = drafter == "prompt-lookup" and session.config.is_controlled
-        drafts = "what the text says again is drafted" if says_again else f"{drafter} drafts"
-        lora = f"adapter {chat.adapter}: LoRA, which changes the answers; no streams"
-        name = lora if session.model.is_fine_tuned else "no adapter"
-        return f"{name}: {drafts if drafter else 'plain decoding'}"
-    own = chat.adapter is None
-    name = "the model's own streams" if own else f"adapter {chat.adapter}"
-    how = "the adapter is part of the model"
-    if config.adapter_scope == "streams" and session.model.is_fine_tuned:
-        how = "the fine-tuned model's answers are untouched"
-    elif config.adapter_scope == "streams":
-        how = "the base model's answers are untouched"
-    elif own:
-        how = "the model was fine-tuned with them"
-    drafts = f"{config.num_streams} streams draft"
-    if drafter != "streams":
-        asked = session.config.decoding == "plain"
-        why = "as --decoding says" if asked else "which is faster here"
-        drafts = f"{drafter} drafts" if drafter else f"plain decoding, {why}"
-    alone = "; each message is asked alone" if session.asks_alone else ""
-    return f"{name}: {drafts}; {how}{alone}"
+    plan = run_on_mlx_thread(lambda: make_plan(session.model, session.config, drafter=chat.loaded))
+    adapter = chat.adapter
+    if session.model.config is None and not session.model.is_fine_tuned:
+        adapter = NO_ADAPTER
+    found = describe(session.model, plan, adapter)
+    alone = "each message is asked alone" if session.asks_alone else ""
+    return "; ".join(filter(None, [found.lines()[0], found.effect, alone]))
 
 
 def _reset_command(rest: str, chat: Chat) -> str:
@@ -363,28 +284,14 @@ COMMANDS: dict[str, Callable[[str, Chat], str]] = {
     "/system": _system_command,
     "/stats": lambda rest, chat: totals_text(chat.session),
     "/memory": lambda rest, chat: chat.session.memory.table(),
-    "/compare": lambda rest, chat: compare_last_answer_with_plain(chat.session),
+    "/compare": lambda rest, chat: compare_with_plain(chat.session),
     "/adapter": list_or_swap_adapter,
 }
 
 
-def carry_out_line_unless_quit(line: str, chat: Chat) -> bool:
-    """Carry out a line of the user: a command, or a message to answer. Empty lines do nothing.
-
-    Bad input, and in a command a file error or Ctrl-C, are printed, and the chat goes on.
-
-    Args:
-        line: without its end.
-        chat: is changed.
-
-    Returns:
-        False where the line is /quit.
-
-    Raises:
-        KeyboardInterrupt: a second Ctrl-C in an answer, or one in a model that is split over
-            processes.
-        OSError: in an answer; or standard output is a pipe that was closed.
-    """
+def carry_out(line: str, chat: Chat) -> bool:
+    """False for /quit. Bad input, and in a command a file error or Ctrl-C, are printed, and the
+    chat goes on."""
     name, _, rest = line.partition(" ")
     is_command = line.startswith("/")
     try:
@@ -410,15 +317,6 @@ def carry_out_line_unless_quit(line: str, chat: Chat) -> bool:
 
 
 def _chat_until_quit(args: argparse.Namespace) -> None:
-    """Load the model, time what drafting costs, then read and answer lines until /quit or the end
-    of input.
-
-    With --prompt-cache, the conversation is begun with that file, and written into it at the end.
-    On a terminal, the lines are kept in the cache folder.
-
-    Raises:
-        InputError: an option is wrong, or the model or the file cannot be loaded or written.
-    """
     asked = generate_config(args)  # a bad option is refused before anything is loaded
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
@@ -427,7 +325,7 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
     model, tokenizer, loaded = load_for_decoding(args)
-    config = resolve_given_sampling(args, asked, model)
+    config = with_model_sampling(args, asked, model)
 
     import mlx.core as mx
 
@@ -444,25 +342,25 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
         system=args.system,
         template_args=args.template_args,
     )
-    kept.read_if_there_require_same_model(model)
+    kept.load(model)
     if kept.cache is not None:
         session.resume(kept.tokens, kept.cache)
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
-    time_unknown_costs_before_answers(model, tokenizer, config, loaded)
+    time_unknown_costs(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
-    lines = [*drafting_lines(model, plan, args.adapter), *answer_lines(asked, model, tokenizer)]
+    lines = [*describe(model, plan, args.adapter).lines(), *answer_lines(asked, model, tokenizer)]
     screen.note("\n".join(lines))
-    chat = Chat(session, screen, args.adapter)
+    chat = Chat(session, screen, args.adapter, loaded)
     if screen.interactive:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")
         screen.note(f"{args.model}, {dtype}. /help lists the commands.")
-        load_and_keep_line_history(cache_dir() / "chat_history")
-    while (line := screen.read_line_or_none_at_end()) is not None:
-        if not carry_out_line_unless_quit(line, chat):
+        keep_line_history(cache_dir() / "chat_history")
+    while (line := screen.read_line()) is not None:
+        if not carry_out(line, chat):
             break
-    kept.keep_in_memory_unless_known(*session.cached)
-    if kept.write_if_new_and_same_lora(session.model):
+    kept.keep(*session.cached)
+    if kept.save(session.model):
         screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
 
 

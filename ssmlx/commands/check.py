@@ -15,8 +15,9 @@ from ..errors import require
 from ..loading.names import NO_ADAPTER
 from ..settings import DRAFTERS, GenerateConfig
 from .answer_lines import sampling_line
-from .decoding_options import add_model_adapter_dtype_options
-from .drafting_lines import cost_table_rows, drafting_lines
+from .decoding_options import add_model_options
+from .drafting import describe
+from .learned_lines import cost_table_rows
 from .load_target import load_target
 from .parser import add_options, make_parser
 from .running import make_main, print_json
@@ -48,17 +49,12 @@ Exit code 0: the model works, with or without drafting. 2: it does not, and a li
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.check`.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(
         PROG,
         "Show which drafters work with a model, and the speed-up to expect on this machine.",
         EPILOG,
     )
-    add_model_adapter_dtype_options(parser)
+    add_model_options(parser)
     add_options(
         parser.add_argument_group("check"),
         ("--seconds", "S", "seconds to spend on timing (default: %(default)g)", 5.0),
@@ -67,23 +63,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def time_unknown_costs_before_answers(
+def time_unknown_costs(
     model: StreamFusedModel, tokenizer: Any, config: GenerateConfig, loaded: Sequence[Any]
 ) -> None:
-    """Time what drafting costs on this machine, before a command's first answer.
-
-    It takes about two seconds, and none where such costs are known already, or nothing is learned.
-    What was timed is kept for all answers. A line on standard error says so if it takes long.
-
-    Args:
-        model: as `ssmlx.load` returns it.
-        tokenizer: the same.
-        config: settings of the answers to come.
-        loaded: what was loaded to draft with.
-
-    Raises:
-        InputError: the settings do not fit the model or what is loaded.
-    """
+    """About two seconds; none if such costs are known already, or nothing is learned."""
     from ..generation.head_start import time_head_start
     from ..generation.plan import make_plan
     from ..mlx_thread import run_on_mlx_thread
@@ -101,11 +84,7 @@ def time_unknown_costs_before_answers(
 
 
 def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
-    """Return why each registered drafter cannot draft for the loaded model, by its name; None if it
-    can.
-
-    A drafter with weights of its own needs them: its reason says with which option.
-    """
+    """By the drafters' names; None if one can draft."""
     from ..drafters.registry import registered_drafter
 
     reasons: dict[str, str | None] = {}
@@ -128,11 +107,7 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
 
 
 def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
-    """Return why no head drafts for a model where nothing is asked for; None where one does.
-
-    The reason names the option that takes a head that is known for the model. A head that is on
-    this machine is loaded, if it was not yet.
-    """
+    """A head that is on this machine is loaded, if it was not yet."""
     from ..generation.default_head import default_head
     from ..loading.model_heads import can_have_head, find_known_heads
 
@@ -149,19 +124,8 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     return f"it needs a head, which is not on this machine: {options}"
 
 
-def adapter_parts_and_effect_line(adapter: str | None, model: StreamFusedModel) -> str | None:
-    """Return one line about an adapter's streams and LoRA, and whether they change the answers.
-
-    The adapter's files are read anew.
-
-    Args:
-        adapter: a name or a folder; "none" for the base alone; None for the streams of a fused
-            model, if it has any.
-        model: with that adapter.
-
-    Returns:
-        The line; None for "none", and for None where the model has no streams.
-    """
+def describe_adapter(adapter: str | None, model: StreamFusedModel) -> str | None:
+    """Read anew from the adapter's files; None without an adapter."""
     from ..loading.adapter import load_adapter
     from ..loading.folders import Fetch
     from ..loading.names import resolve_adapter
@@ -174,22 +138,11 @@ def adapter_parts_and_effect_line(adapter: str | None, model: StreamFusedModel) 
     return None if folder is None else load_adapter(folder).describe()
 
 
-def time_and_describe_model(
+def describe_model(
     args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any
 ) -> dict[str, Any]:
-    """Time the model's calls and collect everything that the command prints, as JSON values.
-
-    Of a model without streams, calls with streams that `ssmlx.adapt` could train are timed. Costs
-    that were timed are kept for later answers. To be called on the thread that runs MLX.
-
-    Args:
-        args: `model`, `adapter` and `seconds` are read.
-        model: as `ssmlx.load` returns it.
-        tokenizer: the same.
-
-    Returns:
-        What `report_lines` prints; "learned" is what was known before the timing.
-    """
+    """What `report_lines` prints, as JSON values; "learned" is what was known before the timing.
+    Runs on the MLX thread."""
     from ..blas import this_machine
     from ..generation.answer_end import end_token_ids
     from ..generation.head_start import sample_text
@@ -213,14 +166,14 @@ def time_and_describe_model(
         source = f"the adapter's own, {template!r}"
     costs = []
     if model.num_streams:
-        costs = time_tree_sizes_and_estimate_speedup(model, text, args.seconds)
+        costs = time_tree_sizes(model, text, args.seconds)
     else:
-        time_streams_that_adapt_could_train(model, args.model, text, args.seconds)
-    lines = drafting_lines(model, make_plan(model), args.adapter)
+        time_untrained_streams(model, args.model, text, args.seconds)
+    lines = describe(model, make_plan(model), args.adapter).lines()
     return {
         "model": args.model,
         "adapter": args.adapter,
-        "adapter_is": adapter_parts_and_effect_line(args.adapter, model),
+        "adapter_is": describe_adapter(args.adapter, model),
         "drafting": list(lines),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
@@ -253,7 +206,6 @@ def time_and_describe_model(
 
 
 def _tool_calls_line(tokenizer: Any) -> str:
-    """Return words that say in which form a model's calls of tools are read."""
     from ..formats.families import UNKNOWN_CALLS, find_format
     from ..rendering import has_unknown_calls, offers_tools
 
@@ -264,24 +216,11 @@ def _tool_calls_line(tokenizer: Any) -> str:
     return f"read in the form {find_format(tokenizer).name}"
 
 
-def time_tree_sizes_and_estimate_speedup(
+def time_tree_sizes(
     model: StreamFusedModel, text: Sequence[int], seconds: float
 ) -> list[dict[str, float]]:
-    """Time target calls with 2 to 16 nodes, and estimate the speed-up of each.
-
-    The costs are kept for later answers.
-
-    Args:
-        model: with streams.
-        text: tokens of the context to time behind.
-        seconds: about how long to time.
-
-    Returns:
-        A row for each number of nodes whose cost is known, now or from earlier answers: "nodes",
-        "plain_calls" that such a call takes, "tokens" that it brings on the adapter's own test
-        prompts, and "speed_up" over plain decoding, by the tokens that earlier answers here
-        accepted.
-    """
+    """A row for each number of nodes whose cost is known: plain calls, tokens on the adapter's test
+    prompts, and the speed-up by what earlier answers here accepted."""
     from ..decoding.draft_shape import DraftShape
     from ..generation.head_start import STREAMS, time_costs
     from ..generation.learned import learned_of
@@ -309,21 +248,11 @@ def time_tree_sizes_and_estimate_speedup(
     ]
 
 
-def time_streams_that_adapt_could_train(
+def time_untrained_streams(
     model: StreamFusedModel, name: str, text: Sequence[int], seconds: float
 ) -> None:
-    """Time calls with random streams of every size that `ssmlx.adapt` could train for the model.
-
-    The costs are kept, for the forecast of `ssmlx.adapt`. Nothing is timed for a model that cannot
-    have streams, that is split over machines, or whose folder is unknown, or behind a text of fewer
-    than 2 tokens.
-
-    Args:
-        model: without streams.
-        name: of the model.
-        text: tokens of the context to time behind.
-        seconds: about how long to time, all sizes together.
-    """
+    """With random streams of every size, for the forecast of `ssmlx.adapt`; of no model that cannot
+    have streams, is split over machines or was made in memory."""
     from ..training.config import RunOptions
     from ..training.job import read_base_settings
     from ..training.sizing import candidate_layers, time_candidate_streams
@@ -340,7 +269,6 @@ def time_streams_that_adapt_could_train(
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:
-    """Return the lines that the command prints for what `time_and_describe_model` returned."""
     from ..generation.memory import MIB
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
@@ -369,9 +297,7 @@ def report_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _drafter_lines(found: dict[str, Any]) -> list[str]:
-    """Return a line for each drafter, then what the model lacks; a reason that excludes all
-    drafters is one line alone.
-    """
+    """A reason that excludes all drafters is one line alone."""
     lacks = found["lacks"]
     if "chains" in lacks:
         return [f"decodes plainly, nothing can draft: {lacks['chains']}"]
@@ -385,9 +311,6 @@ def _drafter_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _cost_lines(found: dict[str, Any]) -> list[str]:
-    """Return the table of costs by nodes, notes about it and an empty line; no lines for a model
-    without streams.
-    """
     from ..report import table
 
     if not found["streams"]:
@@ -410,9 +333,6 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _learned_lines(found: dict[str, Any]) -> list[str]:
-    """Return what earlier answers have taught about costs and acceptance, each with an empty line
-    behind it; no lines if nothing.
-    """
     from ..report import align_rows
 
     rows = found["learned"]["costs"]
@@ -426,11 +346,6 @@ def _learned_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _time_and_print(args: argparse.Namespace) -> None:
-    """Load the model, check it, and print lines, or with --json one JSON object.
-
-    Raises:
-        InputError: --seconds is not above 0, or the model cannot be loaded.
-    """
     require(
         0 < args.seconds < inf,
         f"--seconds {args.seconds:g}",
@@ -441,7 +356,7 @@ def _time_and_print(args: argparse.Namespace) -> None:
 
     from ..mlx_thread import run_on_mlx_thread
 
-    found = run_on_mlx_thread(lambda: time_and_describe_model(args, model, tokenizer))
+    found = run_on_mlx_thread(lambda: describe_model(args, model, tokenizer))
     if args.json:
         print_json(found)
     else:

@@ -45,13 +45,10 @@ from .setting_options import (
 )
 
 
-def add_model_adapter_dtype_options(parser: argparse.ArgumentParser, adapters: Any = str) -> None:
-    """Add a group with --model, --adapter and --dtype.
-
-    Args:
-        parser: is given the group.
-        adapters: `str`, or `list` where --adapter may be repeated.
-    """
+def add_model_options(
+    parser: argparse.ArgumentParser,
+    adapters: Any = str,  # `list` if --adapter may be repeated
+) -> None:
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
     add_options(
         parser.add_argument_group("model"),
@@ -80,7 +77,7 @@ def add_model_adapter_dtype_options(parser: argparse.ArgumentParser, adapters: A
     )
 
 
-def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Add the options of decoding, sampling and drafting, in groups; the default of --max-tokens is
     `max_tokens`."""
     group = parser.add_argument_group("decoding")
@@ -118,7 +115,7 @@ def add_decoding_and_drafting_options(parser: argparse.ArgumentParser, max_token
             list,
         ),
     )
-    add_drafter_and_tree_options(parser)
+    add_drafting_options(parser)
 
 
 def _add_group(
@@ -134,15 +131,13 @@ def _add_group(
 
 
 class ParseDrafter(argparse.Action):
-    """The argparse action of --drafter; it stores a `DrafterOption`, or raises InputError."""
-
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
     ) -> None:
         setattr(namespace, self.dest, parse_drafter_option(values))
 
 
-def add_drafter_and_tree_options(parser: argparse.ArgumentParser) -> None:
+def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     """Add --drafter, with a table of all drafters and their keys, and the draft tree's options."""
     known = {**{name: own_keys(name) for name in DRAFTERS}, "any of them": shared_keys()}
     rows = [f"  {name:15} {'  '.join(map(str, keys))}" for name, keys in known.items()]
@@ -162,11 +157,10 @@ def add_drafter_and_tree_options(parser: argparse.ArgumentParser) -> None:
         help='such as "lookahead window=7" (default: streams if there are any)',
     )
     text = "Without these and --decoding, the size is chosen for each call, by measured costs."
-    add_streams_tree_prune_options(parser.add_argument_group("draft tree", text))
+    add_tree_options(parser.add_argument_group("draft tree", text))
 
 
-def add_streams_tree_prune_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of streams, of the draft tree and of its pruning; none has a default."""
+def add_tree_options(group: argparse._ArgumentGroup) -> None:
     _add_group(group, "draft tree")
     for kind in (TreeConfig, PruneConfig):
         add_setting_options(group, kind, shown=defaults_in_words(kind))
@@ -214,11 +208,7 @@ def _with_pruning_threshold(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """The arguments of `GenerateConfig` that all --penalty values give.
-
-    A value has words such as `repetition=1.2`; `context=` in it holds for the penalties of that
-    value.
-    """
+    """`context=` holds for the penalties of its value."""
     named = [one for one in fields(SamplingConfig) if option_template(one).startswith("--penalty ")]
     keys = {key_of(one): Key.of_field(one) for one in named}.values()
     settings: dict[str, Any] = {}
@@ -241,12 +231,6 @@ def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _reject_idle_options(args: argparse.Namespace, drafter: str | None) -> None:
-    """Raise InputError for an option that would have no effect beside the others.
-
-    Args:
-        args: parsed options.
-        drafter: name that --drafter gives, or None.
-    """
     if getattr(args, "decoding", None) == "plain":
         if drafter is not None:
             refuse_option("--drafter", "speculative decoding")

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from .. import bars
 from ..settings import GenerateConfig
-from .answer_lines import resolve_given_sampling, sampling_line
+from .answer_lines import sampling_line, with_model_sampling
 from .caches import PromptFile
 from .callback_bars import PromptBar
 from .decoding_options import (
-    add_decoding_and_drafting_options,
-    add_model_adapter_dtype_options,
+    add_decoding_options,
+    add_model_options,
     generate_config,
     reject_options_needing,
 )
-from .drafting_lines import acceptance_line, costs_line, drafting_lines
+from .drafting import describe
+from .learned_lines import learned_lines
 from .load_target import load_for_decoding
 from .parser import (
     add_options,
     add_prompt_cache_option,
-    add_prompt_or_prompts_options,
+    add_prompt_options,
     make_parser,
     unescape_newlines,
 )
@@ -48,14 +49,6 @@ prefill_seconds, decode_seconds, draft_calls (of a draft model), drafts (by draf
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.generate`; one of --prompt and --prompts is required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-
-    Raises:
-        InputError: --drafter is wrong; argparse ends the process for other mistakes.
-    """
     parser = make_parser(
         PROG,
         "Answer prompts with a language model, sped up by speculative decoding.",
@@ -63,7 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
     group = parser.add_argument_group("prompts and answers")
-    add_prompt_or_prompts_options(group)
+    add_prompt_options(group)
     add_options(
         group,
         (
@@ -86,27 +79,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             bool,
         ),
     )
-    add_model_adapter_dtype_options(parser)
-    add_decoding_and_drafting_options(parser, max_tokens=256)
+    add_model_options(parser)
+    add_decoding_options(parser, max_tokens=256)
     return parser.parse_args(argv)
 
 
 def _print_notes(lines: Iterable[str]) -> None:
-    """Print lines in brackets on standard error."""
     for line in lines:
         print(f"[{line}]", file=sys.stderr)
 
 
-def _answer_prompts_and_print(args: argparse.Namespace) -> None:
-    """Answer one or several prompts, and print texts or JSON lines on standard output.
-
-    All prompts are encoded and checked before the first is answered. Answers may copy text from
-    those before. With --prompt-cache, what all prompts share is read from that file and written
-    into it.
-
-    Raises:
-        InputError: an option is wrong, a prompt cannot be answered, or the model cannot be loaded.
-    """
+def _answer_prompts(args: argparse.Namespace) -> None:
     from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
 
     if not args.jsonl:
@@ -115,7 +98,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     kept = PromptFile(args.prompt_cache)
     asked = generate_config(args)
     model, tokenizer, loaded = load_for_decoding(args)
-    config = resolve_given_sampling(args, asked, model)
+    config = with_model_sampling(args, asked, model)
 
     import mlx.core as mx
 
@@ -129,12 +112,12 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
         check_prompt(model, tokens)
-    kept.read_if_there_require_same_model(model)
+    kept.load(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
-        _print_notes(drafting_lines(model, plan, args.adapter))
+        _print_notes(describe(model, plan, args.adapter).lines())
     own = model.backbone.origin.sampling
     if own.temp:
         _print_notes([sampling_line(asked, own)])
@@ -144,7 +127,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
         answer = []
         bar = PromptBar()
-        cache, known = kept.fork_shared_beginning(model, tokens)
+        cache, known = kept.fork(model, tokens)
         answering = stream_generate(
             model,
             tokenizer,
@@ -160,7 +143,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
             answer.append(one)
             if not args.jsonl:
                 print(one.text, end="", flush=True)
-        kept.keep_in_memory_unless_known(tokens[:shared], cache)
+        kept.keep(tokens[:shared], cache)
         if args.jsonl:
             print_json(answer_record(last_user_text(prompt), answer))
             continue
@@ -168,36 +151,16 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
         _print_notes([summary_line(answer[-1])])
         if args.verbose:
             _print_notes(_detail_lines(answer[-1], model, plan))
-    kept.write_if_new_and_same_lora(model)
+    kept.save(model)
 
 
 def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
-    """Yield what --verbose prints of an answer: drafts, memory, and learned costs and acceptance.
-
-    Memory is left out where it was not measured, and what was learned where nothing is.
-
-    Args:
-        last: the answer's last response.
-        model: that gave it.
-        plan: how it was decoded.
-    """
     from ..api import drafts_line
-    from ..drafters.lookup import NAME
-    from ..generation.learned import learned_of
-    from ..generation.plan import offer_source_of
-    from ..policy.costs import ROWS
 
     yield drafts_line(last)
     if last.memory is not None:
         yield last.memory.line()
-    if plan.learned is not None and plan.kind is not None:
-        _, prior = learned_of(model)
-        offer = offer_source_of(model, plan.drafters[0]).offer()
-        cost_name = plan.kind if offer is None else offer.cost_name
-        if plan.kind == NAME:  # it offers nothing where it finds no match
-            cost_name = ROWS
-        yield costs_line(plan.learned.costs, plan.kind, cost_name, last.prompt_tokens)
-        yield acceptance_line(prior, plan.kind, last.prompt_tokens)
+    yield from learned_lines(model, plan, last.prompt_tokens)
 
 
-main = make_main(PROG, parse_args, _answer_prompts_and_print)
+main = make_main(PROG, parse_args, _answer_prompts)

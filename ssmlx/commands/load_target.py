@@ -22,23 +22,8 @@ if TYPE_CHECKING:
 def load_for_decoding(
     args: argparse.Namespace,
 ) -> tuple[StreamFusedModel, TokenizerWrapper, list[Loaded]]:
-    """Load what the options name for decoding.
-
-    Where --drafter names another drafter than streams, no adapter is looked for. `args.adapter`
-    becomes the name of what was loaded; see `load_target`.
-
-    Args:
-        args: options of `add_model_adapter_dtype_options` and `add_decoding_and_drafting_options`.
-
-    Returns:
-        (model, tokenizer, list of the draft model or heads, or empty), as `ssmlx.stream_generate`
-        takes them.
-
-    Raises:
-        InputError: something cannot be loaded, or a tree option has no effect on this model; before
-            anything is loaded, --drafter names a drafter without the key that it needs, or
-            --prompt-cache is given with a model that is split over processes.
-    """
+    """(model, tokenizer, what was loaded to draft with); `args.adapter` becomes the name of the
+    adapter that was loaded."""
     from ..model.ranks import launched_group
 
     drafter: DrafterOption = args.drafter
@@ -60,33 +45,20 @@ def load_for_decoding(
             reject_given_options(
                 args, TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}"
             )
-    return model, tokenizer, load_what_drafter_needs(args, model, tokenizer)
+    return model, tokenizer, load_drafter(args, model, tokenizer)
 
 
 def require_drafter_key(option: DrafterOption) -> None:
-    """Raise InputError where a drafter is named without the key that it needs, such as `model=`."""
     from ..drafters.registry import registered_drafter
 
     if option.name is not None:
         registered_drafter(option.name).require_key_of_loader(option.values)
 
 
-def load_what_drafter_needs(
+def load_drafter(
     args: argparse.Namespace, model: StreamFusedModel, tokenizer: TokenizerWrapper
 ) -> list[Loaded]:
-    """Load what the drafter of --drafter drafts with, such as a draft model or heads.
-
-    Args:
-        args: its `drafter` and `dtype` are read.
-        model: the target, as `ssmlx.load` returns it.
-        tokenizer: likewise.
-
-    Returns:
-        A list of what was loaded; empty if --drafter names no drafter, or one that needs nothing.
-
-    Raises:
-        InputError: it cannot be loaded, or does not fit the model.
-    """
+    """Empty if --drafter names no drafter, or one that needs nothing."""
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
@@ -107,9 +79,8 @@ def load_target(
     loading: DrafterLoading | None = None,  # what --drafter says of it; its defaults
     group: Any = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
-    """Load what the options of `add_model_adapter_dtype_options` name; `args.adapter` becomes the
-    model's `adapter_name`. The attention is set for the whole process.
-    """
+    """`args.adapter` becomes the model's `adapter_name`; the attention is set for the whole
+    process."""
     from ..loading.load import load
     from ..model import metal
 

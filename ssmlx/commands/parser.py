@@ -16,9 +16,7 @@ from ..json_files import parse_json
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose `error` prints the mistake and the hint at --help in one line, and ends with
-    exit code 2. A path, of the type `Path`, may not be empty.
-    """
+    """Mistakes are one line and exit code 2; a path, of the type `Path`, may not be empty."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -29,28 +27,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def _path_not_empty(text: str) -> Path:
-    """The path of an option's value.
-
-    Raises:
-        argparse.ArgumentTypeError: it is empty; argparse reports it.
-    """
     if not text:  # which pathlib takes for the working directory: a shell variable that is not set
         raise argparse.ArgumentTypeError("a path was expected, and it is empty")
     return Path(text)
 
 
 def make_parser(
-    module: str, paragraphs: str | None, epilog: str | None = None, usage: str | None = None
+    module: str,  # such as "ssmlx.chat"
+    paragraphs: str
+    | None,  # the first stands before the options, the others are the epilog's default
+    epilog: str | None = None,  # text after the options
+    usage: str | None = None,  # what follows the command in the usage line; None: all options
 ) -> Parser:
-    """Make the parser of `python -m <module>`, which has --help and no other option yet.
-
-    Args:
-        module: such as "ssmlx.chat".
-        paragraphs: what the command does. The first comes before the options, the others after them
-            unless there is an `epilog`.
-        epilog: text after the options.
-        usage: what follows the command in the usage line; None lists all options there.
-    """
+    """The parser of `python -m <module>`, which has --help and no other option yet."""
     description, _, more = (paragraphs or "").partition("\n\n")
     parser = Parser(
         prog=f"python -m {module}",
@@ -67,19 +56,13 @@ def make_parser(
 def add_int_options(
     parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
 ) -> None:
-    """Add options that take a whole number.
-
-    Args:
-        parser: or a group of it.
-        rows: (name without dashes, default, help) of each; the help is given the default.
-        metavar: what the help shows for the number; None for the option's name.
-    """
+    """Rows are (name without dashes, default, help)."""
     for name, default, text in rows:
         add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
 
 
-def add_prompt_or_prompts_options(group: argparse._ArgumentGroup) -> None:
-    """Add --prompt TEXT and --prompts FILE, of which exactly one has to be given."""
+def add_prompt_options(group: argparse._ArgumentGroup) -> None:
+    """Exactly one of both has to be given."""
     add_options(
         group.add_mutually_exclusive_group(required=True),
         ("--prompt", "TEXT", "the prompt to answer", str),
@@ -93,48 +76,33 @@ def add_prompt_or_prompts_options(group: argparse._ArgumentGroup) -> None:
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """Parse an option's value as a JSON object.
-
-    Raises:
-        argparse.ArgumentTypeError: it is anything else; argparse reports it.
-    """
     with suppress(ValueError):
         if isinstance(found := parse_json(text), dict):
             return found
     raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object")
 
 
-def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:
-    """Add --prompt-cache FILE.
-
-    Args:
-        group: a parser or a group of it.
-        kept: says in the help which prompt is kept.
-    """
+def add_prompt_cache_option(group: argparse._ActionsContainer, what: str) -> None:
     text = "in FILE as the model processed it; the next run with the same beginning starts at once"
-    add_options(group, ("--prompt-cache", "FILE", f"keep {kept} {text}", Path))
+    add_options(group, ("--prompt-cache", "FILE", f"keep {what} {text}", Path))
 
 
 def add_yes_option(parser: argparse.ArgumentParser) -> None:
-    """Add --yes, which `running.confirmed` reads."""
+    """`running.confirmed` reads it."""
     add_options(parser, ("--yes", None, "delete without asking", bool))
 
 
 def unescape_newlines(text: str) -> str:
-    """Replace `\\n` by line ends, which are hard to type in a shell."""
+    """Line ends are hard to type in a shell."""
     return text.replace("\\n", "\n")
 
 
-def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
-    """Add options from rows.
-
-    Args:
-        group: a parser or a group of it.
-        rows: (flag, metavar or None, help, default or type, allowed values if there are few) each.
-            In the fourth place `bool` makes a flag without a value, `list` an option that may be
-            repeated, a list of values an option that takes several and has these as its default;
-            another type or function has no default.
-    """
+def add_options(
+    group: argparse._ActionsContainer,
+    *rows: tuple[Any, ...],  # (flag, metavar or None, help, default or type, allowed values if few)
+) -> None:
+    """In the place of a default, `bool` makes a flag without a value, `list` an option that may be
+    repeated, and a list of values one that takes several; any other type has no default."""
     for flag, word, text, default, *choices in rows:
         more: dict[str, Any] = {"type": default, "choices": choices[0] if choices else None}
         if default is bool:
@@ -149,13 +117,8 @@ def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> No
 
 
 def reject_given_options(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
-    """Raise InputError for the first of these options that was given.
-
-    Args:
-        args: parsed options.
-        names: of options, with underscores; one that is None, False or missing was not given.
-        needs: what the option needs to have an effect, for the message.
-    """
+    """Of these options, which do nothing without what they need, none may be given: be neither None
+    nor False."""
     for name in names:
         value = getattr(args, name, None)
         if value is not None and value is not False:
@@ -163,5 +126,4 @@ def reject_given_options(args: argparse.Namespace, names: Iterable[str], needs: 
 
 
 def refuse_option(option: str, needs: str) -> NoReturn:
-    """Raise `InputError`: `option` has no effect without `needs`."""
     raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")

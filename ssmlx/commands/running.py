@@ -21,11 +21,7 @@ _MOST_DIGITS = 6  # of the number of a process
 
 
 def launched_rank() -> int:
-    """Which of `mlx.launch`'s processes this is; the first one shows and writes for all.
-
-    Raises:
-        InputError: the environment has something else for it.
-    """
+    """Which of `mlx.launch`'s processes this is; the first one shows and writes for all."""
     rank = os.environ.get("MLX_RANK") or "0"
     found = f"MLX_RANK is {quoted(rank)}"
     is_number = rank.isascii() and rank.isdecimal() and len(rank) < _MOST_DIGITS
@@ -36,9 +32,6 @@ def launched_rank() -> int:
 
 @contextmanager
 def silent_unless_first_rank() -> Iterator[None]:
-    """Inside the block, processes of `mlx.launch` other than the first print nothing, also on
-    standard error.
-    """
     if launched_rank() == 0:
         yield
         return
@@ -47,7 +40,7 @@ def silent_unless_first_rank() -> Iterator[None]:
 
 
 class _PlainFormatter(logging.Formatter):
-    """Formats what is logged, names from others' files among it, without control characters."""
+    """Names from others' files are among what is logged."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_controls(super().format(record))
@@ -55,9 +48,7 @@ class _PlainFormatter(logging.Formatter):
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Inside the block, log messages of `ssmlx` go to standard error from INFO on, and bars are
-    shown.
-    """
+    """From INFO on; bars are shown, too."""
     handler = logging.StreamHandler()
     logger = logging.getLogger("ssmlx")
     bars = shown.set(True)
@@ -77,16 +68,8 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def run_command(main: Callable[[], int | None], prog: str) -> int:
-    """Run a command and return its exit code.
-
-    0 if it ended well; 2 after one line on standard error for bad input or a file error; 130 for
-    Ctrl-C; 1 if another process of `mlx.launch` has ended. A closed pipe counts as a good end.
-    Other errors are raised.
-
-    Args:
-        main: the command; its return value is the exit code, None for 0.
-        prog: its name, for messages.
-    """
+    """The exit code: 2 after one line for bad input or a file error, 130 for Ctrl-C, 1 if another
+    process of `mlx.launch` has ended, 0 for a closed pipe."""
     try:
         if rank := launched_rank():
             prog += f" (rank {rank})"
@@ -114,9 +97,6 @@ def run_command(main: Callable[[], int | None], prog: str) -> int:
 
 
 def file_error(error: OSError) -> InputError:
-    """Make the InputError for an error of the file system; it names the file, or standard output
-    where the error has none.
-    """
     place = error.filename or "standard output"
     return InputError(
         f"{place}: {error.strerror or error}",
@@ -127,14 +107,9 @@ def file_error(error: OSError) -> InputError:
 
 class Terminal:
     """A stream to a terminal that shows what others wrote and obeys nothing in it, see
-    `without_controls`; otherwise as the stream itself.
-
-    Attributes:
-        unfiltered: the stream itself.
-    """
+    `without_controls`."""
 
     def __init__(self, stream: Any, *, has_bars: bool) -> None:
-        """Take the stream; with `has_bars`, what is written may begin with a carriage return."""
         self.unfiltered = stream
         self._has_bars = has_bars
 
@@ -152,7 +127,7 @@ class Terminal:
 
 
 def print_note(text: str, end: str = "\n") -> None:
-    """Print a text on standard error, dimmed if that is a terminal."""
+    """On standard error, dimmed if that is a terminal."""
     before, after = ("\033[2m", "\033[0m") if isinstance(sys.stderr, Terminal) else ("", "")
     stream = getattr(sys.stderr, "unfiltered", sys.stderr)
     stream.write(before)
@@ -163,12 +138,8 @@ def print_note(text: str, end: str = "\n") -> None:
 
 @contextmanager
 def _usable_standard_streams() -> Iterator[None]:
-    """Make standard input, output and error usable inside the block.
-
-    One that a shell closed, which Python has as None, becomes the null device. A character that
-    standard output cannot encode is written as an escape, such as \\u20ac. To a terminal only what
-    it shows is written. Afterwards they are as before.
-    """
+    """A stream that a shell closed, which Python has as None, is the null device inside the block;
+    a character that standard output cannot encode is an escape, such as \\u20ac."""
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
@@ -188,30 +159,23 @@ def _usable_standard_streams() -> Iterator[None]:
 
 
 def print_json(value: object) -> None:
-    """Print a value as one line of JSON, at once; in ASCII where standard output is not UTF-8."""
+    """One line, at once; in ASCII if standard output is not UTF-8."""
     encoding = sys.stdout.encoding or "utf-8"  # text that stays in memory has none
     is_utf8 = codecs.lookup(encoding).name == "utf-8"
     print(json.dumps(value, ensure_ascii=not is_utf8), flush=True)
 
 
 def _discard_output() -> None:
-    """Send what is still unwritten on standard output, and all that follows, to the null device, so
-    that Python's end does not fail.
-    """
+    """To the null device, also what is still unwritten, so that Python's end does not fail."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
-def confirmed(act: str, args: argparse.Namespace) -> bool:
-    """Whether the user wants something deleted: --yes says so, else they are asked on the terminal.
-
-    Args:
-        act: what would be done, such as "delete FOLDER", for the question.
-        args: with `yes`.
-
-    Raises:
-        InputError: there is no --yes, and no terminal to ask on.
-    """
+def confirmed(
+    act: str,  # what would be done, such as "delete FOLDER"
+    args: argparse.Namespace,  # with `yes`
+) -> bool:
+    """--yes says so, or the user is asked on the terminal; InputError without both."""
     if args.yes:
         return True
     can_ask = sys.stdin.isatty() and sys.stderr.isatty()
@@ -229,17 +193,7 @@ def make_main(
     parse: Callable[[list[str] | None], argparse.Namespace],
     act: Callable[[argparse.Namespace], int | None],
 ) -> Callable[..., int]:
-    """Make the `main` function of a command.
-
-    Args:
-        prog: its name, for messages.
-        parse: parses the words after the command; None stands for the process's own.
-        act: does what the options say; its return value is the exit code, None for 0.
-
-    Returns:
-        A function that takes these words, or None, and returns the exit code of `run_command`.
-        argparse ends the process for --help and for wrong options.
-    """
+    """The `main` of a command, which takes its words, or None for the process's own."""
 
     def main(argv: list[str] | None = None) -> int:
         return run_command(lambda: act(parse(argv)), prog)
@@ -250,16 +204,9 @@ def make_main(
 def with_lock_on_out_folder(
     act: Callable[[argparse.Namespace], int | None],
 ) -> Callable[[argparse.Namespace], int | None]:
-    """Wrap a command's function so that it holds a lock on the folder `args.out` while it runs.
-
-    The folder is made where there is none, and removed afterwards if it is empty.
-
-    Returns:
-        The function. It raises InputError where another process holds the folder.
-    """
+    """The folder `args.out` is made if there is none, and removed afterwards if it is empty."""
 
     def held(args: argparse.Namespace) -> int | None:
-        """Run the command's function, holding the lock; return its exit code."""
         from ..loading.files import locked_folder
 
         with locked_folder(args.out):

@@ -24,21 +24,14 @@ def option_fields(settings: Any) -> dict[str, Field[Any]]:
 
 def add_setting_options(
     group: argparse._ActionsContainer,
-    settings: Any,
-    names: Iterable[str] | None = None,
+    settings: Any,  # the class
+    names: Iterable[str] | None = None,  # of its fields; None for all that have an option
     *,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,  # instead of the fields' own
+    # what help says of the default of fields whose option is None unless it is given
     shown: Mapping[str, str] | None = None,
 ) -> None:
-    """Add an option for each of some fields of a settings class; `given_settings` reads them.
-
-    Args:
-        group: a parser or a group of it.
-        settings: the class.
-        names: of the fields; None for all that have an option.
-        defaults: defaults instead of the fields' own.
-        shown: what help says of the default of fields whose option is None unless it is given.
-    """
+    """Add an option for each of some fields of a settings class; `given_settings` reads them."""
     known = {one.name: one for one in option_fields(settings).values()}
     for name in known if names is None else names:
         one = known[name]

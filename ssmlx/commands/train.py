@@ -41,11 +41,6 @@ of the model yields on valid.jsonl: with 1, drafting gains nothing."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.train`; --data and --out are required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     description = "Train an adapter that makes a model draft for itself, with MLX."
     task_lora = "a task's LoRA, as mlx-lm, PEFT or this command wrote it"
     parser = make_training_parser(PROG, description, EPILOG, "an adapter", task_lora)
@@ -63,11 +58,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _train_with_lock(args: argparse.Namespace) -> None:
-    """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
-    folder that is deleted.
-
-    `args.out` of these ranks is changed.
-    """
     with TemporaryDirectory() as folder:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
@@ -76,14 +66,6 @@ def _train_with_lock(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    """Train streams, LoRA or both until the last step, then write OUT/adapter.
-
-    A run that was stopped goes on from its last state.
-
-    Raises:
-        InputError: options do not fit one another; the model, the data or --init cannot be used; or
-            OUT/adapter holds something else.
-    """
     options = read_run_options(args)
     train = read_train_config(args)
 

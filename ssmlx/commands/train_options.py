@@ -50,17 +50,9 @@ _NEW = {"streams": ("root_init_rank", "condition_rank"), "condition": ("conditio
 def make_training_parser(
     module: str, description: str, epilog: str, init_help: str, task_lora_help: str
 ) -> argparse.ArgumentParser:
-    """Make a parser with the options that the MLX and PyTorch trainers share, each with its help.
-
-    Args:
-        module: what follows `python -m`.
-        description: the first line of its help.
-        epilog: the end of its help.
-        init_help: what --init takes.
-        task_lora_help: what --task-lora takes.
-    """
+    """The options that the MLX and PyTorch trainers share."""
     parser = make_parser(module, description, epilog)
-    add_data_out_and_run_options(parser)
+    add_run_options(parser)
     add_options(
         parser,
         (
@@ -83,12 +75,7 @@ def make_training_parser(
     return parser
 
 
-def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run: --data, --out, --model, --template, and those of `RunOptions` that
-    have a help.
-
-    --data and --out are required.
-    """
+def add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument(
         "--data",
@@ -119,27 +106,15 @@ def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
-    """Add --cache-gb, in GB of disk.
-
-    Args:
-        group: of a parser.
-        what: may take so much, for the help.
-    """
     text = f"GB of disk for {what}; those that do not fit are computed anew at each step"
     default = float(RunOptions.cache_gb)
     add_options(group, ("--cache-gb", "X", f"{text} (default: %(default)s)", default))
 
 
 def read_train_config(args: argparse.Namespace) -> TrainConfig:
-    """Return the training settings that the options give.
-
-    With --train-only, all settings of streams and LoRA are those of --init, but for the ranks of
-    the parts that are trained, and `args.init` becomes its folder. Else --init gives only the form
-    of f (eq. 3 of Speculative Streaming), if no option sets it.
-
-    Raises:
-        InputError: the options do not fit each other, or what --init has.
-    """
+    """With --train-only, settings of streams and LoRA are those of --init, but for the ranks of
+    what is trained, and `args.init` becomes its folder; otherwise --init gives the form of f (eq.
+    3) alone."""
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if args.train_only:
         return TrainConfig.from_dict_ignoring_unknown(values | _settings_kept_of_init(args))
@@ -158,15 +133,7 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of --init, which --train-only keeps, with the ranks of parts that may be
-    new.
-
-    `args.init` becomes the adapter's folder. A rank that --init has goes before the option's.
-
-    Raises:
-        InputError: --init is missing or has no streams' settings, or an option would change what
-            stays as it is.
-    """
+    """With ranks of parts that may be new; a rank that --init has goes before the option's."""
     folder = None if args.init is None else resolve_adapter(str(args.init))
     require(
         folder is not None,
@@ -196,7 +163,7 @@ def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_run_options(args: argparse.Namespace) -> RunOptions:
-    """Return the options of a run. A --template "chat" becomes None, "raw" becomes "{prompt}"."""
+    """--template "chat" becomes None, "raw" becomes "{prompt}"."""
     templates = {"chat": None, "raw": "{prompt}"}
     text = unescape_newlines(args.template)
     given = {f.name: vars(args)[f.name] for f in fields(RunOptions) if f.name in vars(args)}

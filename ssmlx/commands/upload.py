@@ -65,11 +65,6 @@ python -m ssmlx.chat --model {base} --adapter {repo}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.upload`; --adapter and --repo are required.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-    """
     parser = make_parser(PROG, "Upload an adapter to the Hugging Face Hub.", EPILOG)
     for flag, word, help in (
         ("--adapter", "FOLDER", "folder or name of an adapter, or the folder of a training run"),
@@ -102,13 +97,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _print_and_send_unless_dry_run(args: argparse.Namespace) -> None:
-    """Print the card and the names and sizes of what is sent, and send it unless --dry-run.
-
-    Raises:
-        InputError: it may be private, its base is unknown to others, --repo or --base is wrong, or
-            the Hub refuses it. The first two do not end a --dry-run.
-    """
+def _send(args: argparse.Namespace) -> None:
     from ..loading.adapter import load_stream_adapter
 
     name = HUB_NAME.fullmatch(args.repo)
@@ -120,7 +109,7 @@ def _print_and_send_unless_dry_run(args: argparse.Namespace) -> None:
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
     recorded_base = str(figures.get("base", {}).get("model") or adapter.config.base_model)
     if args.base:
-        require_hub_base_of_same_weights(args.base, figures)
+        require_same_weights(args.base, figures)
     base = args.base or recorded_base or "MODEL"
     needs_base = not args.base and is_local_name(recorded_base)
     needs_yes = may_hold_private_data(figures) and not args.yes_private
@@ -151,22 +140,13 @@ def _print_and_send_unless_dry_run(args: argparse.Namespace) -> None:
         ]
         print("nothing was sent" + (f"; to send it takes {' and '.join(needed)}" if needed else ""))
     else:
-        commit = _replace_adapter_in_one_commit(args, contents)
+        commit = _upload(args, contents)
         print(f"sent; from now on: --adapter {args.repo}@{commit}")
 
 
 def read_files_to_publish(folder: Path) -> dict[str, bytes]:
-    """Read the files that make the adapter in a folder, and no others.
-
-    Of figures.json only the entries in `PARTS` that are objects are kept, and in JSON files paths
-    below the home folder become `~/`.
-
-    Returns:
-        Bytes by file name, settings and weights first.
-
-    Raises:
-        InputError: the folder is a whole model, or has broken files.
-    """
+    """The files that make an adapter, and no others, by name: of figures.json the entries in
+    `PARTS`, and in JSON paths below the home folder as `~/`."""
     values = read_json(folder / CONFIG_FILE, "the settings of an adapter")
     found = f"{folder} is a whole model"
     expected = "an adapter"
@@ -190,28 +170,14 @@ def read_files_to_publish(folder: Path) -> dict[str, bytes]:
 
 
 def is_local_name(base: str) -> bool:
-    """Whether a base model's name is a path, or nothing that another machine could resolve.
-
-    A Hub name or an alias is not local, unless such a path exists.
-    """
+    """Whether a base model's name is a path, or nothing that another machine could resolve."""
     is_path = base.startswith((".", "/", "~")) or Path(base).exists()
     return is_path or not (HUB_NAME.fullmatch(base) or base in ALIASES)
 
 
-def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> None:
-    """Raise InputError unless the adapter was made from the weights of the model `name`.
-
-    Weights are compared by digest, of all their bytes. Where the model is not on this machine, or
-    figures.json has no digest, or that of an earlier version, nothing is compared, which is printed
-    on standard error. Nothing is downloaded.
-
-    Args:
-        name: of a model on the Hub, or an alias.
-        figures: the adapter's figures.json.
-
-    Raises:
-        InputError: it is no such name, or has other weights than the adapter's base.
-    """
+def require_same_weights(name: str, figures: Mapping[str, Any]) -> None:
+    """By the digest of all bytes; nothing is downloaded, so a model that is not here is not
+    compared, which is printed."""
     from ..loading.identity import stored_weights_digest
 
     require(
@@ -231,13 +197,6 @@ def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> N
 
 
 def set_base_name(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
-    """Set the base model's name in the settings and figures that are sent, in place.
-
-    Args:
-        base: the name.
-        contents: bytes by file name; its settings change, and its figures where they name a base.
-        figures: parsed figures.json, which changes alike.
-    """
     settings = json.loads(contents[CONFIG_FILE])
     settings["base_model"] = base
     contents[CONFIG_FILE] = json.dumps(settings, indent=1, ensure_ascii=False).encode()
@@ -247,21 +206,13 @@ def set_base_name(base: str, contents: dict[str, bytes], figures: dict[str, Any]
 
 
 def _hide_home_folder(text: str) -> str:
-    """Return a text in which paths below the home folder begin with `~/`, so that it does not name
-    the user.
-
-    It stays as it is where the home folder is the root.
-    """
+    """So that a text does not name the user."""
     return text if home() == Path("/") else text.replace(f"{home()}/", "~/")
 
 
 def may_hold_private_data(figures: Mapping[str, Any]) -> bool:
     """Whether an adapter learned from somebody's own data, or its figures do not say that it did
-    not.
-
-    Args:
-        figures: figures.json; may be empty.
-    """
+    not."""
     data = figures.get("data", {})
     sources = data.get("sources")
     is_public = data.get("private") is False and isinstance(sources, dict)
@@ -275,15 +226,7 @@ def make_card(
     figures: Mapping[str, Mapping[str, Any]],
     licence: str | None,
 ) -> str:
-    """Return the README.md of an adapter on the Hub.
-
-    Args:
-        repo: ORG/NAME of the adapter.
-        base: name of its base model.
-        adapter: its settings and tensors.
-        figures: figures.json by part; each entry of a part becomes a row of the table.
-        licence: an identifier, or None.
-    """
+    """The README.md of an adapter on the Hub."""
     config = adapter.config
     streams = f"{config.num_streams}, in the top {config.num_msa_layers} layers"
     rows = [f"| streams | {streams} |", f"| licence | {licence or 'as its base model'} |"]
@@ -307,22 +250,8 @@ def make_card(
     )
 
 
-def _replace_adapter_in_one_commit(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
-    """Send the files as one commit, and delete the adapter's former files there.
-
-    The repository is made where it does not exist.
-
-    Args:
-        args: `repo` and `private` are read.
-        contents: bytes by file name.
-
-    Returns:
-        The commit's id.
-
-    Raises:
-        InputError: the repository holds something else, is public against --private, or cannot be
-            written.
-    """
+def _upload(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
+    """The commit's id; former files of an adapter there are deleted."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -357,4 +286,4 @@ def _replace_adapter_in_one_commit(args: argparse.Namespace, contents: Mapping[s
         ) from error
 
 
-main = make_main(PROG, parse_args, _print_and_send_unless_dry_run)
+main = make_main(PROG, parse_args, _send)

@@ -73,7 +73,7 @@ class Verified:
     def last_hidden(self) -> mx.array:
         """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
         if self.node_hidden is None:
-            raise ValueError("a model without stages gives last hidden states as a tap alone")
+            raise ValueError("a model without stages gives last hidden states only as a tap")
         return self.node_hidden[:, self.acceptance.last]
 
     def accepted_taps(self) -> Taps:

@@ -108,8 +108,8 @@ class Sampling:
         if bias and max(bias) >= vocab_size:
             raise InputError(
                 f"--logit-bias of token {max(bias)}",
-                expected=f"ids below the model's {vocab_size} tokens",
-                do="check the id",
+                expected=f"an id below {vocab_size}, the size of the model's vocabulary",
+                do="check the token id",
             )
         self._bias_tokens = mx.array(list(bias), mx.int32)
         self._bias = mx.array(list(bias.values()), mx.float32)

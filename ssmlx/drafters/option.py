@@ -23,7 +23,7 @@ from ..settings import (
 
 @dataclass(frozen=True)
 class DrafterOption:
-    """A drafter's name, and settings by key. The name is None where --drafter is not given."""
+    """A drafter's name, and settings by key. The name is None if --drafter is not given."""
 
     name: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def own_settings(name: str) -> Iterator[tuple[type, Field[Any]]]:
 def shared_settings() -> Iterator[tuple[type, Field[Any]]]:
     """(settings class, field) of each key that every drafter has."""
     for kind, one in _settings_of_options("--drafter "):
-        if '"' not in option_template(one):  # which a drafter's name stands behind
+        if '"' not in option_template(one):  # which a drafter's name follows
             yield kind, one
 
 

@@ -100,9 +100,10 @@ class StreamDrafter:
     """Drafts from the first `num_streams` (G) of the streams that the model was trained with.
 
     The schedule "fused" runs streams of every node inside the verifying pass (the paper's);
-    "second-pass" those of the accepted node alone, in a pass of the upper layers after it. Both
-    draft the same: the second pass reads the upper layers' weights once more, and spares M * G rows
-    there. Conditional streams have what followed the text's last tokens before to copy as well.
+    "second-pass" those of the accepted node alone, in a pass of the upper layers after it: it reads
+    the upper layers' weights once more, and spares M * G rows there. Both draft the same, unless
+    streams start from the root, which the fused pass leaves out. Conditional streams have what
+    followed the text's last tokens before to copy as well.
 
     Streams guess greedy text. If the target samples, they guess what `sampling` makes of it.
     """

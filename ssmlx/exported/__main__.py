@@ -7,7 +7,7 @@ from pathlib import Path
 from ..commands.parser import (
     add_int_options,
     add_options,
-    add_prompt_or_prompts_options,
+    add_prompt_options,
     make_parser,
 )
 from ..commands.running import make_main, print_json
@@ -25,7 +25,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
     shown = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
     parser.add_argument("--package", type=Path, required=True, **shown)
-    add_prompt_or_prompts_options(parser.add_argument_group("prompts"))
+    add_prompt_options(parser.add_argument_group("prompts"))
     add_int_options(parser, ("max-tokens", 256, "longest answer"))
     add_options(
         parser,

@@ -53,9 +53,11 @@ def _find_head(model: StreamFusedModel) -> DefaultHead:
     try:
         loaded = _load_head(found, model)
     except (InputError, OSError) as error:
-        _log.info("%s drafts nothing: %s", found.name, error)
+        _log.info("%s is not used for drafting: %s", found.name, error)
         return DefaultHead(found, None, str(error))
-    _log.debug("%s drafts (%s)", found.name, found.folder or model.backbone.origin.folder)
+    _log.debug(
+        "%s is used for drafting (%s)", found.name, found.folder or model.backbone.origin.folder
+    )
     return DefaultHead(found, loaded)
 
 

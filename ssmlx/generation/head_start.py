@@ -82,6 +82,6 @@ def time_head_start(
     found = time_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
     costs = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.items())
     if found:
-        _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)
+        _log.debug("timed once, plain calls by nodes: %s; saved in %s", costs, plan.learned.path)
     else:
         _log.debug("calls take too long here to be timed before the first answer")

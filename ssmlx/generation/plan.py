@@ -221,7 +221,7 @@ def choose_drafter(
         name != "streams" or model.num_streams > 0,
         f"{cause} was asked for, but the model has no streams",
         expected="an adapter with streams",
-        do="give --adapter FOLDER, another --drafter, or --decoding plain",
+        do="use --adapter FOLDER, another --drafter, or --decoding plain",
     )
     return ChosenDrafter(name, loaded)
 
@@ -246,7 +246,7 @@ def _require_verifiable(model: StreamFusedModel, drafter: str) -> None:
         raise InputError(
             f"{drafter} proposes trees, and {reason}",
             expected="a drafter that proposes chains",
-            do="use --drafter prompt-lookup or a draft model, or leave it out",
+            do="use --drafter prompt-lookup or a draft model, or omit --drafter",
         )
     capabilities.require(needed, "drafting")
 
@@ -286,9 +286,9 @@ def decode_plan(
     """
     require(
         len(context) == cache.offset or not (context or plan.needs_context_tokens),
-        f"{len(context)} tokens of context for a cache of {cache.offset}",
+        f"{len(context)} tokens of context for a cache of {cache.offset} tokens",
         expected="the whole text, which drafters and penalties read",
-        do="give context=, the tokens in the cache",
+        do="pass context=, the tokens in the cache",
     )
     shared: dict[str, Any] = {
         "context": context,

@@ -51,7 +51,7 @@ def usable_memory() -> int:
 def check_memory(gib: float | None) -> None:
     found = f"memory of {gib} GiB"
     ok = gib is None or 0 < gib < math.inf
-    require(ok, found, expected="a number above 0", do="give more, or drop it")
+    require(ok, found, expected="a number above 0", do="use a larger value, or omit the option")
 
 
 def default_limit() -> int:

@@ -128,14 +128,16 @@ def check_prompt(
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown tokens."""
     num_tokens = num_cached + len(tokens)
     limit = model.backbone.context_length
-    require(len(tokens) > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    require(
+        len(tokens) > 0, "the prompt is empty", expected="at least one token", do="enter a prompt"
+    )
     if limit is not None and num_tokens >= limit:
         raise ContextLengthError(num_tokens, limit)
     size = model.backbone.vocab_size
     unknown = next((token for token in chain(others, tokens) if not 0 <= token < size), None)
     found = f"the prompt has the token {unknown}"
     expected = f"ids from 0 to {size - 1}"
-    require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
+    require(unknown is None, found, expected=expected, do="check the prompt and its tokenizer")
 
 
 def plan_answer_segments(
@@ -242,8 +244,8 @@ def token_ids(tokens: Any) -> list[int]:
                 return [index(one) for one in items]
     raise InputError(
         f"the prompt is {quoted(tokens)}",
-        expected="a text, or token ids: a list of whole numbers, or an array with one axis",
-        do="decode bytes to a text; make a list of anything else",
+        expected="text, or token ids: a list of integers, or a one-dimensional array",
+        do="decode bytes to text, or convert it to a list",
     )
 
 

@@ -79,7 +79,7 @@ class StoredRun:
     def why_outdated(self) -> str:
         # Earlier versions noted a digest of samples of the weights, which is too little.
         is_digest_of_all = "-" in str(self.settings["weights"])
-        weights = "from other weights than are there"
+        weights = "from other weights than these"
         return f"made {weights if is_digest_of_all else 'by an earlier version'}"
 
     @property
@@ -157,7 +157,7 @@ def find_runs_by_weights(
         like = [run for run in every if str(run.settings["weights"]).startswith(shapes)]
         digest = stored_weights_digest(model_folder) if like else None
     except (InputError, OSError) as error:  # the model's own loader says what is wrong
-        _log.debug("no adapter is looked for: %s", error)
+        _log.debug("not looking for an adapter: %s", error)
         return FoundRuns()
     same = [run for run in like if run.settings["weights"] == digest]
     others = [run for run in every if run not in same and run.is_called(model_name, model_folder)]
@@ -173,6 +173,6 @@ def log_outdated(found: FoundRuns, model_name: str) -> None:
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:
         _log.info(
-            "the adapter %s was %s, and is not used for %s; --adapter %s takes it all the same",
+            "the adapter %s was %s, so it is not used for %s; use it anyway with --adapter %s",
             outdated[0].name, outdated[0].why_outdated, model_name, outdated[0].name,
         )  # fmt: skip

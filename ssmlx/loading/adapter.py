@@ -144,7 +144,7 @@ def check_draft_vocab(
     raise InputError(
         f"{source} has {fault}",
         expected=f"int32 [{size}], token ids strictly ascending from 0 to {vocab_size - 1}",
-        do="use the files that belong together, or make the checkpoint again",
+        do="use files that belong together, or create the checkpoint again",
     )
 
 
@@ -278,7 +278,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         not is_lora_folder(folder),
         f"{folder} has LoRA and no streams",
         expected="an adapter with streams",
-        do=f"let it learn some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
+        do=f"train some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
     )
     values = _read_stream_settings(folder)
     path = folder / CONFIG_FILE
@@ -302,14 +302,14 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         return adapter
     trained = read_scaled_lora(config.adapter_scope, "lora_scale")
     is_plain = all(one.magnitude is None and in_layer(path) for path, one in trained.items())
-    what = f"{folder} has DoRA, or LoRA outside of the layers, that was trained with its streams"
-    do = "use the files that belong together"
-    require(is_plain, what, expected="LoRA of the layers", do=do)
+    what = f"{folder} has streams that were trained with DoRA, or with LoRA outside the layers"
+    do = "use files that belong together"
+    require(is_plain, what, expected="LoRA inside the layers", do=do)
     adapter = adapter.with_trained(trained)
     if values.get("task_lora_scale") is None:
         return adapter
     what = f"{path} has a task_lora_scale beside LoRA of scope 'all'"
-    expected = "it beside scope 'streams' alone"
+    expected = "task_lora_scale only with scope 'streams'"
     require(config.adapter_scope == "streams", what, expected=expected, do=_AGAIN)
     return replace(adapter, lora=read_scaled_lora("all", "task_lora_scale"))
 
@@ -329,7 +329,7 @@ def _read_stream_settings(folder: Path) -> dict[str, Any]:
         values.get("format") == FORMAT,
         f"{folder} has the format {values.get('format')!r}",
         expected=FORMAT,
-        do="turn a PyTorch checkpoint into an adapter with `python -m ssmlx.convert` first",
+        do="convert a PyTorch checkpoint with `python -m ssmlx.convert` first",
     )
     fused = values.setdefault("fused", False)
     what = f"{folder / CONFIG_FILE} has fused {quoted(fused)}"

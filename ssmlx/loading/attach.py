@@ -63,7 +63,7 @@ def match_lora(adapter: Adapter, backbone: Backbone) -> Loras:
         trained_on = f", which was trained on {adapter.base_model}" if adapter.base_model else ""
         raise InputError(
             f"{error.found}{trained_on}",
-            expected=f"LoRA of {backbone.origin.name}'s layers, and of their sizes",
+            expected=f"LoRA that fits the layers of {backbone.origin.name}",
             do="choose the model that it was trained on with --model, or another --adapter",
         ) from error
     is_plain = all(
@@ -72,7 +72,8 @@ def match_lora(adapter: Adapter, backbone: Backbone) -> Loras:
     )
     require(
         backbone.group is None or is_plain,
-        "an adapter with DoRA, or with LoRA of embeddings or experts, for a model over ranks",
+        "an adapter with DoRA, or with LoRA of embeddings or experts, for a model split over "
+        "processes",
         expected="LoRA of linear layers",
         do="run it on one machine, or fuse the adapter into the model",
     )
@@ -258,7 +259,7 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     expected = "LoRA that changes what the model says"
     require(folder.is_dir(), f"no folder {folder}", expected=expected, do="check --task-lora")
     adapter = load_adapter(folder)
-    found = f"{folder} has no LoRA on every row"
+    found = f"{folder} has no LoRA that acts on every row"
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         require_same_base(adapter, backbone)

@@ -36,12 +36,12 @@ def lock_file(file: int | BinaryIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise InputError(
-            f"another run writes into {path}",
-            expected="one at a time",
+            f"another run is writing to {path}",
+            expected="one run at a time",
             do="wait for it, or choose another --out",
         ) from error
     except OSError:
-        logger.info("%s cannot be locked: see that no other run writes into it", path)
+        logger.info("%s cannot be locked: make sure that no other run writes to it", path)
 
 
 @contextmanager
@@ -64,12 +64,12 @@ def require_nothing_else_in(folder: Path, patterns: Sequence[str], do: str) -> N
     """Refuse to replace a folder that holds more than files of these patterns (as of `fnmatch`)."""
     if not folder.is_dir():
         is_free = not os.path.lexists(folder)
-        require(is_free, f"{folder} is a file", expected="a folder, or a new one", do=do)
+        require(is_free, f"{folder} is a file", expected="a folder, or a new path", do=do)
         return
     names = sorted(one.name for one in folder.iterdir())
     others = [name for name in names if not any(fnmatchcase(name, one) for one in patterns)]
     found = f"{folder} also holds {join_first(others)}, which would be deleted"
-    require(not others, found, expected="nothing but what is replaced", do=do)
+    require(not others, found, expected="only files that are replaced", do=do)
 
 
 @contextmanager

@@ -80,8 +80,8 @@ class Fetch:
         require(
             not self.offline,
             f"{missing} is not in {target}",
-            expected="it there, as nothing may be fetched (offline)",
-            do="load it once with a network, or give a folder",
+            expected="it there, as downloads are off (offline)",
+            do="load it once while online, or give a folder",
         )
 
 
@@ -156,7 +156,7 @@ def require_model_folder(folder: Path) -> Path:
         raise InputError(f"{folder} {found}", expected="a model folder", do=do)
     if missing := first_missing_model_file(folder):
         if any(folder.glob("pytorch_model*.bin")):
-            do = f"write one with safetensors: python -m ssmlx.convert.base {folder} OUT"
+            do = f"convert it to safetensors: python -m ssmlx.convert.base {folder} OUT"
         raise InputError(
             f"{folder} has no {missing}", expected="config.json and model*.safetensors", do=do
         )

@@ -26,9 +26,9 @@ def read_model_sampling(folder: Path) -> ModelSampling:
     if not path.is_file():
         return ModelSampling()
     try:
-        return sampling_asked_for(read_json(path, "a model's settings of generation"), str(path))
+        return sampling_asked_for(read_json(path, "a model's generation settings"), str(path))
     except InputError as error:
-        logger.warning("%s is not followed, decoding is greedy: %s", path, error)
+        logger.warning("%s is ignored, so decoding is greedy: %s", path, error)
         return ModelSampling()
 
 
@@ -74,5 +74,5 @@ def _valid_or_none(
 
 def _warn(source: str, name: str, value: Any, expected: str) -> None:
     logger.warning(
-        "%s: %s is %s, which is not followed; expected %s", source, name, quoted(value), expected
+        "%s: %s is %s, which is ignored; expected %s", source, name, quoted(value), expected
     )

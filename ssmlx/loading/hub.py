@@ -78,7 +78,7 @@ def _fetch_whole(
     asked = name if revision is None else f"{name} at {revision}"
     target = fetch.hub or constants.HF_HUB_CACHE
     fetch.require_not_offline(asked, target)
-    logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
+    logger.info("downloading %s from the Hugging Face Hub to %s", asked, target)
     with _explained_errors(name, revision):
         path = download(revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
@@ -126,16 +126,16 @@ def _download_adapter(
     has_settings = CONFIG_FILE in listed or LORA_SETTINGS in listed
     is_there = has_settings and is_asked and _COMMIT.fullmatch(commit) is not None
     found = (
-        f"the Hugging Face Hub has no {CONFIG_FILE} in commit {commit!r} of {name}, and no "
-        f"{LORA_SETTINGS} of LoRA"
+        f"{name} has neither {CONFIG_FILE} nor {LORA_SETTINGS} in commit {commit!r} on the "
+        "Hugging Face Hub"
     )
     require(is_there, found, expected="an adapter", do="check the name")
 
     def check_size(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
         """`what` is the message's word for what has so many bytes."""
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
-        do = "do not trust it; or fetch it yourself, and give the folder"
-        require(max(done, total) <= most, told, expected=f"{most} at most", do=do)
+        do = "do not trust it, or download it yourself and give the folder"
+        require(max(done, total) <= most, told, expected=f"at most {most}", do=do)
         if progress is not None and done:
             progress(done, total)
 
@@ -151,8 +151,8 @@ def _download_adapter(
         path.resolve().unlink()
         path.unlink(missing_ok=True)
     told = ", ".join(path.name for path in others)
-    do = "try again; if it stays so, do not trust it"
-    require(not others, f"other contents of {told} came", expected="what was listed", do=do)
+    do = "try again; if it happens again, do not trust it"
+    require(not others, f"{told} arrived with other contents", expected="what the Hub lists", do=do)
     ref = folder.parents[1] / "refs" / (revision or constants.DEFAULT_REVISION)
     if ref.name != commit:  # what a branch or a tag meant, in the file that the Hub's client reads
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def _explained_errors(
 ) -> Iterator[None]:
     from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    expected = "a name there that you may read, and a network"
+    expected = "a repository that you may read, and a network"
     try:
         yield
     except InputError:
@@ -190,10 +190,10 @@ def _explained_errors(
         ) from error
     except Exception as error:  # the client's own errors and those of two HTTP libraries
         asked = name if revision is None else f"{name} at {revision}"
-        found = f"{asked} cannot be had from the Hugging Face Hub ({first_line(error)})"
+        found = f"{asked} cannot be downloaded from the Hugging Face Hub ({first_line(error)})"
         do = "check the name and the network, or give a folder"
         if isinstance(error, RepositoryNotFoundError):
-            found = f"no folder {name}, and the Hugging Face Hub shows you none of that name"
+            found = f"no folder {name}, and no repository of that name that you may read"
             do = "check the name; `hf auth login` if it is private"
         if isinstance(error, GatedRepoError):
             found = f"{name} is gated on the Hugging Face Hub"

@@ -102,7 +102,7 @@ def require_unchanged(
     require(
         stamp_model_files(folder) == files,
         f"{folder} was changed after the model was loaded from it",
-        expected="the same files, which are read again",
+        expected="the same files, as they are read again",
         do="load the model again",
     )
 
@@ -123,7 +123,7 @@ def stored_weights_digest(folder: Path) -> str:
     digest = f"{_shapes_digest(tensors)}-{_digest_each(named, _sha256_of_stored)}"
     found = f"{folder} was changed while it was read"
     is_same = _stamp_weights(folder) == stamps
-    require(is_same, found, expected="weights that nothing writes to", do="try again")
+    require(is_same, found, expected="weights that do not change meanwhile", do="try again")
     _remember(folder, {"files": stamps, "sha256": digest})
     return digest
 

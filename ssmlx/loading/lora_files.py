@@ -88,12 +88,12 @@ _TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "rank_pattern": ({}, _each_value(_is_rank), "positive whole numbers by module"),
     "alpha_pattern": ({}, _each_value(_is_number), "numbers by module"),
     "target_modules": (None, _are_names, "a list of names, all-linear, or a regular expression"),
-    "layers_to_transform": (None, _are_layers, "numbers of layers"),
+    "layers_to_transform": (None, _are_layers, "layer numbers"),
     # PEFT's other ways to start change the base's weights too, so that the LoRA is another model's.
     "init_lora_weights": (
         True,
         lambda way: isinstance(way, bool) or way in ("gaussian", "eva", "orthogonal"),
-        "a start that leaves the base's weights alone",
+        "an initialisation that leaves the base's weights unchanged",
     ),
 }
 
@@ -255,8 +255,8 @@ def read_lora_folder(folder: Path) -> FolderLora:
     settings = read_json(folder / LORA_SETTINGS, _WHAT)
     is_pefts = "peft_type" in settings or (folder / PEFT_FILE).exists()
     lora = _read_peft(folder, settings) if is_pefts else _read_mlx_lm(folder, settings)
-    found = f"{folder} has no LoRA in its file of weights"
-    require(bool(lora), found, expected="pairs of factors", do="use a LoRA's own file")
+    found = f"{folder} has no LoRA in its weights file"
+    require(bool(lora), found, expected="pairs of LoRA matrices", do="use a LoRA's own files")
     name = settings.get("base_model_name_or_path" if is_pefts else "model")
     return FolderLora(lora, name if isinstance(name, str) else "")
 
@@ -285,7 +285,7 @@ def _read_mlx_lm(
     norms = {True: "norms", False: "no norms"}
     found = f"{folder / LORA_FILE} has {norms[has_norms]} beside its factors"
     expected = f"{norms[not has_norms]}, as {path} says {kind}"
-    do = "use the files that belong together"
+    do = "use files that belong together"
     require(has_norms == (kind == "dora"), found, expected=expected, do=do)
     for module, weights in lora.items():
         _check_module_settings(path, module, weights, given.get("rank"), given.get("keys"))
@@ -300,7 +300,7 @@ def _check_module_settings(
     keys: Any,  # of the settings, ends of module paths; None names every module
 ) -> None:
     """Refuse LoRA whose rank or module is not the one that mlx-lm's settings name."""
-    do = "use the files that belong together"
+    do = "use files that belong together"
     found = f"LoRA of rank {weights.rank} for {module}"
     expected = f"rank {quoted(rank)}, as {path} says"
     require(rank is None or rank == weights.rank, found, expected=expected, do=do)
@@ -308,7 +308,7 @@ def _check_module_settings(
     named = [str(key) for key in keys] if isinstance(keys, list) else []
     is_named = keys is None or any(f".{module}".endswith(f".{key}") for key in named)
     found = f"LoRA for {module}, which the keys of {path} do not name"
-    require(is_named, found, expected="modules of these keys", do=do)
+    require(is_named, found, expected="modules that these keys name", do=do)
 
 
 def _read_peft(
@@ -340,7 +340,7 @@ def _read_peft(
         rank = ranks.find(plain, given["r"])
         alpha = alphas.find(plain, given["lora_alpha"])
         found = f"LoRA of rank {a.shape[0]} for {plain}"
-        do = "use the files that belong together"
+        do = "use files that belong together"
         require(a.shape[0] == rank, found, expected=f"rank {rank}, as {path} says", do=do)
         scale = alpha / (math.sqrt(rank) if given["use_rslora"] else rank)
         # PEFT has both factors transposed.
@@ -417,8 +417,8 @@ def _require_target(
         listed = layers if isinstance(layers, list) else [layers]
         is_named &= not numbers.isdisjoint(map(str, listed))
     found = f"LoRA for {module}, which the target_modules of {path} do not name"
-    do = "use the files that belong together"
-    require(is_named, found, expected="the modules that they name", do=do)
+    do = "use files that belong together"
+    require(is_named, found, expected="modules that they name", do=do)
 
 
 def num_parameters(lora: Loras) -> int:

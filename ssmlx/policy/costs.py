@@ -374,7 +374,7 @@ class CostTable:
         try:
             return cls._parse(values)
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise ValueError(f"no table of costs: {error}") from None
+            raise ValueError(f"invalid table of costs: {error}") from None
 
     @classmethod
     def _parse(cls, values: Any) -> Self:
@@ -385,7 +385,9 @@ class CostTable:
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
             if bucket not in BUCKETS or not isinstance(name, str) or type(count) is not int:
-                raise ValueError(f"no kind of call: {name!r}, {count!r} behind {bucket!r} tokens")
+                raise ValueError(
+                    f"invalid kind of call: {name!r}, {count!r} after {bucket!r} tokens"
+                )
             mean = Mean(
                 _require_between(calls, 1.0, 1e3),
                 _require_between(weight, 0.0, MAX_WEIGHT),
@@ -393,7 +395,7 @@ class CostTable:
             table._means.setdefault(bucket, {})[name, int(_require_between(count, 2, 4096))] = mean
         for bucket, seconds, tokens_since in values["plain"]:
             if bucket not in BUCKETS:
-                raise ValueError(f"no bucket of contexts: {bucket!r}")
+                raise ValueError(f"unknown context bucket: {bucket!r}")
             age = int(_require_between(tokens_since, 0, 1e12))
             table._plain[bucket] = PlainTiming(_require_between(seconds, 1e-9, 1e4), age)
         return table
@@ -401,7 +403,7 @@ class CostTable:
 
 def _require_between(value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"no number: {value!r}")
+        raise ValueError(f"not a number: {value!r}")
     if not (math.isfinite(value) and low <= value <= high):
         raise ValueError(f"{value!r} is not between {low} and {high}")
     return value

@@ -299,7 +299,7 @@ class PromptCache:
                 return CacheKey.in_files(model), folder
             # The model was changed on disk after it was loaded.
             except (InputError, OSError) as error:
-                _log.warning("prompts are kept in memory alone: %s", error)
+                _log.warning("prompts are kept in memory only: %s", error)
         return CacheKey.of(model), None
 
     def _load(
@@ -374,4 +374,4 @@ class PromptCache:
         try:
             self._folder.save(entry.key, entry.tokens, cache, run_on_mlx_thread)
         except OSError as error:
-            _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)
+            _log.warning("a prompt could not be written to %s: %s", self._folder.path, error)

@@ -33,8 +33,8 @@ from .unfinished_files import atomic_file, delete_unfinished_files
 FORMAT = "ssmlx-prompt/2"
 _KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")
 _MOST_TEXT = 2**24  # characters of token ids
-_WHOLE = "a whole file that `--prompt-cache` wrote"
-_DO = "delete it, or give another file"
+_WHOLE = "a complete file written by `--prompt-cache`"
+_DO = "delete it, or use another file"
 _log = logging.getLogger("ssmlx")
 
 Tokens = tuple[int, ...]
@@ -62,15 +62,15 @@ class PromptHeader:
             tokens = tuple(int(one) for one in text.split(","))
         except ValueError:
             tokens = (-1,)
-        found = f"{path} has token ids that are none"
-        expected = "numbers from 0, and commas"
+        found = f"{path} has invalid token ids"
+        expected = "numbers from 0, separated by commas"
         require(min(tokens) >= 0 and len(text) < _MOST_TEXT, found, expected=expected, do=_DO)
         return cls(CacheKey(**{one.name: metadata.get(one.name, "") for one in _FIELDS}), tokens)
 
 
 def read_header(path: Path) -> PromptHeader:
     """The header of a prompt file; its arrays are not read."""
-    require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
+    require(path.is_file(), f"{path} is not a file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
             return PromptHeader.parse(file.metadata() or {}, path)
@@ -128,7 +128,7 @@ def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
     }
     for name, expected in asdict(key).items():
         value = getattr(found, name)
-        what = f"{path} was made with another {names.get(name, name)}, {value}"
+        what = f"{path} was made with a different {names.get(name, name)}, {value}"
         require(value == expected, what, expected=expected, do=_DO)
 
 
@@ -210,7 +210,7 @@ class PromptFolder:
                 left_out.append(error)
         self._headers = found
         if left_out:
-            others = f" ({len(left_out) - 1} other files are left out too)"
+            others = f" ({len(left_out) - 1} other files are skipped too)"
             _log.warning("%s%s", left_out[0], others if len(left_out) > 1 else "")
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..commands.answer_lines import answer_lines, resolve_given_sampling
+from ..commands.answer_lines import answer_lines, with_model_sampling
 from ..commands.callback_bars import DownloadBar
-from ..commands.check import time_unknown_costs_before_answers
+from ..commands.check import time_unknown_costs
 from ..commands.decoding_options import (
-    add_decoding_and_drafting_options,
-    add_model_adapter_dtype_options,
+    add_decoding_options,
+    add_model_options,
     generate_config,
 )
-from ..commands.drafting_lines import drafting_lines
-from ..commands.load_target import load_what_drafter_needs, require_drafter_key
+from ..commands.drafting import describe
+from ..commands.load_target import load_drafter, require_drafter_key
 from ..commands.parser import add_options, make_parser
 from ..commands.running import make_main
 from ..drafters.option import DrafterOption
@@ -45,14 +45,6 @@ BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.server`; values are not checked against each other.
-
-    Args:
-        argv: the words after the command; None for the process's own.
-
-    Raises:
-        InputError: --drafter is wrong; argparse ends the process for other mistakes.
-    """
     parser = make_parser(
         PROG,
         "Serve a language model over HTTP, sped up by speculative decoding.",
@@ -106,19 +98,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--timeout", "S", "most seconds for a request (default: %(default)s)", 600.0),
     )
-    add_model_adapter_dtype_options(parser, list)
-    add_decoding_and_drafting_options(parser, max_tokens=16384)
+    add_model_options(parser, list)
+    add_decoding_options(parser, max_tokens=16384)
     return parser.parse_args(argv)
 
 
 def read_private_api_keys(key_file: Path | None) -> list[bytes]:
-    """Return the keys of a file, which white space separates, each once, in their order; no keys
-    without a file.
-
-    Raises:
-        InputError: the file is empty, cannot be read, or others than its owner may read it (not
-            looked at on Windows).
-    """
+    """Each once, in their order. Who may read the file is not looked at on Windows."""
     if key_file is None:
         return []
     expected = "keys, one a line, in a file that only you can read"
@@ -130,11 +116,6 @@ def read_private_api_keys(key_file: Path | None) -> list[bytes]:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that listens; port 0 takes any that is free.
-
-    Raises:
-        InputError: the address or the port cannot be used.
-    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -145,21 +126,12 @@ def listen_at(host: str, port: int) -> socket.socket:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def make_prompt_cache_for_each_key(
-    disk_folder: Path | None, api_keys: Sequence[bytes]
+def make_prompt_caches(
+    disk_folder: Path | None,  # with keys, a folder in it for each, named by its hash
+    api_keys: Sequence[bytes],
 ) -> list[PromptCache]:
-    """Make a prompt cache for each key, or one for all where there are no keys.
-
-    They share 4 GiB of disk evenly. In memory the engine's pool alone bounds them.
-
-    Args:
-        disk_folder: where prompts are kept on disk too, in folders named by the keys' hashes, or in
-            itself without keys; None for memory alone.
-        api_keys: the keys.
-
-    Returns:
-        The caches, in the order of the keys.
-    """
+    """In their order, or one for all without keys. They share 4 GiB of disk; in memory the engine's
+    pool alone bounds them."""
     from ..prompt_cache import PromptCache
 
     names = [hashlib.sha256(key).hexdigest()[:16] for key in api_keys] or [""]
@@ -170,21 +142,9 @@ def make_prompt_cache_for_each_key(
     ]
 
 
-def adapter_of_each_served_name(model_name: str, adapters: Sequence[str]) -> dict[str, str | None]:
-    """Return the adapter of each name by which a request may call the model.
-
-    Args:
-        model_name: what a request calls the model.
-        adapters: those of --adapter. Each gets the name `MODEL:ADAPTER`, of a folder its last part;
-            "auto" or "none" says what `model_name` itself has.
-
-    Returns:
-        Adapters by name, `model_name` first; None stands for the one that a chat takes, and "none"
-        for the model without an adapter.
-
-    Raises:
-        InputError: two adapters have the same name, or both "auto" and "none" are given.
-    """
+def served_adapters(model_name: str, adapters: Sequence[str]) -> dict[str, str | None]:
+    """The model's own name comes first; None stands for the adapter that a chat takes. "auto" or
+    "none" says what that name has, any other adapter gets the name MODEL:ADAPTER."""
     own = [one for one in adapters if one in (AUTO_ADAPTER, NO_ADAPTER)]
     found = f"--adapter {' and --adapter '.join(own)}"
     require(len(own) < 2, found, expected="one of them", do="drop the other")
@@ -198,16 +158,7 @@ def adapter_of_each_served_name(model_name: str, adapters: Sequence[str]) -> dic
     return models
 
 
-def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
-    """Load the model, time what drafting costs with each adapter, print the address and what
-    drafts, then serve until the process is stopped.
-
-    The socket listens before the model is loaded. `attention` of --drafter is set for the process.
-
-    Raises:
-        InputError: an option is wrong, a package is missing, the address cannot be used, or the
-            model cannot be loaded.
-    """
+def _serve(args: argparse.Namespace) -> None:
     asked = generate_config(args)
     keys = read_private_api_keys(args.api_keys)
     drafter: DrafterOption = args.drafter
@@ -233,7 +184,7 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listen_at(args.host, args.port)
     metal.choose_attention(drafter.loading.attention)
-    prompt_caches = make_prompt_cache_for_each_key(args.prompt_cache, keys)
+    prompt_caches = make_prompt_caches(args.prompt_cache, keys)
     engine = Engine(
         args.model,
         prompt_cache=prompt_caches[0],
@@ -243,12 +194,12 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
         progress=DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    models = adapter_of_each_served_name(name, args.adapter or ())
+    models = served_adapters(name, args.adapter or ())
     model = engine.model(models[name])
-    config = resolve_given_sampling(args, asked, model)
-    loaded = load_what_drafter_needs(args, model, engine.tokenizer)
+    config = with_model_sampling(args, asked, model)
+    loaded = load_drafter(args, model, engine.tokenizer)
     for one in models.values():
-        time_unknown_costs_before_answers(
+        time_unknown_costs(
             engine.model(one), engine.tokenizer, config, loaded
         )  # refuses what does not fit
     handler = RequestHandler(
@@ -258,27 +209,21 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     hosts = [one.lower() for one in (*LOCAL, args.host, *allowed)]
     app = make_app(handler, config, hosts, keys)
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
-    _print_warnings_address_and_example(sock, [*models], bool(keys), bool(allowed))
-    lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
+    _print_address(sock, [*models], bool(keys), bool(allowed))
+    lines = describe(model, plan, models[name] or engine.default_adapter).lines()
     calls = [UNKNOWN_CALLS] if handler.has_unknown_calls else []
     answers = answer_lines(asked, model, engine.tokenizer)
     print(*lines, *answers, *calls, sep="\n", flush=True)
 
     class Server(uvicorn.Server):
-        """uvicorn's server, which cancels open answers before it waits for their requests to
-        end.
-        """
+        """Cancels open answers before it waits for their requests to end."""
 
         async def startup(self, sockets: Any = None) -> None:
-            """Begin to accept connections; as many as the system allows may wait for that."""
             log_refused_connections_once(asyncio.get_running_loop())
             await super().startup(sockets)
             sock.listen(_MOST_UNACCEPTED)
 
         async def shutdown(self, sockets: Any = None) -> None:
-            """Cancel open answers, free the engine, and write prompts that are kept on disk, before
-            the requests are waited for.
-            """
             await asyncio.to_thread(handler.close)
             await super().shutdown(sockets)
 
@@ -295,20 +240,9 @@ def _load_model_time_calls_and_serve(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _print_warnings_address_and_example(
+def _print_address(
     sock: socket.socket, models: Sequence[str], needs_key: bool, has_other_names: bool
 ) -> None:
-    """Print where the server listens, its models, and an example request.
-
-    Warnings come first: if no key is needed and other machines reach the address, and if it listens
-    on all addresses and is known by none that other machines use.
-
-    Args:
-        sock: that listens.
-        models: names of models.
-        needs_key: whether requests need a key.
-        has_other_names: whether it has names that --allow-host gave.
-    """
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     headers = "-H 'Content-Type: application/json'"
@@ -322,7 +256,7 @@ def _print_warnings_address_and_example(
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = make_main(PROG, parse_args, _load_model_time_calls_and_serve)
+main = make_main(PROG, parse_args, _serve)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -104,7 +104,7 @@ class AnswerParser:
         self._most_calls = None if ask.parallel_calls else 1
         self._has_called = False
         self._reasoning_tokens = 0  # of all pieces whose first part was reasoning
-        # Of a form other than a forced call, only what is thought before it is told apart.
+        # An answer in a form is split from a thought before it, and not further; a forced call is.
         is_free = ask.grammar is None or bool(ask.forced_tools)
         self._reader: AnswerReader | None = None
         if ask.is_chat or ask.forced_tools:  # else the text is not split

@@ -118,7 +118,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
 def _read_config(
     body: Body,
     config: GenerateConfig,
-    logprobs: int | None,  # likeliest tokens that are reported at each position; None for none
+    logprobs: int | None,  # likeliest tokens that are reported at each position
 ) -> GenerateConfig:
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
     return replace(own, max_tokens=min(own.max_tokens, config.max_tokens))

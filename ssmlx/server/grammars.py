@@ -237,7 +237,7 @@ class ThoughtLimit:
         begun = next(n for n in range(len(ending) - 1, -1, -1) if _ends_with(tokens, ending[:n]))
         is_next = mx.arange(masked.shape[-1]) == ending[begun]
         forced = mx.where(is_next, masked, -mx.inf)
-        # The mask forbids the mark within a character, and where the answer has no thought.
+        # The mask forbids the mark inside a character, and if the answer has no thought.
         return masked if forced.max().item() == -mx.inf else forced
 
 

@@ -75,8 +75,8 @@ def as_http_error(failure: Exception) -> HTTPException:
         case HTTPException():
             return failure
         case ContextLengthError(num_tokens=tokens, limit=limit, is_counted=is_counted):
-            told = _TOO_LONG.format("" if is_counted else "at least ", tokens, limit)
-            return DetailedHTTPException(400, told, code="context_length_exceeded")
+            detail = _TOO_LONG.format("" if is_counted else "at least ", tokens, limit)
+            return DetailedHTTPException(400, detail, code="context_length_exceeded")
         case NoRoomError(wanted=wanted, limit=limit):
             again = AGAIN if wanted <= limit else _NEVER
             return DetailedHTTPException(503, str(failure), again, code="no_room")

@@ -146,9 +146,9 @@ class ResponsesWriter:
                 item["status"] = "incomplete"
         own = {"code": "server_error", "message": error["message"]}
         self.reply |= {"status": "failed", "error": own}
-        told = {**error, "sequence_number": next(self._sequence)}
+        numbered = {**error, "sequence_number": next(self._sequence)}
         # OpenAI's clients raise the first one; others, such as Codex, wait for the second.
-        return [("error", told), self._next_event("failed", response=self.reply)]
+        return [("error", numbered), self._next_event("failed", response=self.reply)]
 
     def _add_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
         """Append an empty item to the output for a group of parts, of which `part` is the first."""
