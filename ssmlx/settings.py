@@ -519,19 +519,21 @@ class SpeculatorTreeConfig(DrafterConfig):
 class ListedDrafter(NamedTuple):
     """What is known of a drafter before its file, and so MLX, is imported."""
 
-    module: str  # the file of `ssmlx.drafters` that registers it
+    path: str  # "file.Class" in `ssmlx.drafters`
     settings: type[DrafterConfig] | None = None  # its own
     loads: str = ""  # the key of --drafter that names what it drafts with, such as "model=MODEL"
 
 
 DRAFTERS = {
-    "streams": ListedDrafter("stream_drafter"),
-    "prompt-lookup": ListedDrafter("lookup", PromptLookupConfig),
-    "lookahead": ListedDrafter("lookahead", LookaheadConfig),
-    "draft-model": ListedDrafter("draft_model", DraftModelConfig, "model=MODEL"),
-    "mtp": ListedDrafter("mtp", MtpConfig, "model=MODEL"),
-    "medusa": ListedDrafter("heads", None, "heads=FOLDER"),
-    "mlp-speculator": ListedDrafter("heads", SpeculatorTreeConfig, "heads=FOLDER"),
+    "streams": ListedDrafter("stream_drafter.StreamDrafter"),
+    "prompt-lookup": ListedDrafter("lookup.PromptLookupDrafter", PromptLookupConfig),
+    "lookahead": ListedDrafter("lookahead.LookaheadDrafter", LookaheadConfig),
+    "draft-model": ListedDrafter("draft_model.DraftModelDrafter", DraftModelConfig, "model=MODEL"),
+    "mtp": ListedDrafter("mtp.MtpDrafter", MtpConfig, "model=MODEL"),
+    "medusa": ListedDrafter("heads.MedusaDrafter", None, "heads=FOLDER"),
+    "mlp-speculator": ListedDrafter(
+        "heads.SpeculatorDrafter", SpeculatorTreeConfig, "heads=FOLDER"
+    ),
 }
 """The drafters that there are, by the names that `drafter` takes; see `ssmlx.drafters.registry`."""
 

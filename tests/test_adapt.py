@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from mlx.utils import tree_flatten
 from real import answer, words, write_packed
-from refusals import as_shown, exits, found_in, mentions, refusal
+from refusals import as_shown, found_in, mentions, one_line, refusal
 from tiny import slow
 from tiny_adapt import AMOUNTS, LENGTH, RATES, Stopped, write_family
 from tiny_lora import write_lora
@@ -428,7 +428,8 @@ def test_bad_input_is_one_line(packed, own_cache, tmp_path, capsys):
     model = ("--model", packed)
 
     def refused(*argv):
-        return exits(capsys, main, *argv)
+        assert main([*map(str, argv)]) == 2
+        return one_line(capsys.readouterr().err, PROG)
 
     for option in ("--hours", "--memory-gb"):
         for value in ("0.0", "nan", "inf"):
@@ -445,6 +446,7 @@ def test_bad_input_is_one_line(packed, own_cache, tmp_path, capsys):
     assert as_shown(load_base(recurrent)[0].capabilities.stages) in line
     assert adapters_made_here() == {} and not list(own_cache.rglob("plan.json"))
     adapted(packed)
+    capsys.readouterr()
     own = (*model, "--name", "mine")
     assert str(adapters_home() / "mine") in refused(*own, "--seed", 2)
     assert mentions(refused(*own, "--hours", 0.5), "--hours", "0.5", "1")

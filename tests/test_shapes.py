@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from refusals import one_line
+from refusals import exits, mentions
 
 from perf import shapes
 from ssmlx.settings import StreamConfig
@@ -37,5 +37,4 @@ def test_fewer_layers_are_worth_what_they_spare(tmp_path, monkeypatch, capsys):
     ):
         speed = tokens / (1 + shapes.drafting_share(one, BASE))
         assert line.split("|")[-2].strip() == f"{speed:.2f} (4 nodes)"  # 16 rows were not timed
-    assert shapes.main([*argv, "--like", "two"]) == 2
-    assert "--like two" in one_line(capsys.readouterr().err, shapes.PROG)
+    assert mentions(exits(capsys, shapes.main, *argv, "--like", "two"), "--like two")

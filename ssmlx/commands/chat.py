@@ -34,7 +34,7 @@ from .running import file_error, make_main, print_note
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..drafters.registry import Loaded
+    from ..drafters.base import Loaded
     from ..generation.divergence import Divergence
     from ..session import ChatSession
 

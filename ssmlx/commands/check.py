@@ -85,13 +85,12 @@ def time_unknown_costs(
 
 def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
     """By the drafters' names; None if one can draft."""
-    from ..drafters.registry import registered_drafter
+    from ..drafters.registry import drafter_class, needed_capability
 
     reasons: dict[str, str | None] = {}
     for name in DRAFTERS:
-        drafter = registered_drafter(name)
-        reasons[name] = model.backbone.capabilities.reason(drafter.needed)
-        loader = drafter.loader
+        reasons[name] = model.backbone.capabilities.reason(needed_capability(name))
+        loader = drafter_class(name).loader
         if reasons[name] is not None:
             continue
         if name == "streams" and not model.num_streams:

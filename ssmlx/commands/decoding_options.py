@@ -262,6 +262,6 @@ def reject_options_needing(needs: str, args: argparse.Namespace) -> None:
 
 def drafters_shaped_by(name: str) -> list[str]:
     """The drafters whose trees the field `name` of `GenerateConfig` shapes."""
-    from ..drafters.registry import registered_drafter
+    from ..drafters.registry import drafter_class
 
-    return [one for one in DRAFTERS if name in registered_drafter(one).shaped_by]
+    return [one for one in DRAFTERS if name in drafter_class(one).shaped_by]
