@@ -354,7 +354,11 @@ class TreeConfig:
 
     def num_nodes(self, num_streams: int) -> int:
         """N, the nodes of a drafted tree, the root included; InputError for a full tree of more
-        than `MAX_TREE_NODES`."""
+        than `MAX_TREE_NODES`.
+
+        Args:
+            num_streams: G, the levels below the root.
+        """
         if self.kind == "best":
             return self.size
         nodes: int = sum(self.full_width**level for level in range(num_streams + 1))
