@@ -17,7 +17,7 @@ def check_installed(
         require(
             importlib.util.find_spec(name) is not None,
             f"the package {name} is not installed",
-            expected=f"what the extra {extra} brings",
+            expected=f"the extra {extra}",
             do=f"`{install}`",
         )
 

@@ -98,9 +98,9 @@ def _load_float(
     from transformers import AutoModelForCausalLM
 
     found = f"{folder} has LoRA beside its weights"
-    do = "keep adapter_config.json elsewhere"
+    do = "move adapter_config.json elsewhere"
     is_alone = not (folder / "adapter_config.json").exists()
-    require(is_alone, found, expected="a model alone, as MLX leaves that aside", do=do)
+    require(is_alone, found, expected="a model folder without an adapter", do=do)
     model, report = AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,
@@ -111,7 +111,7 @@ def _load_float(
     )
     faults = [f"lacks {name}" for name in sorted(report["missing_keys"])]
     misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
-    return model, [*faults, *(f"holds {name} in another shape" for name in misshapen)]
+    return model, [*faults, *(f"has {name} in another shape" for name in misshapen)]
 
 
 def _load_quantized(
@@ -129,7 +129,7 @@ def _load_quantized(
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     report = model.load_state_dict(_read_dequantised(folder, quantization), strict=False)
     faults = [f"lacks {name}" for name in report.missing_keys]
-    return model, [*faults, *(f"holds an unknown {name}" for name in report.unexpected_keys)]
+    return model, [*faults, *(f"has an unknown {name}" for name in report.unexpected_keys)]
 
 
 def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -170,10 +170,10 @@ def convert_pickles_to_safetensors(
 
     read_json(source / "config.json", "a model folder")
     pickles = sorted(source.glob(PICKLES))
+    require(bool(pickles), f"{source} has no {PICKLES}", expected="such files", do="check the path")
     require(
-        bool(pickles), f"{source} has no {PICKLES}", expected="such weights", do="check the path"
+        not target.exists(), f"{target} exists", expected="a new folder", do="choose another folder"
     )
-    require(not target.exists(), f"{target} exists", expected="a new folder", do="choose another")
     with atomic_folder(target) as folder:
         parts = (load_pickled_tensors(pickle).items() for pickle in pickles)
         save_torch_state_dict(dict(chain.from_iterable(parts)), folder)
@@ -207,8 +207,8 @@ def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # the unpickler raises many kinds, with long advice in them
         raise InputError(
             f"{path} cannot be read without running code ({type(error).__name__})",
-            expected="a whole pickle of tensors alone",
-            do="download or save it again, or take safetensors",
+            expected="a complete pickle of tensors",
+            do="download or save it again, or use safetensors",
         ) from error
     return tensors
 

@@ -33,11 +33,11 @@ EPILOG = """examples:
       --out data/sql-own/train.jsonl
 
 A line of the prompts file is a JSON object with "prompt" (a text) or "messages" (a list of role
-and content, the last one from the user; an answer behind it, as training data has, is left out).
-The answers come in the order of the prompts, one JSON object a line: the prompt, "completion",
-"prompt_tokens", "completion_tokens" (with the end token where the model gave one) and
-"finish_reason" ("stop" or "length"). A greedy model has one answer to a prompt, so a prompt that
-comes again is left out unless --temp is above 0.
+and content, the last one from the user; an answer after it, as in training data, is ignored).
+The answers come in the order of the prompts, one JSON object per line: the prompt, "completion",
+"prompt_tokens", "completion_tokens" (with the end token if the model gave one) and
+"finish_reason" ("stop" or "length"). A greedy model has one answer to a prompt, so repeated
+prompts are left out unless --temp is above 0.
 
 Finished batches are kept in OUT.part, and the same command goes on from there. On a machine
 whose cores are shared, OMP_NUM_THREADS=1 can be many times faster than the default."""
@@ -100,7 +100,7 @@ def generate_batch(
         logits = output.logits[:, -1].float()
         require(
             not logits.isnan().any(),
-            "some of the model's logits are no numbers",
+            "some of the model's logits are NaN",
             expected="numbers",
             do="check its weights, or give --dtype float32",
         )
@@ -273,7 +273,7 @@ def encode_prompts(
             len(tokens) <= most_tokens,
             f"prompt {number} has {len(tokens)} tokens",
             expected=f"at most {most_tokens}, the model's context less --max-tokens",
-            do="shorten or drop it",
+            do="shorten or remove it",
         )
         encoded.append(tokens)
     return encoded
@@ -328,7 +328,7 @@ def add_model_and_batch_options(parser: argparse.ArgumentParser) -> None:
         (
             "--device",
             None,
-            f"auto: a GPU where PyTorch finds one {told}",
+            f"auto: a GPU if PyTorch finds one {told}",
             "auto",
             ("auto", "cpu", "cuda", "mps"),
         ),

@@ -47,8 +47,8 @@ EPILOG = """examples:
   python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
   python -m perf.compare --from sql/compare.json e2e/compare.json
 
-A system's own options are those of python -m ssmlx.generate, with it in quotes. A system whose
-weights are not given is left out, and the report says so. For an adapter of scope "all" the
+A system and its own options, which are those of python -m ssmlx.generate, stand in quotes. A system
+whose weights are not given is left out, and the report says so. For an adapter of scope "all" the
 target of every system is the base with its LoRA merged; for scope "streams" it is the base.
 `trees` are streams with every kind of tree and pruning. `mtp` drafts by the model's own head for
 multi-token prediction, or by the one of --mtp.
@@ -58,8 +58,8 @@ rouge_score with its stemmer, best over the references; lines are ROUGE-LSum's s
 that is chosen by prompts and reported on them looks better than it is: choose with other --data.
 
 --answers decodes nothing: it judges files such as `convert.continuations` writes, which answers a
-whole test set in minutes, in batches, and writes score-TASK.json and .txt. So is LoRA with streams
-compared with the same LoRA trained without them, prompt by prompt.
+whole test set in minutes, in batches, and writes score-TASK.json and .txt. This compares LoRA with
+streams and the same LoRA trained without them, prompt by prompt.
 
 Writes compare.json, .txt and .png. Every answer is kept in compare-TASK-*.part.jsonl as it comes:
 the same command goes on where a run was stopped, and another choice of systems is another run.
@@ -70,7 +70,7 @@ NOTES = (
     "latency: of whole answers, from the prompt to the last token; over mlx-lm: ratio of means",
     "price: what an answer takes if each of its calls takes the median seconds of such a call in "
     "the run",
-    "peak: most memory in use while answering, beside the target's weights; KV cache included",
+    "peak: the most memory used while answering, beyond the target's weights; with the KV cache",
 )
 
 
@@ -216,7 +216,7 @@ def _task_notes(task: Row) -> list[str]:
 def difference_text(
     one: Row,  # of `describe_first_difference`; prompt and token are shown from 1 on
 ) -> str:
-    place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
+    place = f"prompt {one['prompt'] + 1} differs from plain at token {one['token'] + 1}"
     if one["gap"] is None:
         return place
     tie = ", a near tie in this precision" if one["near_tie"] else ""
@@ -306,7 +306,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--answers",
         nargs="+",
         metavar="NAME=FILE.jsonl",
-        help="score these files instead: a JSON object a line, with prompt and completion",
+        help="score these files instead: a JSON object per line, with prompt and completion",
     )
     add_options(
         parser,
@@ -318,7 +318,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     used = {"out", *({"saved"} if args.saved else judged)}
     for name, value in vars(args).items():
         if name not in used and value != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} would do nothing here: drop it")
+            parser.error(f"--{name.replace('_', '-')} would do nothing here: omit it")
     if args.task and args.out is None:
         args.out = RESULTS
     return args

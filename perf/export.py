@@ -1,12 +1,12 @@
 """Compare exported models with MLX: are their tokens plain decoding's, and how fast are they?
 
-A package of Core AI runs on Linux too, one of Core ML on a Mac alone, with every choice of compute
+A package of Core AI also runs on Linux, one of Core ML only on a Mac, with every choice of compute
 units in turn, and with the devices that Core ML would run each operation of "decode" on (without a
 Mac, the project's tests execute such packages in numpy). The tokens are compared with MLX's plain
 decoding; in float32 they must be equal, or the exit code is 1. In float16, and with compressed
-weights, the share of equal answers is told, and by how little the first different token won. The
-target calls are compared with MLX's speculative decoding on the same tree; they may differ where
-two nodes of a draft are equally likely but for rounding.
+weights, the share of equal answers is reported, and how close the logits of the first different
+token are. The target calls are compared with MLX's speculative decoding on the same tree; they may
+differ if two nodes of a draft are equally likely except for rounding.
 """
 
 import argparse
@@ -227,7 +227,7 @@ def format_row_as_lines(row: Mapping[str, Any]) -> str:
         "{gap}".format(
             **row,
             error="" if error is None else f"{error:.1e}",
-            gap="" if gap is None else f"; parts where logits are {gap:.3f}",
+            gap="" if gap is None else f"; differs where logits are {gap:.3f} apart",
         ),
         "    " + "; ".join(rates),
     ]

@@ -1,8 +1,8 @@
 """Count where speculative decoding differs from plain decoding in 16, 8 and 4 bits.
 
-In 16 bits a row's logits depend on the rows beside it, and two that all but tie may come out in
-either order. Plain and speculative decoding answer the same prompts in each precision; up to where
-an answer parts from plain decoding's its tokens are compared, and from there on it is another text.
+In 16 bits a row's logits depend on the rows beside it, and two that nearly tie may come out in
+either order. Plain and speculative decoding answer the same prompts in each precision; tokens are
+compared up to where an answer first differs from plain decoding's.
 """
 
 import argparse
@@ -53,15 +53,15 @@ EPILOG = """examples:
   python -m perf.precision --task sql --dtype bfloat16 --count 50
   python -m perf.precision --count 50
 
-Divergences per 1,000 tokens: answers that part from plain decoding's, over the tokens until they
-do, the parting one included; of an answer that is the same, all. Where none was seen, the interval
-ends at 3 in all. By one pass: of 1,000 tokens of plain decoding's, those that a forward over its
-whole text chooses otherwise, which is rounding alone. The gap: between the target's logits of the
-two tokens there, by such a pass, and as a share of the larger.
-8bit and 4bit are packed weights, with activations in float16. Without a GPU, products are summed in
-float32 by BLAS and rounded, as a GPU does it: MLX's CPU backend takes seconds a row in these types.
-Writes precision.json and .txt. Every answer is kept: a run that was stopped goes on.
-Exit code 1: answers part by more than rounding explains."""
+Divergences per 1,000 tokens: answers that differ from plain decoding's, over the tokens up to the
+first different one, which counts; of an equal answer, all. If none was seen, the interval ends at
+3 in all. By one pass: of 1,000 tokens of plain decoding's, those that a forward over its whole text
+chooses otherwise, which is rounding alone. The gap: between the target's logits of the two tokens
+there, by such a pass, and as a share of the larger.
+8bit and 4bit are quantized weights, with activations in float16. Without a GPU, products are summed
+in float32 by BLAS and rounded, as on a GPU: MLX's CPU backend takes seconds per row in these types.
+Writes precision.json and .txt. Every answer is kept: a stopped run can go on.
+Exit code 1: answers differ by more than rounding explains."""
 
 
 def build_experiments(args: argparse.Namespace) -> list[Experiment]:

@@ -1,9 +1,9 @@
 """Compare ssmlx's server with mlx-lm's own, on the same weights, with one client.
 
-So many requests at once ask each server in turns, round after round, other prompts each time; and
-`ssmlx.generate`, without any server, one at a time. Then a long prompt arrives while another answer
-is written: the longest time between two of its tokens, beside that of a piece of the prompt. Writes
-JSON and a table.
+The servers take turns at answering several requests at once, with new prompts in each round; an
+engine without a server answers one at a time. Then a long prompt arrives while another answer is
+written: reported are the longest time between two tokens of that answer, and the time of a chunk of
+the prompt. Writes JSON and a table.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def ask_server(
     except URLError as error:
         found = f"{address} gave no answer ({error})"
         do = "lower --long and --max-tokens"
-        raise InputError(found, expected="one", do=do) from error
+        raise InputError(found, expected="an answer", do=do) from error
     with reply:
         for line in reply:
             chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": ()}
@@ -144,7 +144,7 @@ def running_server(
             ok = process.poll() is None and time.monotonic() < deadline
             found = f"{MODULES[name]} did not start"
             do = "pip install 'ssmlx[server]'"
-            require(ok, found, expected="a server", do=do)
+            require(ok, found, expected="a server that answers", do=do)
             time.sleep(0.2)
         yield partial(ask_server, address, model)
     finally:
@@ -267,7 +267,7 @@ def format_text_report(result: Result) -> str:
     return "\n".join(
         [
             f"{title}; {where['machine']}, mlx {where['mlx']}, mlx-lm {where['mlx-lm']}",
-            f"{result['load']}; at most {result['max_tokens']} tokens an answer, in turns\n",
+            f"{result['load']}; at most {result['max_tokens']} tokens per answer, in turns\n",
             *table(rows, result["rows"]),
             "",
             *table(delays, result["delays"]),

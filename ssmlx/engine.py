@@ -14,7 +14,8 @@ from .answers import Answer, Prefilled
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
-from .drafters.registry import DrafterArgument, Loaded, split_drafter
+from .drafters.base import Loaded
+from .drafters.registry import DrafterArgument, split_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size_of

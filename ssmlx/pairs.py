@@ -69,7 +69,7 @@ def parse_pairs(option: str, words: Sequence[str], keys: Iterable[Key]) -> dict[
             name in known and value != "" and name not in found,
             f"{option} {word}",
             expected=f"keys of {option}, each once: {' '.join(map(str, known.values()))}",
-            do="correct or drop it",
+            do="correct or omit it",
         )
         try:
             found[name] = known[name].parse(value)

@@ -386,7 +386,7 @@ class PruneConfig:
 
     kind: PruneKind = setting(
         "off",
-        "drop unlikely nodes before the upper layers. budget: keep the M likeliest; threshold=P: "
+        "remove unlikely nodes before the upper layers. budget: keep the M likeliest; threshold=P: "
         f"keep nodes with a probability of at least P ({PRUNE_THRESHOLD}) given their parent",
         choices=get_args(PruneKind),
         option="--prune",
@@ -512,26 +512,28 @@ class SpeculatorTreeConfig(DrafterConfig):
             self.candidates is None or self.size is None,
             f'--drafter "mlp-speculator size={self.size} candidates={self.candidates}"',
             expected="one of them",
-            do="drop the other",
+            do="omit the other",
         )
 
 
 class ListedDrafter(NamedTuple):
     """What is known of a drafter before its file, and so MLX, is imported."""
 
-    module: str  # the file of `ssmlx.drafters` that registers it
+    path: str  # "file.Class" in `ssmlx.drafters`
     settings: type[DrafterConfig] | None = None  # its own
     loads: str = ""  # the key of --drafter that names what it drafts with, such as "model=MODEL"
 
 
 DRAFTERS = {
-    "streams": ListedDrafter("stream_drafter"),
-    "prompt-lookup": ListedDrafter("lookup", PromptLookupConfig),
-    "lookahead": ListedDrafter("lookahead", LookaheadConfig),
-    "draft-model": ListedDrafter("draft_model", DraftModelConfig, "model=MODEL"),
-    "mtp": ListedDrafter("mtp", MtpConfig, "model=MODEL"),
-    "medusa": ListedDrafter("heads", None, "heads=FOLDER"),
-    "mlp-speculator": ListedDrafter("heads", SpeculatorTreeConfig, "heads=FOLDER"),
+    "streams": ListedDrafter("stream_drafter.StreamDrafter"),
+    "prompt-lookup": ListedDrafter("lookup.PromptLookupDrafter", PromptLookupConfig),
+    "lookahead": ListedDrafter("lookahead.LookaheadDrafter", LookaheadConfig),
+    "draft-model": ListedDrafter("draft_model.DraftModelDrafter", DraftModelConfig, "model=MODEL"),
+    "mtp": ListedDrafter("mtp.MtpDrafter", MtpConfig, "model=MODEL"),
+    "medusa": ListedDrafter("heads.MedusaDrafter", None, "heads=FOLDER"),
+    "mlp-speculator": ListedDrafter(
+        "heads.SpeculatorDrafter", SpeculatorTreeConfig, "heads=FOLDER"
+    ),
 }
 """The drafters that there are, by the names that `drafter` takes; see `ssmlx.drafters.registry`."""
 
@@ -855,21 +857,22 @@ class GenerateConfig(SamplingConfig):
             )
         require(
             self.acceptance.kind == "exact" or self.temp != 0,
-            "acceptance=typical, which greedy decoding has no use for",
+            "acceptance=typical with greedy decoding",
             expected="--temp above 0",
-            do="give --temp, or drop acceptance=",
+            do="give --temp, or omit acceptance=",
         )
         # A text is a sequence of texts, too: of its characters, which nobody means.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         is_fine = isinstance(stop, list | tuple)
-        require(is_fine, f"stop is {quoted(stop)}", expected="texts", do="give some, or drop it")
+        do = "give some text, or omit the option"
+        require(is_fine, f"stop is {quoted(stop)}", expected="texts", do=do)
         object.__setattr__(self, "stop", tuple(stop))
         for text in stop:
             require(
                 isinstance(text, str) and 0 < len(text) <= MAX_STOP,
                 f"--stop {quoted(text)}",
                 expected="some text",
-                do="give some, or drop it",
+                do=do,
             )
 
     @property

@@ -53,10 +53,10 @@ NS = "]<]minimax[>["  # before each tag of MiniMax M3
 
 def drawn(tokenizer, grammar, seed, liked="", most=3000):
     """A text of noise that a grammar holds to its form; of likely characters that are liked."""
-    from ssmlx.server.grammars import grammar_mask, llguidance_tokenizer
+    from ssmlx.server.grammars import GrammarMask, compiled_matcher, llguidance_tokenizer
 
     noise = np.random.default_rng(seed)
-    constrain = grammar_mask(llguidance_tokenizer(tokenizer), grammar)
+    constrain = GrammarMask(compiled_matcher(llguidance_tokenizer(tokenizer), grammar))
     size = len(tokenizer.get_vocab())
     bonus = np.zeros(size, np.float32)
     for one in liked:

@@ -26,7 +26,7 @@ from ssmlx.commands.callback_bars import DownloadBar
 from ssmlx.commands.decoding_options import generate_config
 from ssmlx.commands.running import logging_to_stderr
 from ssmlx.drafters.option import own_keys, shared_keys
-from ssmlx.drafters.registry import registered_drafter
+from ssmlx.drafters.registry import drafter_class
 from ssmlx.errors import InputError
 from ssmlx.generation import learned
 from ssmlx.generation.learned import learned_of
@@ -182,7 +182,7 @@ def test_tree_options_without_an_adapter_are_refused(run, flag):
 
 def drafters_shaped_by(field):
     """The drafters whose trees a field of `GenerateConfig` shapes."""
-    return " ".join(name for name in DRAFTERS if field in registered_drafter(name).shaped_by)
+    return " ".join(name for name in DRAFTERS if field in drafter_class(name).shaped_by)
 
 
 IDLE = (
@@ -229,11 +229,11 @@ MANY_OPTIONS = """
 ])  # fmt: skip
 @pytest.mark.parametrize("name", [
     name for name in DRAFTERS
-    if (loader := registered_drafter(name).loader) and loader.default is None
+    if (loader := drafter_class(name).loader) and loader.default is None
 ])  # fmt: skip
 def test_a_drafter_without_what_it_needs_loads_nothing(run, name, prog, command, args):
     """The model, which is not there either, is not looked for."""
-    what = registered_drafter(name).loader.what
+    what = drafter_class(name).loader.what
     said = refusal(run(*args, "--drafter", name, model="./nowhere", command=command), prog)
     assert mentions(said, "--drafter", name, what, str(DRAFTERS[name].loads))
 

@@ -65,9 +65,9 @@ from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
-from ssmlx.drafters.mtp import MtpConfig
 from ssmlx.drafters.registry import (
-    registered_drafter,
+    drafter_class,
+    settings_in,
     split_drafter,
 )
 from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
@@ -84,6 +84,7 @@ from ssmlx.settings import (
     DraftModelConfig,
     GenerateConfig,
     LookaheadConfig,
+    MtpConfig,
     PromptLookupConfig,
     PruneConfig,
     SpeculatorTreeConfig,
@@ -98,13 +99,17 @@ def parts_of(name):
     return {"condition_rank": 4, "root_init_rank": 3} if name.startswith("conditional") else {}
 
 
+def test_a_drafter_has_the_name_that_lists_it():
+    listed = [*ssmlx.settings.DRAFTERS]
+    assert [drafter_class(name).name for name in listed] == listed
+
+
 def test_settings_of_another_class_are_refused():
-    head = registered_drafter("mtp")
-    assert head.own_settings_or_default(GenerateConfig()) == MtpConfig()
+    assert settings_in(GenerateConfig(), "mtp") == MtpConfig()
     mine = MtpConfig(num_draft_tokens=2)
-    assert head.own_settings_or_default(GenerateConfig(drafter_settings=mine)) is mine
+    assert settings_in(GenerateConfig(drafter_settings=mine), "mtp") is mine
     given = GenerateConfig(drafter_settings={"num_draft_tokens": 3})
-    assert mentions(refusal(head.own_settings_or_default, given), "MtpConfig", "mtp")
+    assert mentions(refusal(settings_in, given, "mtp"), "MtpConfig", "mtp")
 
 
 def drafter_of(model, settings):
@@ -141,7 +146,7 @@ def test_every_drafter_writes_what_plain_decoding_writes(name):
             assert max(lengths) <= 1 + drafter.largest.levels
         assert cache.scratch == room  # it was made once, and not anew by the largest tree
         kind = drafter.largest.drafter
-        if kind != "streams" and registered_drafter(kind).loader is None:
+        if kind != "streams" and drafter_class(kind).loader is None:
             assert drafter.num_parameters == 0
 
 

@@ -34,7 +34,7 @@ from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import RankedTokens, Sampling
 from ssmlx.decoding.step import DraftTotals
-from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, PairCache, load_mtp
+from ssmlx.drafters.mtp import MtpDrafter, MtpHead, PairCache, load_mtp
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.load import load_base
@@ -46,7 +46,7 @@ from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import CostTable
 from ssmlx.policy.offers import LevelsOffer
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.settings import GenerateConfig
+from ssmlx.settings import GenerateConfig, MtpConfig
 
 VOCAB = SIZES["vocab_size"]
 WIDTH = SIZES["hidden_size"]

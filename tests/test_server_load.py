@@ -285,7 +285,8 @@ def test_ten_thousand_choices_are_followed(byte_client):
 def test_a_choice_may_begin_another():
     tokenizer = byte_tokenizer()
     form = grammars.read_grammar({"guided_choice": ['le"ft', 'le"ft\n é']})
-    mask = grammars.grammar_mask(grammars.llguidance_tokenizer(tokenizer), form)
+    matcher = grammars.compiled_matcher(grammars.llguidance_tokenizer(tokenizer), form)
+    mask = grammars.GrammarMask(matcher)
     for text, more in (('le"ft', "\n"), ('le"ft\n é', "")):
         logits = mask(tokenizer.encode(text), mx.zeros((1, 264)))[0]
         allowed = [tokenizer.decode([one]) for one in range(258) if logits[one].item() == 0]
@@ -378,7 +379,7 @@ refs = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(3000)}
 schema = {"$ref": "#/$defs/d0", "$defs": {**refs, "d3000": {"type": "null"}}}
 for grammar in (rules, grammars.json_grammar(schema)):
     try:
-        grammars.grammar_mask(grammars.llguidance_tokenizer(byte_tokenizer()), grammar)
+        grammars.compiled_matcher(grammars.llguidance_tokenizer(byte_tokenizer()), grammar)
     except InputError as error:
         print("refused")
 print("alive")

@@ -43,7 +43,12 @@ from refusals import refusal
 import ssmlx
 from ssmlx.server.app import make_app
 from ssmlx.server.choices import AnswerParser
-from ssmlx.server.grammars import grammar_mask, json_grammar, llguidance_tokenizer
+from ssmlx.server.grammars import (
+    GrammarMask,
+    compiled_matcher,
+    json_grammar,
+    llguidance_tokenizer,
+)
 from ssmlx.server.handler import Limits, RequestHandler
 from ssmlx.server.requests import ChoiceEnd, ReasoningPart, TextPart, ToolCallPart
 from ssmlx.server.typed_blocks import Turns
@@ -473,7 +478,8 @@ def test_a_schema_is_followed_whatever_the_logits():
     }  # fmt: skip
     noise = np.random.default_rng(0)
     for _ in range(5):
-        constrain = grammar_mask(llguidance_tokenizer(TOKENIZER), json_grammar(schema))
+        matcher = compiled_matcher(llguidance_tokenizer(TOKENIZER), json_grammar(schema))
+        constrain = GrammarMask(matcher)
         tokens = []
         while not tokens or tokens[-1] not in TOKENIZER.eos_token_ids:
             logits = mx.array(noise.normal(size=(1, 300)).astype(np.float32))
@@ -484,7 +490,7 @@ def test_a_schema_is_followed_whatever_the_logits():
         assert found["name"] in ("é", "b") and all(type(one) is int for one in found["tags"])
     for bad in ({"type": "foo"}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}):
         given = (llguidance_tokenizer(TOKENIZER), json_grammar(bad))
-        assert "llguidance" in refusal(grammar_mask, *given)
+        assert "llguidance" in refusal(compiled_matcher, *given)
 
 
 def test_a_model_says_the_same_by_every_route(base, tmp_path):

@@ -200,7 +200,7 @@ def _check_layers(model: StreamFusedReference) -> None:
         faults = [] if kind in _KINDS else [f"is a {kind}"]
         faults += [f"has no {name}" for name in _PARTS if name not in found]
         faults += [
-            f"has a {name} that is no RMSNorm"
+            f"has a {name} that is not an RMSNorm"
             for name in norms
             if not hasattr(found[name], "variance_epsilon")
         ]

@@ -85,7 +85,7 @@ def export(
     ours = all((out / name).is_file() for name in (MANIFEST, REPORT))
     require(
         not out.exists() or (out.is_dir() and (ours or not any(out.iterdir()))),
-        f"{out} exists and is no exported model",
+        f"{out} exists and is not an exported model",
         expected="a new folder, or an exported model to replace",
         do=do,
     )
@@ -224,6 +224,6 @@ def _check_context(model: StreamFusedReference, num_slots: int) -> None:
     require(
         not windows or min(windows) >= num_slots,
         f"the model looks back {min(windows, default=0)} tokens in some layers",
-        expected=f"the whole --context of {num_slots}, as every slot is visible here",
+        expected=f"at least --context {num_slots}, as every slot is visible here",
         do="choose a --context of at most that",
     )

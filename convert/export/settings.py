@@ -41,7 +41,7 @@ class ExportConfig:
     )
     compression: Literal["none", "int8", "int4", "palettised"] = setting(
         "none",
-        "weights of layers and LM head: int8 a row; int4 in blocks of 32, for gpu; palettised, 4 "
+        "weights of layers and LM head: int8 per row; int4 in blocks of 32, for gpu; palettised, 4 "
         "bits, for ane",
         choices=("none", "int8", "int4", "palettised"),
         option="--compress",
@@ -61,7 +61,7 @@ class ExportConfig:
         least=1,
     )
     context: int = setting(1024, "S, tokens that the cache has room for", least=1)
-    chunk: int = setting(64, "T, prompt tokens a call of prefill", least=1, most=MAX_TREE_NODES)
+    chunk: int = setting(64, "T, prompt tokens per call of prefill", least=1, most=MAX_TREE_NODES)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -71,8 +71,8 @@ class ExportConfig:
         require(
             self.compression == "none" or (self.target, self.precision) == ("coreml", "float16"),
             f"--compress {self.compression} with --target {self.target} --dtype {self.precision}",
-            expected="--target coreml --dtype float16: elsewhere nothing is compressed",
-            do="drop --compress, or what it does not go with",
+            expected="--target coreml --dtype float16, where weights can be compressed",
+            do="omit --compress, or change the other option",
         )
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
@@ -95,7 +95,7 @@ class ExportConfig:
             kept == count or bool(config.prune_rank),
             f"--prune-to {kept}, but the adapter has no pruning adapter",
             expected="prune_adapter.* among its stream weights",
-            do="drop --prune-to, or train one",
+            do="omit --prune-to, or train one",
         )
         what = f"--context {self.context}"
         do = "choose a larger one"

@@ -77,7 +77,7 @@ def read_checkpoint(
             config.adapter_scope == "streams",
             f"the LoRA of a task in {task_folder} beside LoRA of scope 'all'",
             expected="streams of scope 'streams'",
-            do="drop --task-lora, or train with --adapter-scope streams",
+            do="omit --task-lora, or train with --adapter-scope streams",
         )
         own = task_folder / layout.STREAMS_CONFIG
         task_config = layout.read_stream_config(own) if own.is_file() else config
@@ -126,13 +126,13 @@ def write_fused_model(
         adapter.config.adapter_scope == "all",
         "--fuse with LoRA of scope 'streams'",
         expected="scope 'all': merged weights act on every row, and would change the answers",
-        do="drop --fuse",
+        do="omit --fuse",
     )
     require(
         not is_quantised(backbone.model),
-        "--fuse into quantised weights",
+        "--fuse into quantized weights",
         expected="float weights: merged LoRA would be rounded away",
-        do="give --dtype float16, bfloat16 or float32 as well, or drop --fuse",
+        do="give --dtype float16, bfloat16 or float32 as well, or omit --fuse",
     )
     attach_lora(backbone.model, adapter.lora, RowScope(0), merge=True, dtype=backbone.dtype)
     settings = {k: v for k, v in model_config.items() if not k.startswith("quantization")}

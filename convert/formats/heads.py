@@ -78,7 +78,7 @@ def read_published_heads(
         values = read_json(path, "the settings of a speculator") if path.is_file() else {}
         require(
             values.get("model_type") == _SPECULATOR,
-            f"{folder} holds no drafting heads",
+            f"{folder} has no drafting heads",
             expected="medusa_lm_head.safetensors (or .pt), model weights with medusa_head.*, or a "
             "config.json of the model_type mlp_speculator",
             do="check the path",
@@ -93,8 +93,8 @@ def read_published_heads(
     vocab = beside.get("draft_vocab", mx.array([]))
     require(
         set(beside) == {"draft_vocab"} and vocab.ndim == 1 and vocab.size > 0,
-        f"{path} holds {', '.join(beside) or 'nothing'}",
-        expected="draft_vocab alone, a list of one token id or more",
+        f"{path} has {', '.join(beside) or 'nothing'}",
+        expected="draft_vocab alone, a list of at least one token id",
         do="use the files that belong together",
     )
     config = replace(config, draft_vocab_size=vocab.size)
@@ -222,7 +222,7 @@ def _medusa_config_of_tensors(
     found = [match.groups() for match in map(_MEDUSA_NAME.fullmatch, tensors) if match]
     require(
         bool(found),
-        f"{source} holds no tensor named as a Medusa head's",
+        f"{source} has no tensor with the name of a Medusa head's",
         expected="0.0.linear.weight, 0.0.linear.bias, 0.1.weight and so on",
         do="check the path",
     )

@@ -130,8 +130,8 @@ def load_fine_tuned(
     if model.config.adapter_scope != "all":
         raise InputError(
             f"--lora {lora} acts on streams alone",
-            expected="scope all: LoRA that changes what the model says",
-            do="drop --lora, as the model is the base model then",
+            expected="scope all: LoRA that changes the answers",
+            do="omit --lora: the model is then the base model",
         )
     return model
 

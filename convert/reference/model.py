@@ -259,7 +259,7 @@ class StreamFusedReference(Module):
             f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
             f"the draft_vocab_size {config.draft_vocab_size}",
             expected="both or neither",
-            do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
+            do="give the tensor draft_vocab if, and only if, draft_vocab_size is not 0",
         )
         if draft_vocab is not None:
             size = config.draft_vocab_size
@@ -397,7 +397,7 @@ class StreamFusedReference(Module):
             require(
                 keys.nodes is not None,
                 f"layer {index} ignored its cache",
-                expected="one that streams can see the node rows through",
+                expected="a layer whose keys and values streams can read",
                 do="turn gradient checkpointing off, or use a supported architecture",
             )
             kept.append((index, keys))

@@ -21,9 +21,9 @@ from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole
 
 PROG = "examples.recipes.comparison"
-EPILOG = """Takes the steps of comparison.json, which says where DATA comes from. Stop it when you
-like: the same command goes on. OUT/comparison.json is a copy that tells what is finished, at which
-commit, and the SHA-256 of all data; null there takes any file, and is filled in."""
+EPILOG = """Takes the steps of comparison.json, which says where DATA comes from. You may stop it:
+the same command goes on. OUT/comparison.json is a copy that records what is finished, at which
+commit, and the SHA-256 of all data; null there accepts any file, and is filled in."""
 MANIFEST = Path(__file__).with_suffix(".json")
 EQUAL = ("data", "model", "epochs", "batch_size", "max_length", "seed")  # of a task's drafters
 

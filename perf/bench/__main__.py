@@ -315,7 +315,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_model_option(parser)
     add_options(
         parser,
-        ("--minutes", "N", "minutes to take at most (default: %(default)g)", 5.0),
+        ("--minutes", "N", "maximum minutes (default: %(default)g)", 5.0),
         ("--dtype", None, "as of python -m ssmlx.generate (default: %(default)s)", "auto", DTYPES),
         ("--contexts", "N", f"tokens of context (default: {CONTEXTS[0]})", list(CONTEXTS)),
     )

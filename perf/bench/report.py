@@ -12,7 +12,7 @@ from ..run.statistics import FEW
 NOTES = (
     "[95 % bootstrap intervals] over prompts, systems in turns, greedy and on the same weights; "
     "rates are medians, first tokens means; whole: with the time to the first token",
-    "mlx-lm: its stream_generate; default: where nothing is asked for; peak: weights and the "
+    "mlx-lm: its stream_generate; default: without any option; peak: weights and the "
     "most beside them; attention kernel: rows x keys at most, MLX's time and the kernel's",
 )
 
@@ -28,7 +28,7 @@ def format_text_report(result: Result) -> str:
     if any(task["prompts"] < FEW for task in result["answers"]):
         notes.append(f"fewer than {FEW} prompts: intervals are narrower than they should be")
     if result["left_out"]:
-        notes.append(f"not measured, for want of time: {', '.join(result['left_out'])}")
+        notes.append(f"not measured, as time was short: {', '.join(result['left_out'])}")
     took = f"took {result['seconds'] / 60:.1f} of {result['minutes']:g} minutes"
     notes.append(f"{took}; load: {result['load']}")
     blocks = [
@@ -46,7 +46,7 @@ def _machine_lines(result: Result) -> Iterator[str]:
     rows = result["rows"]
     launches = result["launches"]
     yield (
-        f"== rows of a whole forward, {rows['bits']}-bit weights, behind {rows['context']} tokens: "
+        f"== rows of a whole forward, {rows['bits']}-bit weights, after {rows['context']} tokens: "
         f"medians of {rows['turns']} turns, {rows['noise']:.0%} noise"
     )
     yield from align_rows(
@@ -70,7 +70,7 @@ def _machine_lines(result: Result) -> Iterator[str]:
         f"{launches['layer'] / MIB:.1f} MiB, is {'COPIED' if copied else 'written in place'}"
     )
     shapes = ", ".join(map(_kernel_trial_text, result["trials"]))
-    yield f"attention kernel: {shapes or 'no trial, for want of Metal'}"
+    yield f"attention kernel: {shapes or 'no trial without Metal'}"
 
 
 def _learned_cost_lines(result: Result) -> list[str]:
@@ -83,7 +83,7 @@ def _learned_cost_lines(result: Result) -> list[str]:
 def _kernel_trial_text(one: Row) -> str:
     """Rows x keys, MLX's and the kernel's microseconds, whether it is used."""
     shape = f"{one['rows']}x{one['keys']}"
-    end = "taken" if one["taken"] else "left"
+    end = "used" if one["taken"] else "not used"
     mlx = 1e6 * one["seconds"]
     return (
         f"{shape} {mlx:.0f}/{mlx / one['gain']:.0f} us {end}" if one["agrees"] else f"{shape} WRONG"
@@ -120,7 +120,7 @@ def _context_line(task: Row) -> str:
         f"{row['name']} {speedup(row)}, prefill {prompt_tokens_per_second(task, row):.0f}"
         for row in task["systems"]
     ]
-    where = f"{task['adapter']} behind {task['tokens']} tokens of context"
+    where = f"{task['adapter']} after {task['tokens']} tokens of context"
     return f"{where}, over mlx-lm, and prompt tokens/s: {'; '.join(shown)}"
 
 

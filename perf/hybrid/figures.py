@@ -19,13 +19,13 @@ import ssmlx
 from ssmlx.decoding.call import plain_call, verify
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
-from ssmlx.drafters.mtp import MtpConfig, load_mtp
+from ssmlx.drafters.mtp import load_mtp
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import chain_tree
 from ssmlx.report import Columns
-from ssmlx.settings import GenerateConfig
+from ssmlx.settings import GenerateConfig, MtpConfig
 
 from ..run.results import print_and_save
 from ..run.show import markdown_table
@@ -243,7 +243,7 @@ def time_calls_after_chains(model: StreamFusedModel, texts: Sequence[Text]) -> d
     require(
         all(found.values()),
         f"answers of {sum(len(answer) for _, answer in texts)} tokens in all",
-        expected="some for two chains of each kind",
+        expected="enough for two chains of each kind",
         do="raise --count or --max-tokens",
     )
     return {
@@ -383,7 +383,7 @@ def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"A plain call takes {1000 * times['plain_seconds']:.2f} ms (median of {times['calls']}). "
         f"In plain calls, medians: a call on a chain of {1 + DRAFTED} rows {times['chain']:.2f}; a "
-        f"plain call behind a chain of which 0 to {DRAFTED} drafted tokens were accepted {behind}; "
+        f"plain call after a chain of which 0 to {DRAFTED} drafted tokens were accepted {behind}; "
         f"taking back the others alone {alone}"
     )
     yield markdown_table(BYTE_COLUMNS, result["bytes"])

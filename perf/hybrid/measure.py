@@ -1,7 +1,7 @@
 """What a small hybrid drafts, and what going back costs it: of a folder that `train` wrote.
 
 Every system answers the same held-out prompts, greedily in float32, and must give plain decoding's
-tokens. Then the head's drafts are replayed by PyTorch on these answers, and calls are timed behind
+tokens. Then the head's drafts are replayed by PyTorch on these answers, and calls are timed after
 chains of which none, some and all tokens were accepted.
 """
 

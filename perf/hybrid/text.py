@@ -77,7 +77,7 @@ def _read_prompts_with_completions(path: Path) -> list[str]:
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         require(
             isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str),
-            f"{path}, object {number}, is no example",
+            f"{path}, object {number}, is not an example",
             expected="`prompt` and `completion`, texts",
             do="correct the line",
         )

@@ -1,8 +1,8 @@
 """Train a hybrid of ten million parameters, and a multi-token prediction head beside it.
 
 The model is Qwen3.5's text model: three gated delta nets to one layer of attention. The head learns
-from its hidden states; it learns nothing from the head. The folder that is written is one such as
-Qwen3.5's are published in: mlx-lm loads the model, and the head lies in it as `mtp.`.
+from its hidden states; it learns nothing from the head. The folder has the form in which Qwen3.5's
+are published: mlx-lm loads the model, and the head is in it as `mtp.`.
 """
 
 import argparse

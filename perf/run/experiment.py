@@ -18,7 +18,7 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.decoding.drafter import Drafter
-from ssmlx.drafters.registry import registered_drafter
+from ssmlx.drafters.registry import settings_in
 from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.generation.segments import check_prompt
 from ssmlx.loading.identity import folder_digest
@@ -347,10 +347,8 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
     drafter = drafters[0]  # the first, if several may draft
     config = system.config
     shapes = {name: asdict(config)[name] for name in ("tree", "prune")}
-    if config.drafter is not None:
-        registered = registered_drafter(config.drafter)
-        if (own := registered.own_settings_or_default(config)) is not None:
-            shapes[field_of_drafter_settings(type(own))] = asdict(own)
+    if config.drafter is not None and (own := settings_in(config, config.drafter)) is not None:
+        shapes[field_of_drafter_settings(type(own))] = asdict(own)
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 

@@ -94,7 +94,7 @@ def add_experiment_options(
         (
             "--data",
             "FILE.jsonl",
-            "data of the task, a JSON object a line: prompt, and completion or references; for "
+            "data of the task, a JSON object per line: prompt, and completion or references; for "
             "spec_bench its question.jsonl (default: the task's file in --data-dir, else the one "
             "in examples/data)",
             Path,
@@ -126,7 +126,7 @@ def add_experiment_options(
                 f"--{kind}",
                 _checkpoint_metavar(kind),
                 f"weights of the drafter {kind}"
-                + (" (default: the base model's own, where it has them)" if kind == MTP else ""),
+                + (" (default: the base model's own, if it has them)" if kind == MTP else ""),
                 str,
             )
             for kind in target.CHECKPOINTS
@@ -145,13 +145,13 @@ def add_experiment_options(
             f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
             list(systems),
         ),
-        ("--max-tokens", None, f"tokens of an answer at most (default: {most})", int),
+        ("--max-tokens", None, f"maximum tokens of an answer (default: {most})", int),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
         (
             "--costs",
             "FOLDER",
-            f"folder where {DEFAULT} keeps measured costs of calls; an empty one has none of "
-            "earlier runs (default: costs in --out)",
+            f"folder where {DEFAULT} keeps measured costs of calls; an empty one starts "
+            "without those of earlier runs (default: costs in --out)",
             Path,
         ),
         ("--fresh", None, "ignore answers of an earlier run", bool),
@@ -159,7 +159,7 @@ def add_experiment_options(
     add_int_options(
         group,
         ("repeats", repeats, "how often every prompt is answered"),
-        ("top-k", 0, "sample from the K likeliest tokens; 0 is all"),
+        ("top-k", 0, "sample from the K likeliest tokens; 0 for all"),
         ("seed", 0, "seed of sampling"),
     )
 
@@ -183,8 +183,8 @@ def build_task_experiment(
         require(
             args.temp != 0 or not value,
             f"{flag} would do nothing here",
-            expected="--temp",
-            do=f"drop {flag}",
+            expected="--temp above 0",
+            do=f"omit {flag}",
         )
     # Under a seed, so that every drafter must write the same.
     seed = args.seed if args.temp else None
@@ -198,7 +198,7 @@ def build_task_experiment(
         args.costs is None or any(one.config.is_controlled for one in systems),
         "--costs would do nothing here",
         expected=f"{DEFAULT} or {TEXT} among --systems",
-        do="drop --costs",
+        do="omit --costs",
     )
     weights = _find_weights(args)
     # Which kinds of systems lack their weights, and how to give them.
@@ -265,7 +265,7 @@ def parse_systems_with_baselines(
             system.name not in systems,
             f"--systems names {text!r} twice",
             expected="each once",
-            do="drop one",
+            do="omit one",
         )
         config = replace(
             system.config,
@@ -290,7 +290,7 @@ def _parse_system(
         f"--systems {text!r}",
         expected=f"one of {', '.join((*SYSTEMS, *CONTROLLED))}; those that draft with options, in "
         "quotes",
-        do='write such as --systems mlx-lm streams "streams --tree full"',
+        do='for example: --systems mlx-lm streams "streams --tree full"',
     )
     name = " ".join(words)
     if kind in (MLX_LM, PLAIN):
@@ -302,7 +302,7 @@ def _parse_system(
     add_tree_options(parser.add_argument_group())
     for key in words[1:first]:
         if key.partition("=")[0] in _RESERVED:
-            parser.error(f"{key} is not a system's to choose here")
+            parser.error(f"{key} cannot be set for a system")
     args = parser.parse_args(words[first:])
     args.decoding = "speculative"
     args.drafter = parse_drafter_option(" ".join(words[:first]))

@@ -21,10 +21,10 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.decoding.drafter import Drafter
+from ssmlx.drafters.base import Loaded
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
 from ssmlx.drafters.mtp import load_mtp
-from ssmlx.drafters.registry import Loaded
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
@@ -253,7 +253,7 @@ class Target:
         if kind == MTP:
             return Drafting(self.plain, [load_mtp(self.plain, folder)])
         heads = load_heads(folder, self.plain)
-        what = f"--{kind} {folder} holds heads for {heads.drafter}"
+        what = f"--{kind} {folder} has heads for {heads.drafter}"
         expected = f"heads for {kind}"
         require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
         return Drafting(self.plain, [heads])

@@ -81,7 +81,7 @@ def find_data_file(task: Task, data: Path | None, folder: Path | None = None) ->
     if path is None or not path.exists():
         raise InputError(
             f"no data file {path}" if path else f"no data ships for the task {task.name}",
-            expected="a JSON object a line: prompt, and completion or references",
+            expected="a JSON object per line: prompt, and completion or references",
             do="give --data FILE.jsonl" if data else "give --data FILE.jsonl or --data-dir",
         )
     return path
@@ -135,7 +135,7 @@ def _check_spec_bench_row(row: Mapping[str, Any], where: str) -> SpecBenchQuesti
     turns = row.get("turns")
     question = turns[0] if isinstance(turns, list) and turns else None
     is_fine = category in MT_BENCH + OTHER_CATEGORIES and isinstance(question, str)
-    found = f"{where} is no question of Spec-Bench"
+    found = f"{where} is not a question of Spec-Bench"
     is_asked = is_fine and bool(str(question).strip())
     require(is_asked, found, expected=_SPEC_BENCH_ROW, do="check --data")
     return SpecBenchQuestion(str(category), str(question))
@@ -179,7 +179,7 @@ def make_rouge_scorer() -> Scorer:
     except ImportError as error:
         raise InputError(
             "rouge-score is not installed",
-            expected="it, for every task but sql",
+            expected="rouge-score, for every task except sql",
             do='pip install -e ".[quality]"',
         ) from error
     names = ("rouge1", "rougeLsum")

@@ -40,7 +40,7 @@ While it trains, it prints the speed to expect, measured on answers that it did 
 may stop it at any time. The same command continues a stopped run; with more --hours it continues a
 finished one, with more answers.
 
-Nothing of yours is read but --data. Streams learn from these answers, and parts of them can be
+It reads none of your files but --data. Streams learn from these answers, and parts of them can be
 reconstructed from the adapter, so protect the adapter as you protect the data.
 
 Everything is stored in ~/.cache/ssmlx/adapters/NAME ($SSMLX_CACHE/adapters/NAME if that is set):

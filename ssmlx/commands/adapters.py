@@ -87,7 +87,7 @@ def _existing_run_folder(name: str) -> Path:
     require(
         name in names,
         f"{name} ships with ssmlx" if is_bundled else f"no adapter {name or quoted(name)}",
-        expected=f"one that was made here ({', '.join(names) or 'there is none'})",
+        expected=f"an adapter made on this machine ({', '.join(names) or 'none yet'})",
         do="see python -m ssmlx.adapters",
     )
     return home / name
@@ -105,7 +105,7 @@ def _rename(folder: Path, name: str) -> None:
     require_allowed_adapter_name(name, "NEW")
     new = folder.with_name(name)
     is_free = not os.path.lexists(new)
-    require(is_free, f"{new} is there already", expected="a new name", do="give another")
+    require(is_free, f"{new} already exists", expected="a new name", do="give another")
     folder.rename(new)
 
 

@@ -128,7 +128,7 @@ def _list_or_purge(args: argparse.Namespace) -> int:
 
     path: Path = args.folder
     expected = "the folder of a `PromptCache`"
-    require(path.is_dir(), f"{path} is no folder", expected=expected, do="check the path")
+    require(path.is_dir(), f"{path} is not a folder", expected=expected, do="check the path")
     # A server with keys has a folder for each in it.
     inner = sorted(one for one in path.glob("*") if re.fullmatch("[0-9a-f]{16}", one.name))
     folders = [PromptFolder(one, 0) for one in (path, *inner)]

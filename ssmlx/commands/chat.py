@@ -34,7 +34,7 @@ from .running import file_error, make_main, print_note
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..drafters.registry import Loaded
+    from ..drafters.base import Loaded
     from ..generation.divergence import Divergence
     from ..session import ChatSession
 
@@ -225,7 +225,7 @@ def compare_with_plain(session: ChatSession) -> str:
 def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
     """Where two answers part, and whether rounding may have decided it."""
     plain, other = (repr(tokenizer.decode([token])) for token in (one.plain, one.other))
-    place = f"behind token {one.place}: {plain} is plain decoding's, {other} the other"
+    place = f"after token {one.place}: {plain} is plain decoding's, {other} the other"
     gap = f"the model's logits of these two are {one.gap:.2g} apart"
     if one.is_near_tie:
         return f"{place}. A near tie: {gap}, and rounding reaches {one.limit:.2g} here"
@@ -243,8 +243,8 @@ def list_or_swap_adapter(rest: str, chat: Chat) -> str:
         others = [name for name in bundled_adapters() if name not in fitting]
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
-        hint = "/adapter NAME, FOLDER or none takes another"
-        return f"{adapter_line(chat)}\nthat are here: {names}; {hint}"
+        hint = "change it with /adapter NAME, FOLDER or none"
+        return f"{adapter_line(chat)}\navailable: {names}; {hint}"
     fetch = Fetch(progress=DownloadBar())
     name, folder = choose_adapter(rest, chat.session.model, fetch)
     chat.session.swap_adapter(folder)

@@ -85,13 +85,12 @@ def time_unknown_costs(
 
 def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
     """By the drafters' names; None if one can draft."""
-    from ..drafters.registry import registered_drafter
+    from ..drafters.registry import drafter_class, needed_capability
 
     reasons: dict[str, str | None] = {}
     for name in DRAFTERS:
-        drafter = registered_drafter(name)
-        reasons[name] = model.backbone.capabilities.reason(drafter.needed)
-        loader = drafter.loader
+        reasons[name] = model.backbone.capabilities.reason(needed_capability(name))
+        loader = drafter_class(name).loader
         if reasons[name] is not None:
             continue
         if name == "streams" and not model.num_streams:
@@ -324,11 +323,11 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
     }
     lines = table(columns, costs)
     if not costs or costs[-1]["nodes"] < SIZES[-1]:
-        lines.append("larger trees cost more than they can bring, or need more --seconds to time")
+        lines.append("larger trees cost more than they gain, or need more --seconds to be timed")
     if found["plain_seconds"] is not None:
         lines.append(f"a plain call takes {1000 * found['plain_seconds']:.1f} ms")
     if not found["tokens_are_known"]:
-        lines.append("the adapter does not say its tokens: those of adapters that ship")
+        lines.append("the adapter does not state its tokens; these are typical ones")
     return [*lines, ""]
 
 

@@ -62,9 +62,9 @@ def add_model_options(
         (
             "--adapter",
             "ADAPTER",
-            f"{bundled} (they ship), a folder, a Hub name, also a LoRA of mlx-lm or PEFT, or none "
-            "(default: auto: the model's own streams, else an adapter that ssmlx.adapt made for it "
-            f"here, else {DEFAULT_ADAPTER})",
+            f"{bundled} (bundled), a folder, a Hub name, a LoRA of mlx-lm or PEFT, or none "
+            "(default: auto: the model's own streams, or an adapter that ssmlx.adapt made for it "
+            f"here, or {DEFAULT_ADAPTER})",
             adapters,
         ),
         (
@@ -222,7 +222,7 @@ def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
                 f"{name}_penalty" not in settings,
                 f"--penalty {name}= twice",
                 expected="each once",
-                do="drop one",
+                do="omit one",
             )
             settings[f"{name}_penalty"] = value
             if context is not None:
@@ -262,6 +262,6 @@ def reject_options_needing(needs: str, args: argparse.Namespace) -> None:
 
 def drafters_shaped_by(name: str) -> list[str]:
     """The drafters whose trees the field `name` of `GenerateConfig` shapes."""
-    from ..drafters.registry import registered_drafter
+    from ..drafters.registry import drafter_class
 
-    return [one for one in DRAFTERS if name in registered_drafter(one).shaped_by]
+    return [one for one in DRAFTERS if name in drafter_class(one).shaped_by]

@@ -54,13 +54,13 @@ def decision(plan: Plan) -> str:
         size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
         return f"{plan.kind} draft at every call, as asked for: {size}"
     if plan.kind == NAME:
-        return "what stood in the text before is drafted where it comes again"
+        return "repeats of earlier text are drafted"
     call = plan.expected_fastest_call
     if call.speed <= 1:
         return f"{plan.kind} may draft; plain decoding is expected to be as fast here"
     return (
         f"{plan.kind} draft up to {largest.nodes} nodes a call; {call.speed:.2f} times "
-        "plain decoding expected by what calls cost here"
+        "plain decoding expected, by the costs of calls here"
     )
 
 
@@ -69,7 +69,7 @@ def _source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Fou
     if reason is not None:
         return f"nothing can draft, {reason}"
     if adapter is None:
-        return "the model's own streams"
+        return f"the model's own {model.num_streams} streams"
     head = _head(model, plan)
     if head and adapter == NO_ADAPTER:
         return head
@@ -82,7 +82,7 @@ def _adapter(model: StreamFusedModel, adapter: str, found: FoundRuns) -> str:
         if not aside:
             return "no adapter"
         speed = aside[0].speed_up_text
-        return f"no adapter, as {aside[0].name} brings nothing on this machine ({speed})"
+        return f"no adapter, as {aside[0].name} is not faster on this machine ({speed})"
     why = "which ships with ssmlx" if adapter in bundled_adapters() else "as asked for"
     for run in found.outdated:
         if run.name == adapter:
@@ -90,8 +90,7 @@ def _adapter(model: StreamFusedModel, adapter: str, found: FoundRuns) -> str:
     for run in (*found.fitting, *found.tuned):
         if run.name == adapter:
             why = f"made here from these weights, {run.speed_up_text}"
-    streams = "" if model.num_streams else ", without streams"
-    return f"adapter {adapter}{streams}, {why}"
+    return f"adapter {adapter} ({model.num_streams or 'no'} streams), {why}"
 
 
 def _head(model: StreamFusedModel, plan: Plan) -> str:
@@ -105,7 +104,11 @@ def _head(model: StreamFusedModel, plan: Plan) -> str:
     if head.loaded is not None and head.loaded in plan.loaded:
         is_own = head.found.name == OWN_HEAD
         return OWN_HEAD if is_own else f"{head.found.name}, a head for it in the Hub's cache"
-    return f"{head.found.name} is here and drafts nothing ({head.reason})" if head.reason else ""
+    return (
+        f"{head.found.name} is on this machine but cannot draft ({head.reason})"
+        if head.reason
+        else ""
+    )
 
 
 def _effect(model: StreamFusedModel, adapter: str | None) -> str:
@@ -130,7 +133,7 @@ def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
         return ""
     head = default_head(model)
     if head.loaded is not None and head.found is not None:
-        return f"{head.found.name} drafts where no --drafter and no --decoding is given"
+        return f"{head.found.name} drafts if neither --drafter nor --decoding is given"
     rows = find_known_heads(backbone)
     chat = f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)} --drafter"
     commands = {row: f'{chat} "mtp model={row.repositories[0]}"' for row in rows}
@@ -138,7 +141,7 @@ def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
         row = rows[0]
         return (
             f"{commands[row]}, which fetches a head for {row.model} ({row.licence}); "
-            "where it is here, it drafts by itself"
+            "once it is on this machine, it drafts by default"
         )
     return ", or ".join(f"{command} if it is {row.model}" for row, command in commands.items())
 
@@ -167,10 +170,10 @@ def _faster_by_adapter(model: StreamFusedModel, adapter: str | None, found: Foun
     own = next((run for run in found.fitting if adapter in (run.name, NO_ADAPTER)), None)
     if own is not None:
         command = _adapt_command(model, hours=2 * own.hours)
-        return f"nothing that is here; more hours may: {command}"
+        return f"nothing on this machine; more hours of training may be: {command}"
     if model.num_streams:
         command = _adapt_command(model, "--data FILE")
-        return f"nothing that is here; streams for prompts like yours may: {command}"
+        return f"nothing on this machine; streams for your own prompts may be: {command}"
     return _faster_by_training(model)
 
 
@@ -180,8 +183,8 @@ def _faster_by_training(model: StreamFusedModel) -> str:
 
     speed = forecast_speedup_of_adapting(model)
     if speed is None:
-        return f"{_adapt_command(model)}, which says within minutes what that would bring here"
-    brings = f"should bring some {speed:.1f} times plain decoding's speed here"
+        return f"{_adapt_command(model)}, which measures within minutes what to expect here"
+    brings = f"should reach about {speed:.1f} times plain decoding's speed here"
     return (
         f"nothing; streams {brings}" if speed < PAYS else f"{_adapt_command(model)}, which {brings}"
     )
@@ -195,15 +198,15 @@ def _faster_with_lora(model: StreamFusedModel, adapter: str | None, found: Found
     from ..loading.names import resolve_adapter
 
     if model.num_streams or adapter is None:
-        return "nothing that is here and answers alike"
+        return "nothing on this machine that keeps these answers"
     # It was fetched to load it.
     fetch = Fetch(cache_dir=model.backbone.origin.cache_dir, offline=True)
     digests = [folder_digest(resolve_adapter(adapter, fetch))]
     for run in found.tuned:
         if run.has_adapter and run.settings["adapter"] == digests:
-            return f"--adapter {run.name}, made here of this adapter, {run.speed_up_text}"
+            return f"--adapter {run.name}, made here for this adapter, {run.speed_up_text}"
     command = _adapt_command(model, f"--adapter {shlex.quote(adapter)}")
-    return f"{command}, which says within minutes what that would bring here"
+    return f"{command}, which measures within minutes what to expect here"
 
 
 def _adapt_command(model: StreamFusedModel, option: str = "", hours: float = 0.0) -> str:

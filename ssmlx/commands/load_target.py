@@ -15,7 +15,7 @@ from .parser import refuse_option, reject_given_options
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..drafters.registry import Loaded
+    from ..drafters.base import Loaded
     from ..model.streams import StreamFusedModel
 
 
@@ -49,27 +49,27 @@ def load_for_decoding(
 
 
 def require_drafter_key(option: DrafterOption) -> None:
-    from ..drafters.registry import registered_drafter
+    from ..drafters.registry import require_name_to_load
 
     if option.name is not None:
-        registered_drafter(option.name).require_key_of_loader(option.values)
+        require_name_to_load(option.name, option.values)
 
 
 def load_drafter(
     args: argparse.Namespace, model: StreamFusedModel, tokenizer: TokenizerWrapper
 ) -> list[Loaded]:
     """Empty if --drafter names no drafter, or one that needs nothing."""
-    from ..drafters.registry import registered_drafter
+    from ..drafters.registry import drafter_class, name_to_load
 
     drafter: DrafterOption = args.drafter
     if drafter.name is None:
         return []
-    registered = registered_drafter(drafter.name)
-    name = registered.name_to_load(drafter.values)
-    if registered.loader is None or name is None:
+    loader = drafter_class(drafter.name).loader
+    name = name_to_load(drafter.name, drafter.values)
+    if loader is None or name is None:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
-    return [registered.loader.load(name, model, tokenizer, **how)]
+    return [loader.load(name, model, tokenizer, **how)]
 
 
 def load_target(

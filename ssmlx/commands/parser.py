@@ -83,7 +83,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 
 def add_prompt_cache_option(group: argparse._ActionsContainer, what: str) -> None:
-    text = "in FILE as the model processed it; the next run with the same beginning starts at once"
+    text = "in FILE, as the model processed it; a later run with the same beginning starts at once"
     add_options(group, ("--prompt-cache", "FILE", f"keep {what} {text}", Path))
 
 
@@ -126,4 +126,4 @@ def reject_given_options(args: argparse.Namespace, names: Iterable[str], needs: 
 
 
 def refuse_option(option: str, needs: str) -> NoReturn:
-    raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")
+    raise InputError(f"{option} would do nothing here", expected=needs, do=f"omit {option}")

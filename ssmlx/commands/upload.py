@@ -115,14 +115,14 @@ def _send(args: argparse.Namespace) -> None:
     needs_yes = may_hold_private_data(figures) and not args.yes_private
     require(
         args.dry_run or not needs_yes,
-        f"{folder} was trained on data of yours, or nobody can tell (in {FIGURES_FILE})",
+        f"{folder} was trained on private data, or {FIGURES_FILE} does not say",
         expected="--yes-private, to send it all the same",
         do="see with --dry-run what would be sent",
     )
     require(
         args.dry_run or not needs_base,
-        f"{folder} was made from {recorded_base or 'nobody knows what'}, which nobody else has",
-        expected="--base ORG/NAME, where others find these weights",
+        f"{folder} was made from {recorded_base or 'an unknown model'}, which only you have",
+        expected="--base ORG/NAME, a Hub model with the same weights",
         do="see with --dry-run what would be sent",
     )
     if args.base:
@@ -150,7 +150,12 @@ def read_files_to_publish(folder: Path) -> dict[str, bytes]:
     values = read_json(folder / CONFIG_FILE, "the settings of an adapter")
     found = f"{folder} is a whole model"
     expected = "an adapter"
-    require(not values.get("fused"), found, expected=expected, do="send what it was fused from")
+    require(
+        not values.get("fused"),
+        found,
+        expected=expected,
+        do="upload the adapter that it was fused from",
+    )
     files = [CONFIG_FILE, *adapter_weight_files(values)]
     more = [FIGURES_FILE]
     if LORA_FILES["all"] in files:

@@ -66,8 +66,8 @@ class UnacceptedDrafts:
             return
         self.has_warned = True
         _log.warning(
-            "none of the %d tokens that %s drafted was accepted; expected some of one that was "
-            "made for this model; %s",
+            "none of the %d tokens drafted by %s was accepted, so it drafts no more; expected one "
+            "that was made for this model; %s",
             self._drafted,
             self._who,
             self._do,

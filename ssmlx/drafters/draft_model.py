@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,8 +26,8 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
+from .base import BaseDrafter, DrafterInputs, DrafterLoader
 from .chain import ChainRanking
-from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
 
 
@@ -162,7 +162,13 @@ class DraftCache:
         return mx.array(self.text[self.offset :], mx.int32)
 
 
-class DraftModelDrafter:
+def _load(
+    name: str, model: StreamFusedModel, tokenizer: TokenizerWrapper, **how: Any
+) -> DraftModel:
+    return load_draft_model(name, tokenizer, model.backbone.vocab_size, **how)
+
+
+class DraftModelDrafter(BaseDrafter):
     """Drafts a chain of K tokens, and optionally the runners-up beside each of them.
 
     The K forward passes are one graph: no drafted token is read by the host while drafting. If the
@@ -172,7 +178,9 @@ class DraftModelDrafter:
 
     name = "draft-model"
     needs = Needs(host_tokens=True)
-    cache_bytes = 0
+    loader = DrafterLoader("a draft model", _load)
+    needs_whole_context = True
+    keeps_to_chains = True
 
     def __init__(
         self,
@@ -191,6 +199,10 @@ class DraftModelDrafter:
         self.largest = DraftShape(self.name, self._topology.num_nodes, levels)
         self.num_parameters = model.num_parameters
         self.draft_calls = 0
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> Self:
+        return cls(inputs.loaded, inputs.settings, inputs.sampling, is_chain=inputs.is_chain)
 
     def start(self, tokens: Sequence[int]) -> Iterator[None]:
         self._cache = self._model.claim_idle_or_new_cache(tokens, self)
@@ -279,32 +291,14 @@ def require_same_vocabulary(
     last = max(ours.values(), default=0)
     require(
         not words,
-        f"{draft.name} has another token map: {len(words)} tokens differ, such as {word!r} "
-        f"({ours.get(word)} there, {theirs.get(word)} in the target)",
-        expected="the same tokens under the same ids",
+        f"{draft.name} has a different vocabulary: {len(words)} tokens differ, for example "
+        f"{word!r} ({ours.get(word)} there, {theirs.get(word)} in the target)",
+        expected="the same tokens with the same ids",
         do=do,
     )
     require(
         draft.vocab_size == target_vocab_size or last < min(draft.vocab_size, target_vocab_size),
         f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
-        expected=f"the target's {target_vocab_size}, or padding alone in which they differ",
+        expected=f"{target_vocab_size}, as in the target, or a difference in padding only",
         do=do,
-    )
-
-
-def _load(
-    name: str, model: StreamFusedModel, tokenizer: TokenizerWrapper, **how: Any
-) -> DraftModel:
-    return load_draft_model(name, tokenizer, model.backbone.vocab_size, **how)
-
-
-@register_drafter(
-    "draft-model",
-    loader=DrafterLoader("a draft model", _load),
-    needs_whole_context=True,
-    keeps_to_chains=True,
-)
-def build(inputs: DrafterInputs) -> DraftModelDrafter:
-    return DraftModelDrafter(
-        inputs.loaded, inputs.settings, inputs.sampling, is_chain=inputs.is_chain
     )

@@ -73,7 +73,7 @@ class Assistant:
         layers = _layers_to_read(self.config, backbone, self.folder)
         require(
             layers == self.layers,
-            f"{self.folder} was loaded for a model of other layers",
+            f"{self.folder} was loaded for a model with other layers",
             expected="this model",
             do="load it for this model",
         )
@@ -172,7 +172,7 @@ def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -
     kind = model_type(backbone.model)
     require(
         kind.startswith("gemma4"),
-        f"{folder} is an assistant of Gemma 4, and the target is a {kind}",
+        f"{folder} is an assistant of Gemma 4, but the target is a {kind}",
         expected="a Gemma 4 model",
         do="choose one with --model, or another drafter",
     )
@@ -188,7 +188,7 @@ def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -
     for layer_type in dict.fromkeys(config.layer_types):
         require(
             layer_type in found,
-            f"{folder} reads {layer_type}, of which the target has no layer",
+            f"{folder} reads layers of the type {layer_type}, which the target lacks",
             expected="layers of the types " + ", ".join(found),
             do=_PAIR,
         )
@@ -205,7 +205,7 @@ def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -
         require(
             own == targets,
             f"{folder} is for a target with a {name} of {own}",
-            expected=f"this one's {targets}",
+            expected=f"{targets}, as in this target",
             do=_PAIR,
         )
     return {layer_type: found[layer_type] for layer_type in config.layer_types}

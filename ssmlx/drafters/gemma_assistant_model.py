@@ -116,9 +116,9 @@ class AssistantConfig:
         fits = self.vocab_size % clusters == 0 and self.centroid_intermediate_top_k <= clusters
         require(
             fits or not self.use_ordered_embeddings,
-            f"{path} has {clusters} clusters of {self.vocab_size} tokens, of which "
-            f"{self.centroid_intermediate_top_k} are looked at",
-            expected="clusters of one size, and no more looked at than there are",
+            f"{path} has {clusters} clusters for {self.vocab_size} tokens, and uses "
+            f"{self.centroid_intermediate_top_k}",
+            expected="clusters of one size, and at most all of them used",
             do=_DO,
         )
         ropes: Any = self.rope_parameters
@@ -285,8 +285,8 @@ def _load_tensors(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
 def _unreadable_error(path: Path, error: Exception) -> InputError:
     return InputError(
         f"{path} cannot be read ({first_line(error)})",
-        expected="the whole weights of an assistant",
-        do="download it again, it may be truncated",
+        expected="all weights of an assistant",
+        do="download it again, since it may be truncated",
     )
 
 
@@ -315,7 +315,7 @@ def _build_model(
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"{config_file} has {quoted(packing)} for quantization ({first_line(error)})",
-                expected="group_size and bits as MLX has them",
+                expected="group_size and bits that MLX supports",
                 do=_DO,
             ) from error
     return model

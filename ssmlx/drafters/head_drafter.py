@@ -4,19 +4,20 @@ Heads guess the next tokens from the target's newest hidden state, after its fin
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import mlx.core as mx
 
 from ..decoding.draft_shape import DraftShape
-from ..decoding.drafter import Needs, Taps, Verified
+from ..decoding.drafter import Needs, Verified
 from ..decoding.ranking import Noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..model.backbone import Backbone
 from ..model.tree import Tree
 from ..settings import check_settings, setting
+from .base import BaseDrafter, DrafterInputs
 
 HeadKind = Literal["medusa", "mlp_speculator"]
 
@@ -113,15 +114,14 @@ class DraftingHeads:
         raise NotImplementedError
 
 
-class HeadDrafter:
+class HeadDrafter(BaseDrafter):
     """Drafts from heads on the hidden state of the last accepted node, always the largest tree.
 
     If the target takes no trees, the likeliest tokens are drafted as a chain, and the hidden state
     is the tap of the final norm: such a target's calls give no others.
     """
 
-    draft_calls = 0
-    cache_bytes = 0
+    keeps_to_chains = True
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class HeadDrafter:
         self.largest = DraftShape(heads.drafter, nodes, levels)
         self.num_parameters = heads.num_parameters
 
-    def start(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: heads see only the newest hidden state and their own guesses."""
-
-    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Nothing to do, as in `start`."""
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> Self:
+        tree = inputs.config.tree if inputs.settings is None else inputs.settings
+        backbone = inputs.model.backbone
+        return cls(backbone, inputs.loaded, tree, inputs.guess_sampling, is_chain=inputs.is_chain)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         if self._tap is None:

@@ -21,11 +21,10 @@ from ..loading.identity import BaseIdentity
 from ..loading.tensors import check_tensors, read_tensors, write_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
-from ..settings import SpeculatorTreeConfig, TreeConfig
+from .base import DrafterLoader
 from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
-from .registry import DrafterInputs, DrafterLoader, register_drafter
 
 FORMAT = "ssmlx-heads/1"
 CONFIG_FILE = "heads_config.json"
@@ -64,7 +63,7 @@ def read_heads(folder: Path) -> Heads:
     """The tensors stay as they are stored, on no model yet."""
     require(
         folder.is_dir(),
-        f"no heads folder {folder}",
+        f"{folder} is not a folder of drafting heads",
         expected="a folder that `python -m ssmlx.convert --heads` wrote",
         do="check the path, or convert published heads",
     )
@@ -124,24 +123,12 @@ def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object
 _LOADER = DrafterLoader("heads", _load)
 
 
-@register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER, keeps_to_chains=True)
-def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
-    assert inputs.config.tree
-    return _build_head_drafter(inputs, inputs.config.tree)
+class MedusaDrafter(HeadDrafter):
+    name = "medusa"
+    shaped_by = ("tree", "prune")
+    loader = _LOADER
 
 
-@register_drafter("mlp-speculator", loader=_LOADER, keeps_to_chains=True)
-def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
-    return _build_head_drafter(inputs, inputs.settings)
-
-
-def _build_head_drafter(
-    inputs: DrafterInputs, tree: TreeConfig | SpeculatorTreeConfig
-) -> HeadDrafter:
-    return HeadDrafter(
-        inputs.model.backbone,
-        inputs.loaded,
-        tree,
-        inputs.guess_sampling,
-        is_chain=inputs.is_chain,
-    )
+class SpeculatorDrafter(HeadDrafter):
+    name = "mlp-speculator"
+    loader = _LOADER

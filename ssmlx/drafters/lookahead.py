@@ -21,6 +21,7 @@ drafter; the window's own guesses are accepted too if they turn out right.
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
@@ -28,7 +29,7 @@ from ..decoding.sampling import UNRESOLVED
 from ..model.shapes import to_list
 from ..model.tree import Tree
 from ..settings import LookaheadConfig
-from .registry import DrafterInputs, register_drafter
+from .base import BaseDrafter, DrafterInputs
 from .trie import Trie, padded_size
 
 MAX_KEYS = 1 << 16  # first tokens whose n-grams are kept
@@ -67,15 +68,14 @@ class NgramPool:
         return reversed(self._ngrams.get(first, OrderedDict()))
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(BaseDrafter):
     """Drafts from a window of Jacobi iterations and the n-grams that it left. Its trees must reach
     the target whole: pruning would stop the iterations."""
 
     name = "lookahead"
     needs = Needs(host_tokens=True)
-    num_parameters = 0
-    draft_calls = 0
-    cache_bytes = 0
+    needs_whole_context = True
+    shaped_by = ()
 
     def __init__(self, config: LookaheadConfig) -> None:
         self._config = config
@@ -84,6 +84,10 @@ class LookaheadDrafter:
         levels = config.window + config.ngram - 2
         self.largest = DraftShape(self.name, padded_size(self._max_nodes), levels)
         self.start((0,))
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> Self:
+        return cls(inputs.settings)
 
     def start(self, tokens: Sequence[int]) -> None:
         """The first window is drawn at random from the text, by a fixed seed."""
@@ -136,8 +140,3 @@ class LookaheadDrafter:
         in_tree = trie.indices_in_tree()
         self._last_level = [in_tree[node] for node in nodes[-1]]
         return trie.to_padded_tree(num_levels)
-
-
-@register_drafter("lookahead", needs_whole_context=True, shaped_by=())
-def build(inputs: DrafterInputs) -> LookaheadDrafter:
-    return LookaheadDrafter(inputs.settings)

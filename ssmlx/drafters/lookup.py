@@ -7,7 +7,7 @@ answers. What streams copy is looked up on the device, see `copies`.
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 
@@ -16,7 +16,7 @@ from ..decoding.drafter import Needs, Taps, Verified
 from ..model.tree import Tree, chain_tree
 from ..policy.offers import ChainOffer
 from ..settings import PromptLookupConfig
-from .registry import DrafterInputs, register_drafter
+from .base import BaseDrafter, DrafterInputs
 from .text_index import CONTEXT_TOKENS, MAX_MATCH, EarlierAnswers, Match, TextIndex
 from .trie import Trie, padded_size
 
@@ -109,16 +109,17 @@ class Continuation(NamedTuple):
     tokens: Sequence[int]
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(BaseDrafter):
     """Drafts what followed the text's last tokens where they stood before (prompt lookup decoding).
 
     Matches are taken longest first, and of equally long ones the newest first. Each match's
     continuation is a chain; chains with a common beginning share its nodes.
     """
 
+    name = NAME
     needs = Needs(host_tokens=True, follows_from_start=True)
-    num_parameters = 0
-    draft_calls = 0
+    needs_whole_context = True
+    keeps_to_chains = True
 
     def __init__(
         self,
@@ -128,7 +129,6 @@ class PromptLookupDrafter:
         end_tokens: Collection[int] = (),  # each ends a draft
         is_chain: bool = False,  # the target takes no trees: only the first continuation is drafted
     ) -> None:
-        self.name = NAME
         self._is_chain = is_chain
         self.source: OwnText | OtherText = OwnText()
         if earlier is not None:
@@ -142,6 +142,10 @@ class PromptLookupDrafter:
         self._config = config
         self._end_tokens = frozenset(end_tokens)
         self._best: Continuation | None = None  # None until it is looked up
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> Self:
+        return cls(inputs.settings, end_tokens=inputs.end_tokens, is_chain=inputs.is_chain)
 
     @property
     def cache_bytes(self) -> int:
@@ -198,10 +202,3 @@ class PromptLookupDrafter:
             if token in self._end_tokens:
                 return found[:count]
         return found
-
-
-@register_drafter(NAME, needs_whole_context=True, keeps_to_chains=True)
-def build(inputs: DrafterInputs) -> PromptLookupDrafter:
-    return PromptLookupDrafter(
-        inputs.settings, end_tokens=inputs.end_tokens, is_chain=inputs.is_chain
-    )

@@ -55,7 +55,7 @@ class MlpSpeculatorConfig(HeadConfig):
         require(
             len(self.top_k_tokens_per_head) in (0, self.n_predict),
             f"top_k_tokens_per_head is {self.top_k_tokens_per_head} in the settings of heads",
-            expected=f"{self.n_predict} numbers of 1 or more, one a stage",
+            expected=f"{self.n_predict} numbers of at least 1, one for each stage",
             do="check the heads, or convert them again",
         )
 
@@ -191,7 +191,7 @@ class MlpSpeculator(DraftingHeads):
         require(
             fits and num_candidate_nodes(widths, None) <= MAX_TREE_NODES,
             f"tree widths {' x '.join(map(str, widths)) or 'of no stage'}",
-            expected=f"1 to {stages} widths of 1 or more, and {MAX_TREE_NODES} nodes at most",
+            expected=f"1 to {stages} widths of at least 1, and at most {MAX_TREE_NODES} nodes",
             do="choose other widths",
         )
         candidates = tree.candidates

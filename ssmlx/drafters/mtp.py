@@ -12,7 +12,7 @@ from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
 from ..decoding.draft_shape import DraftShape
-from ..decoding.drafter import Needs, Taps, Verified
+from ..decoding.drafter import Drafter, Needs, Taps, Verified
 from ..decoding.sampling import Sampling
 from ..errors import require
 from ..json_files import read_json
@@ -28,6 +28,7 @@ from ..model.tree import PAD_TOKEN, Tree, chain_tree, root_tree
 from ..policy.offers import LevelsOffer
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, MtpConfig, MtpNorms
+from .base import BaseDrafter, DrafterInputs, DrafterLoader
 from .chain import ChainRanking, UnacceptedDrafts
 from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
@@ -36,7 +37,6 @@ from .mtp_head import (
     load_mtp_module,
     resolve_norms,
 )
-from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
 
 _MOST_PENDING = 32  # pairs that wait for the next draft, before they are processed without one
@@ -78,7 +78,7 @@ class MtpHead(TextCacheOwner["PairCache"]):
         sizes = backbone.hidden_size, backbone.vocab_size
         require(
             sizes == self._sizes,
-            f"an MTP head for a width of {self._sizes[0]} and {self._sizes[1]} tokens",
+            f"the MTP head is for a width of {self._sizes[0]} and {self._sizes[1]} tokens",
             expected=f"{sizes[0]} and {sizes[1]}, as in this model",
             do="load the head for this model",
         )
@@ -160,7 +160,11 @@ class _Pairs:
         return self.first + int(self.hidden.shape[1])
 
 
-class MtpDrafter:
+def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> MtpHead | Assistant:
+    return load_mtp(model, name or None, **how)
+
+
+class MtpDrafter(BaseDrafter):
     """Drafts a chain of K tokens by K calls of an MTP head, the first on true hidden states.
 
     The head keeps the text's pairs in a cache of its own: of the prompt as its pieces come, of
@@ -170,7 +174,9 @@ class MtpDrafter:
     """
 
     name = "mtp"
-    cache_bytes = 0
+    loader = DrafterLoader("an MTP head", _load, default="")
+    keeps_to_chains = True
+    joins_text_drafts = True
 
     def __init__(
         self, backbone: Backbone, head: MtpHead, config: MtpConfig, sampling: Sampling
@@ -190,6 +196,22 @@ class MtpDrafter:
         self._cache = PairCache()
         self._pending: list[_Pairs] = []
         self._unaccepted = self._new_unaccepted_drafts()
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> Drafter:
+        backbone = inputs.model.backbone
+        config: MtpConfig = inputs.settings
+        sampling = inputs.guess_sampling
+        if not isinstance(inputs.loaded, Assistant):
+            return cls(backbone, inputs.loaded, config, sampling)
+        for name in ("hidden", "norms"):
+            require(
+                getattr(config, name) == getattr(MtpConfig(), name),
+                f"{name}={getattr(config, name)} with an assistant of Gemma 4",
+                expected="a head for multi-token prediction",
+                do=f"remove {name}=",
+            )
+        return AssistantDrafter(inputs.loaded, backbone, config.num_draft_tokens, sampling)
 
     def start(self, tokens: Sequence[int]) -> None:
         self._cache = self._head.claim_idle_or_new_cache(tokens, self)
@@ -335,28 +357,3 @@ def load_mtp(
         do='give --drafter "mtp model=ASSISTANT"',
     )
     return MtpHead(load_mtp_module(model, folder, config), model.backbone)
-
-
-def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> MtpHead | Assistant:
-    return load_mtp(model, name or None, **how)
-
-
-@register_drafter(
-    "mtp",
-    loader=DrafterLoader("an MTP head", _load, default=""),
-    keeps_to_chains=True,
-    joins_text_drafts=True,
-)
-def build(inputs: DrafterInputs) -> MtpDrafter | AssistantDrafter:
-    backbone = inputs.model.backbone
-    config: MtpConfig = inputs.settings
-    if not isinstance(inputs.loaded, Assistant):
-        return MtpDrafter(backbone, inputs.loaded, config, inputs.guess_sampling)
-    for name in ("hidden", "norms"):
-        require(
-            getattr(config, name) == getattr(MtpConfig(), name),
-            f"{name}={getattr(config, name)} with an assistant of Gemma 4",
-            expected="a head for multi-token prediction",
-            do=f"drop {name}=",
-        )
-    return AssistantDrafter(inputs.loaded, backbone, config.num_draft_tokens, inputs.guess_sampling)

@@ -169,8 +169,8 @@ def _require_same_settings(
     kind = _base_type(str(values.get("model_type", expected)))
     require(
         kind == expected,
-        f"the MTP head in {folder} belongs to another base model: it is of the type {kind}",
-        expected=f"{expected}, as the target",
+        f"the MTP head in {folder} belongs to another base model: its type is {kind}",
+        expected=f"{expected}, as in the target",
         do=_OTHER,
     )
     for name in _SHARED_SETTINGS:
@@ -199,7 +199,7 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
         require(
             any(name.startswith("fc.") for name in own),
             f"{folder} holds no MTP head",
-            expected="tensors named mtp.*, or a head's alone",
+            expected="tensors named mtp.*, or only those of a head",
             do=_OTHER,
         )
     require(
@@ -268,7 +268,7 @@ def _build_module(
     require(
         not has_experts or args.num_experts > 0,
         f"the MTP head in {folder} has a layer of experts, which the target lacks",
-        expected="a dense layer, as the target's",
+        expected="a dense layer, as in the target",
         do=_OTHER,
     )
     args.mlp_only_layers = []
@@ -290,9 +290,9 @@ def _build_module(
         is_known = bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
         require(
             is_known and f"{path}.biases" in tensors,
-            f"{path} of the MTP head in {folder} is quantised to {bits} bits by {group_size}",
+            f"{path} of the MTP head in {folder} is quantised to {bits} bits, {group_size} a group",
             expected="MLX's affine quantisation",
-            do="use the head that is not quantised",
+            do="use a head that is not quantised",
         )
         return {"bits": bits, "group_size": group_size}
 
@@ -307,7 +307,7 @@ def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, fol
     unknown = sorted(name for name in tensors if name not in expected)
     require(
         not wrong and not unknown,
-        f"the MTP head in {folder} has tensors that its layer lacks or has in another type: "
+        f"the MTP head in {folder} has unexpected tensors, or tensors of another type: "
         f"{join_first([*wrong, *unknown])}",
         expected=_ONE,
         do=_OTHER,

@@ -36,7 +36,8 @@ class DrafterOption:
     def keys_of_loading(self) -> set[str]:
         """The keys that act when a model, or what drafts for it, is loaded."""
         loads = DRAFTERS[self.name].loads if self.name else ""
-        return {*map(key_of, fields(DrafterLoading)), loads.partition("=")[0]}
+        own = {key_of(one) for kind, one in self._settings() if kind is DrafterLoading}
+        return own | {loads.partition("=")[0]}
 
     def generate_arguments(self) -> dict[str, Any]:
         """The arguments of `GenerateConfig` that are given; InputError for one out of bounds."""
@@ -50,14 +51,12 @@ class DrafterOption:
             found["acceptance"] = AcceptanceConfig(**given)
         return found
 
+    def _settings(self) -> list[tuple[type, Field[Any]]]:
+        return [*own_settings(self.name), *shared_settings()] if self.name else []
+
     def _given(self, kind: type) -> dict[str, Any]:
-        known = [*own_settings(self.name), *shared_settings()] if self.name else []
-        values = self.values
-        return {
-            one.name: values[key_of(one)]
-            for owner, one in known
-            if owner is kind and key_of(one) in values
-        }
+        own = [one for owner, one in self._settings() if owner is kind]
+        return {one.name: self.values[key_of(one)] for one in own if key_of(one) in self.values}
 
 
 def own_settings(name: str) -> Iterator[tuple[type, Field[Any]]]:
@@ -109,6 +108,6 @@ def parse_drafter_option(text: str) -> DrafterOption:
                 key not in values,
                 f"{key}= would do nothing here",
                 expected="acceptance=typical beside it",
-                do=f"drop {key}=",
+                do=f"omit {key}=",
             )
     return DrafterOption(name, values)

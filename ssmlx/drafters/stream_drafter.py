@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import mlx.core as mx
 import numpy as np
@@ -19,8 +20,8 @@ from ..model.shapes import expect_shape
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, count_candidates, grow_tree
 from ..settings import StreamSchedule, TreeConfig
+from .base import BaseDrafter, DrafterInputs
 from .copies import Copies
-from .registry import DrafterInputs, register_drafter
 
 # Tokens of the text that streams may guess beside the draft vocabulary: each is another row of the
 # LM head, and an answer repeats few names.
@@ -96,7 +97,7 @@ def renormalise_topk(
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
 
 
-class StreamDrafter:
+class StreamDrafter(BaseDrafter):
     """Drafts from the first `num_streams` (G) of the streams that the model was trained with.
 
     The schedule "fused" runs streams of every node inside the verifying pass (the paper's);
@@ -109,7 +110,7 @@ class StreamDrafter:
     """
 
     name = "streams"
-    draft_calls = 0
+    shaped_by = ("num_streams", "tree", "prune")
 
     def __init__(
         self,
@@ -134,6 +135,14 @@ class StreamDrafter:
         self.num_parameters = model.streams.num_parameters if model.streams else 0
         self._num_candidates: dict[DraftShape, int] = {}
         self.start(())
+
+    @classmethod
+    def build(cls, inputs: DrafterInputs) -> Self:
+        model = inputs.model
+        config = inputs.config
+        assert model.config and config.tree and config.stream_schedule
+        streams = model.config.checked_num_streams(config.num_streams)
+        return cls(model, config.tree, streams, config.stream_schedule, inputs.guess_sampling)
 
     @property
     def cache_bytes(self) -> int:
@@ -202,13 +211,3 @@ class StreamDrafter:
         return self._model.second_pass(
             verified.insertion_hidden, last, position, cache, num_streams, known
         )
-
-
-@register_drafter("streams", shaped_by=("num_streams", "tree", "prune"))
-def build(inputs: DrafterInputs) -> StreamDrafter:
-    model = inputs.model
-    config = inputs.config
-    assert model.config and config.tree and config.stream_schedule
-    streams = model.config.checked_num_streams(config.num_streams)
-    sampling = inputs.guess_sampling
-    return StreamDrafter(model, config.tree, streams, config.stream_schedule, sampling)

@@ -53,9 +53,9 @@ def load(
     folder = Path(folder)
     manifest = Manifest.read(folder)
     found = f"compute_units={compute_units} of Core AI"
-    do = "leave it out"
+    do = "omit it"
     is_idle = compute_units is not None and manifest.target != "coreml"
-    require(not is_idle, found, expected="it with Core ML alone", do=do)
+    require(not is_idle, found, expected="this option only with Core ML", do=do)
     package = manifest.unchanged_package(folder)
     settings = read_json(folder / "config.json", "the settings of the model that was exported")
     tokenizer = load_tokenizer(folder, settings)
@@ -106,7 +106,12 @@ def stream_generate(
     num_cached = cache.offset
     manifest = model.manifest
     _require_prompt_fits(manifest, num_cached, len(tokens))
-    require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
+    require(
+        max_tokens >= 1,
+        f"--max-tokens {max_tokens}",
+        expected="at least 1",
+        do="use a larger value",
+    )
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
     text = AnswerText(model.tokenizer)
@@ -125,12 +130,14 @@ def _require_prompt_fits(
     num_tokens: int,  # of the prompt
 ) -> None:
     """The prompt's last chunk is filled up, and a draft tree must fit after it."""
-    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    require(
+        num_tokens > 0, "the prompt is empty", expected="at least one token", do="give a prompt"
+    )
     chunks = -(-(num_tokens - 1) // manifest.chunk)
     after_prefill = num_cached + chunks * manifest.chunk
     require(
         max(after_prefill, num_cached + num_tokens - 1 + manifest.num_nodes) <= manifest.num_slots,
-        f"the prompt has {num_tokens} tokens behind {num_cached} others",
+        f"the prompt has {num_tokens} tokens, after {num_cached} others",
         expected=f"room for an answer in a context of {manifest.num_slots}, and for whole "
         f"chunks of {manifest.chunk}",
         do="shorten it, or export with a larger --context",

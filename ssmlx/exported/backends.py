@@ -82,7 +82,7 @@ def coreml_backend(
     compute_units: str | None = None,
 ) -> Backend:
     """Only macOS has Core ML."""
-    what = "Core ML runs on macOS alone"
+    what = "Core ML only runs on macOS"
     do = "copy the exported folder to a Mac"
     require(sys.platform == "darwin", what, expected="macOS 15 or later", do=do)
     units = compute_units or DEFAULT_UNITS[manifest.profile]

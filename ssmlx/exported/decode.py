@@ -41,7 +41,7 @@ class SlotCache:
         found = np.flatnonzero(~self._used)[:count].astype(np.int32)
         require(
             len(found) == count,
-            f"{self.offset} tokens are in a context of {len(self._used)}",
+            f"the context of {len(self._used)} tokens holds {self.offset}",
             expected=f"room for {count} more",
             do="shorten the prompt, or export with a larger --context",
         )

@@ -76,9 +76,9 @@ class Manifest:
         path = folder / MANIFEST
         values = read_json(path, "the manifest of a model that `python -m ssmlx.export` wrote")
         found = values.pop("format", None)
-        require(found in FORMATS, f"{path} is of another format", expected=FORMAT, do=_DO)
+        require(found in FORMATS, f"{path} has another format", expected=FORMAT, do=_DO)
         odd = ", ".join(sorted({one.name for one in fields(cls)} ^ set(values)))
-        require(not odd, f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
+        require(not odd, f"{path} has missing or unknown fields: {odd}", expected=FORMAT, do=_DO)
         try:
             manifest: Self = from_json(cls, values)
             faults = manifest._possible_faults()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ..drafters.registry import Loaded, registered_drafter
+from ..drafters.base import Loaded
+from ..drafters.registry import drafter_class
 from ..errors import InputError
 from ..loading.model_heads import LocalHead, find_local_head
 from ..model.streams import StreamFusedModel
@@ -62,6 +63,6 @@ def _find_head(model: StreamFusedModel) -> DefaultHead:
 
 
 def _load_head(found: LocalHead, model: StreamFusedModel) -> Loaded:
-    loader = registered_drafter(HEAD_DRAFTER).loader
+    loader = drafter_class(HEAD_DRAFTER).loader
     assert loader is not None
     return loader.load(str(found.folder or ""), model, None, offline=True)

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
-from ..drafters.registry import Loaded
+from ..drafters.base import Loaded
 from ..loading.adapter import stream_tensors
 from ..model.lm_head import head_bytes
 from ..model.lora import LoraLayer

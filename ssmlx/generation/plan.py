@@ -11,12 +11,13 @@ from ..decoding.drafting import scratch_rows
 from ..decoding.loop import PromptPlace, StepSize, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling
 from ..decoding.step import Steps, Take, take_all
+from ..drafters.base import Loaded
 from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
-    Loaded,
     build_drafter,
-    registered_drafter,
+    drafter_class,
+    needed_capability,
     split_drafter,
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
@@ -73,7 +74,7 @@ class Plan:
         # A controller looks up in the text by itself; unknown text is not looked up in.
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
             return False
-        return registered_drafter(self.kind).needs_whole_context
+        return drafter_class(self.kind).needs_whole_context
 
     @property
     def lossy(self) -> bool:
@@ -124,7 +125,7 @@ def make_plan(
         drafters = [build_drafter(kind, model, complete, sampling, loaded, end_tokens)]
         controller = Always(drafters[0].largest)
         if _is_controlled(model, config):
-            if config.drafter is None or registered_drafter(kind).joins_text_drafts:
+            if config.drafter is None or drafter_class(kind).joins_text_drafts:
                 is_chain = not model.backbone.capabilities.has("trees")
                 drafters = _with_text_drafters(
                     drafters, config, earlier, end_tokens, is_chain=is_chain
@@ -238,7 +239,7 @@ def _load_default_head(model: StreamFusedModel, config: GenerateConfig) -> list[
 
 def _require_verifiable(model: StreamFusedModel, drafter: str) -> None:
     capabilities = model.backbone.capabilities
-    needed = registered_drafter(drafter).needed
+    needed = needed_capability(drafter)
     reason = capabilities.reason(needed)
     if reason is None:
         return

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..answers import Prefilled
 from ..decoding.sampling import TokenLogprobs
 from ..decoding.step import DraftCounts, DraftTotals, FinishReason, Step
-from ..drafters.registry import Loaded
+from ..drafters.base import Loaded
 from ..drafters.text_index import EarlierAnswers
 from ..errors import ContextLengthError, InputError, quoted, require
 from ..mlx_thread import wired_weights

@@ -193,7 +193,7 @@ def _explained_errors(
         found = f"{asked} cannot be downloaded from the Hugging Face Hub ({first_line(error)})"
         do = "check the name and the network, or give a folder"
         if isinstance(error, RepositoryNotFoundError):
-            found = f"no folder {name}, and no repository of that name that you may read"
+            found = f"no folder {name}, and no repository {name} on the Hugging Face Hub"
             do = "check the name; `hf auth login` if it is private"
         if isinstance(error, GatedRepoError):
             found = f"{name} is gated on the Hugging Face Hub"

@@ -306,8 +306,8 @@ class Backbone(Stages):
             raise InputError(
                 f"the model type {model_type(self.model)!r} does not run ({first_line(error)})",
                 expected="settings and weights that its class in mlx-lm runs on",
-                do="compare its config.json with the original's, mend MLX's installation where it "
-                "could not compile a kernel, or use another model",
+                do="check its config.json against the original, reinstall MLX if it could not "
+                "compile a kernel, or use another model",
             ) from error
         self.parts = find_available_parts(self.model, int(logits.shape[-1]))
         self._no_stages = why_no_stages
@@ -324,6 +324,6 @@ class Backbone(Stages):
             kind = type(layer).__name__
             raise InputError(
                 f"the LM head of the model type {model_type(self.model)!r} is a {kind}",
-                expected=f"a linear layer or an embedding, of which {user} takes rows",
+                expected=f"a linear layer or an embedding, from which {user} takes rows",
                 do="use another model",
             )

@@ -128,7 +128,7 @@ def try_chains(
     else:
         if difference is None:
             return None
-        why = f"behind them its logits differ by {difference:.3g} from a whole text's"
+        why = f"after them its logits differ by {difference:.3g} from a whole text's"
     return f"the model type {model_type(model)!r} cannot take back rejected tokens: {why}"
 
 

@@ -130,7 +130,7 @@ def no_stages_error(
     return InputError(
         f"the layers of the model type {model_type(model)!r} cannot be run one by one: {why}",
         expected="a decoder whose layers run one by one",
-        do="use such a model",
+        do="use another model",
     )
 
 

@@ -37,7 +37,7 @@ def shard_over_ranks(model: nn.Module, group: Group) -> None:
         hasattr(model, "shard"),
         f"mlx-lm cannot split the model type {getattr(model, 'model_type', '')!r} over ranks",
         expected="a model that it can, such as Llama, Mistral or Qwen",
-        do="run this one on one machine",
+        do="run this model on one machine",
     )
     args = getattr(wrapped, "language_model", wrapped).args
     for name in ("num_attention_heads", "num_key_value_heads"):

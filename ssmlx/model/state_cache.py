@@ -104,7 +104,7 @@ class _StateSources:
         width = int(state.shape[1])
         if state.ndim != 3 or given.shape[1:] != (width + self._num_rows, state.shape[2]):
             known = ", ".join(RECURRENCES)
-            raise ValueError(f"one of its recurrences is none that can run again ({known})")
+            raise ValueError(f"one of its recurrences cannot be run again (known: {known})")
         return lambda count: mx.contiguous(given[:, count : count + width])
 
 
@@ -245,7 +245,7 @@ class StateCache(TextCache):
         return held
 
     def drop_free_room(self) -> None:
-        """Computed: of a fork that is shorter than what it was made of, the rest is freed."""
+        """For a fork that is shorter than what it was made of: the rest is freed. Waits for it."""
         for cache in flatten_caches(self._caches):
             if type(cache) is KVCache and cache.keys is not None:
                 cache.keys = mx.contiguous(cache.keys[..., : cache.offset, :])

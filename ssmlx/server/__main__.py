@@ -85,8 +85,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--memory",
             "GIB",
-            "memory for running answers and kept prompts, beside the weights. If it is short, kept "
-            "prompts are dropped first (default: two thirds of what the weights leave)",
+            "memory for running answers and cached prompts, besides the weights; cached prompts "
+            "are evicted first (default: two thirds of what the weights leave)",
             float,
         ),
         ("--max-open", "N", "most answers at once; further ones wait (default: %(default)s)", 8),
@@ -147,7 +147,7 @@ def served_adapters(model_name: str, adapters: Sequence[str]) -> dict[str, str |
     "none" says what that name has, any other adapter gets the name MODEL:ADAPTER."""
     own = [one for one in adapters if one in (AUTO_ADAPTER, NO_ADAPTER)]
     found = f"--adapter {' and --adapter '.join(own)}"
-    require(len(own) < 2, found, expected="one of them", do="drop the other")
+    require(len(own) < 2, found, expected="one of them", do="omit the other")
     models: dict[str, str | None] = {model_name: NO_ADAPTER if own == [NO_ADAPTER] else None}
     for one in (one for one in adapters if one not in own):
         key = f"{model_name}:{Path(one).resolve().name if Path(one).exists() else one}"

@@ -163,7 +163,7 @@ class Routes:
         """Return a request with the name of a served model, and headers of its response."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise HTTPException(415, "the content type is not application/json")
+            raise HTTPException(415, "the Content-Type is not application/json")
         coding = request.headers.get("content-encoding", "").strip().lower()
         if coding in _CODINGS:
             raise HTTPException(415, f"Content-Encoding {coding} is not supported")
@@ -268,7 +268,7 @@ def _parse_json_object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         is_object = False
     found = "the request body is not a JSON object"
-    expected = f"one of finite numbers, nested at most {_DEEPEST} deep"
+    expected = f"one with finite numbers, nested at most {_DEEPEST} levels deep"
     require(is_object, found, expected=expected, do="correct it")
     return dict(value)
 

@@ -60,7 +60,7 @@ def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) 
     """Read the fields that all APIs of chats share, by the names that chat completions have."""
     choice = read_tool_choice(body)
     turns = list_parts(body.get("messages"), "messages")
-    check_field(bool(turns), "messages is empty", "a turn at least", "messages")
+    check_field(bool(turns), "messages is empty", "at least one message", "messages")
     return AnswerRequest(
         question=turns,
         tools=choice.tools,
@@ -78,7 +78,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/completions; the server's `config` has what it does not say."""
     first, *others = _read_prompts(body.get("prompt"))
     suffix = body.get("suffix")
-    check_value(not suffix, "suffix", suffix, "none")
+    check_value(not suffix, "suffix", suffix, "an empty string")
     most = body.get("max_tokens")
     writes = type(most) is not int or most != 0
     logprobs = check_number("logprobs", body.get("logprobs"), _LIKELIEST)
@@ -95,7 +95,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         **_read_choices(body),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
-    expected = f"{MOST_ANSWERS} answers at most"
+    expected = f"at most {MOST_ANSWERS} answers"
     param = "n" if ask.choices > 1 else "prompt"
     check_field(ask.num_answers <= MOST_ANSWERS, found, expected, param)
     return ask
@@ -110,7 +110,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
 
     prompts = [prompt] if is_one(prompt) else prompt
     ok = isinstance(prompts, list) and all(map(is_one, prompts))
-    expected = "a text or token ids, or a list of them"
+    expected = "a string, a list of token ids, or a list of these"
     check_value(ok, "prompt", prompt, expected)
     return cast("list[str | list[int]]", prompts)
 
@@ -141,8 +141,8 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
             found[own] = check_number(name, body[name], _ALLOWED[own])
     is_greedy = found.get("temp", config.temp) == 0
     ok = not is_greedy or config.acceptance.kind == "exact"
-    found_temp = f"temperature is {found.get('temp')}"
-    check_field(ok, found_temp, "more than 0: this server accepts typical tokens", "temperature")
+    expected = "more than 0, as this server uses typical acceptance"
+    check_value(ok, "temperature", found.get("temp"), expected)
     if read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] = body["seed"] % 2**63  # a negative one too becomes one of 63 bits
     return found | {
@@ -156,7 +156,7 @@ def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
     texts = [stop] if isinstance(stop, str) else read_typed(body, "stop", list, config.stop)
     ok = len(texts) <= _MOST_STOPS
     ok = ok and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
-    expected = f"at most {_MOST_STOPS} texts of 1 to {MAX_STOP} characters"
+    expected = f"at most {_MOST_STOPS} strings of 1 to {MAX_STOP} characters"
     check_value(ok, "stop", stop, expected)
     return texts
 
@@ -165,7 +165,7 @@ def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] 
     bias = read_typed(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one) for one in bias.values())
-    expected = f"token ids, each with a number of {_BIAS.in_words()}"
+    expected = f"a number from {_BIAS.in_words()} for each token id"
     check_value(ok, "logit_bias", bias, expected)
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
@@ -190,14 +190,14 @@ def _read_continuation(body: Body, turns: Sequence[Body]) -> _Continuation:
     """Continue a last turn of the assistant that has text and no calls, unless a field says no."""
     wants = read_typed(body, "continue_final_message", bool)
     opens = read_typed(body, "add_generation_prompt", bool)
-    found = "continue_final_message is True"
+    found = "continue_final_message is true"
     expected = "add_generation_prompt to be false"
     # as in vLLM's server
     check_field(not (wants and opens), found, expected, "continue_final_message")
     last = turns[-1]
     can = last.get("role") == "assistant" and bool(last.get("content"))
     can = can and not last.get("tool_calls")
-    expected = "a last turn of the assistant's, with a text"
+    expected = "a last message of the assistant that has text and no calls"
     check_field(can or not wants, found, expected, "continue_final_message")
     continues = can and wants is not False and opens is not True  # as in llama.cpp's server
     return {"continues": continues, "opens_turn": opens is not False and not continues}
@@ -213,7 +213,7 @@ def error_event(error: Mapping[str, Any]) -> list[Event]:
 
 
 class TextCompletionWriter:
-    """Writes text completions: a chunk a part, and `reply`, whole when `events` has ended."""
+    """Writes text completions: a chunk for each part; `reply` is whole once `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
     failure = staticmethod(error_event)

@@ -19,7 +19,7 @@ from .refusals import RequestError
 
 Body = Mapping[str, Any]  # a request's JSON object
 # What JSON calls the types that `read_typed` checks.
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
 
 def check_field(ok: bool, found: str, expected: str, param: str | None = None) -> None:
@@ -58,7 +58,7 @@ def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
 def list_parts(content: Any, place: str = "content") -> list[Any]:
     """Return a list of objects: the given one, or a part with the given text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    expected = "a text, or a list of objects"
+    expected = "a string, or a list of objects"
     check_value(isinstance(parts, list), place, content, expected)
     for number, one in enumerate(parts):
         check_value(isinstance(one, dict), f"{place}[{number}]", one, expected)
@@ -96,8 +96,8 @@ class Fields(Mapping[str, Any]):
                 continue
             if name in REFUSED:
                 asks_nothing = value is None or any(_is_same(value, one) for one in REFUSED[name])
-                expected = f"{_INSTEAD.get(name, 'none')}: this server does not follow {name}"
-                check_value(asks_nothing, name, value, expected)
+                expected = _INSTEAD.get(name, f"no {name}")
+                check_value(asks_nothing, name, value, f"{expected}, as it is not supported")
             else:
                 found.append(name)
         return found

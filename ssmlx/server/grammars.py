@@ -77,9 +77,9 @@ def _json_form(value: Any) -> str:
 
 def _choice_form(value: Any) -> str:
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-        raise ValueError("it is no list of texts")
+        raise ValueError("it is not a list of strings")
     if len(value) > _MOST_CHOICES:
-        raise ValueError(f"it has more than {_MOST_CHOICES:,} texts")
+        raise ValueError(f"it has more than {_MOST_CHOICES:,} strings")
     # One terminal: of alternatives of a rule, llguidance follows at most 2,000.
     return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}"
 
@@ -131,7 +131,7 @@ def read_grammar(body: Body) -> str | None:
     if schema is not None:
         found["response_format"] = "json", schema
     check_field(
-        len(found) < 2, " and ".join(found), "one form of an answer", next(iter(found), None)
+        len(found) < 2, " and ".join(found), "only one form of the answer", next(iter(found), None)
     )
     for name, (kind, value) in found.items():
         try:
@@ -161,7 +161,7 @@ def unsupported_form_error(
 ) -> RequestError:
     """Make the error for a form that llguidance cannot follow."""
     found = f"{name or 'the form of the answer'} cannot be followed: {why}"
-    return RequestError(name, found, "one that llguidance knows", "simplify it")
+    return RequestError(name, found, "one that llguidance supports", "simplify it")
 
 
 def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
@@ -169,9 +169,10 @@ def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
     try:
         return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
     except ValueError as error:
-        found = f"this model's answers cannot be kept to a form ({first_line(error)[:200]})"
-        expected = "a tokenizer that llguidance knows"
-        raise RequestError(None, found, expected, "ask without it, or another model") from error
+        found = f"this model's answers cannot be constrained to a form ({first_line(error)[:200]})"
+        expected = "a tokenizer that llguidance can read"
+        do = "ask for a free answer, or use another model"
+        raise RequestError(None, found, expected, do) from error
 
 
 class GrammarMask:
@@ -243,11 +244,6 @@ class ThoughtLimit:
 
 def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
     return [*tokens[len(tokens) - len(end) :]] == [*end]
-
-
-def grammar_mask(tokenizer: LLTokenizer, grammar: str) -> GrammarMask:
-    """Return the mask of one answer that follows a grammar."""
-    return GrammarMask(compiled_matcher(tokenizer, grammar))
 
 
 @lru_cache(maxsize=8)

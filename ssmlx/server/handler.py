@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer, Segment
-from ..drafters.registry import Loaded
+from ..drafters.base import Loaded
 from ..engine import Engine
 from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
@@ -116,7 +116,7 @@ class RequestHandler:
         return replace(ask, model=name)
 
     def unknown_model_error(self, name: str) -> HTTPException:
-        found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
+        found = f"unknown model {name[:80]!r}; expected one of {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
     async def count_prompt_tokens(self, ask: AnswerRequest) -> int:

@@ -40,7 +40,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     if body.get("thread") is not None:  # clients send the whole conversation then
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         found = "thread is not supported"
-        expected = "the whole conversation: nothing is kept"
+        expected = "the whole conversation, as the server stores none"
         raise RequestError("thread", found, expected, "send it without thread", details)
     turns = Turns()
     if system := body.get("system"):
@@ -82,7 +82,7 @@ _DELTA_USAGE = (
 
 
 class MessagesWriter:
-    """Writes Anthropic's messages: events a part, and `reply`, whole when `events` has ended."""
+    """Writes Anthropic's messages; `reply` is whole once `events` has ended."""
 
     failure = staticmethod(error_event)
 

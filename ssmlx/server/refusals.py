@@ -34,7 +34,7 @@ class RequestError(InputError):
         param: str | None,  # None for several fields, or the whole request
         found: str,  # begins with `param`
         expected: str,
-        do: str = "correct or drop it",
+        do: str = "correct the field, or omit it",
         details: Mapping[str, Any] | None = None,  # what Anthropic's clients read beside the words
     ) -> None:
         super().__init__(found, expected=expected, do=do)
@@ -90,7 +90,7 @@ def as_http_error(failure: Exception) -> HTTPException:
             return HTTPException(400, str(failure))
         case TimeoutError():
             return HTTPException(504, "the answer took too long", _NEVER)
-    return HTTPException(500, "the answer failed; the server's log says why")
+    return HTTPException(500, "the answer failed; see the server's log")
 
 
 def error_object(http_error: HTTPException) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def _with_bounded_logprobs(
     most = MOST_LOGPROBS // (1 + config.logprobs)
     echoed = ask.choices * sum(len(one.tokens) for one in prompts) if ask.echoes else 0
     found = f"logprobs of {echoed} tokens of prompts"
-    check_field(echoed <= most, found, f"{most} at most, over all choices", "logprobs")
+    check_field(echoed <= most, found, f"at most {most}, over all choices", "logprobs")
     if ask.stream or not ask.writes:
         return config
     room = (most - echoed) // (ask.choices * len(prompts))
@@ -279,6 +279,6 @@ def _require_template_for_turns(ask: AnswerRequest, tokenizer: TokenizerWrapper)
     turns = [one for one in ask.question if isinstance(one, Mapping)]
     is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools
     if not tokenizer.has_chat_template and not is_text:
-        found = "messages are turns of a chat"
-        expected = "one text of a user's: this model has no chat template"
-        raise RequestError("messages", found, expected, "ask /v1/completions, or another model")
+        found = "messages need a chat template, which this model lacks"
+        expected = "a single user message"
+        raise RequestError("messages", found, expected, "use /v1/completions, or another model")

@@ -43,7 +43,8 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     # These refer to a conversation that a server would keep.
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         value = body.get(name)
-        check_value(not value, name, value, "the whole conversation as input: nothing is kept")
+        expected = "the whole conversation as input, as the server stores none"
+        check_value(not value, name, value, expected)
     turns = Turns()
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions, "instructions")
@@ -96,7 +97,7 @@ class _OpenItem(NamedTuple):
 
 
 class ResponsesWriter:
-    """Writes OpenAI's responses: events a part, and `reply`, whole when `events` has ended."""
+    """Writes OpenAI's responses; `reply` is whole once `events` has ended."""
 
     keep_alive = staticmethod(keep_alive_comment)
 
@@ -233,9 +234,8 @@ def _read_metadata(body: Body) -> dict[str, str]:
         len(name) <= _MOST_NAME and isinstance(value, str) and len(value) <= _MOST_VALUE
         for name, value in metadata.items()
     )
-    expected = (
-        f"at most {_MOST_METADATA} texts of {_MOST_VALUE} characters, with names of {_MOST_NAME}"
-    )
+    texts = f"at most {_MOST_METADATA} strings of up to {_MOST_VALUE} characters"
+    expected = f"{texts}, with names of up to {_MOST_NAME}"
     check_value(ok, "metadata", metadata, expected)
     return metadata
 

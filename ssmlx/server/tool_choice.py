@@ -15,7 +15,7 @@ class ToolChoice(NamedTuple):
     left_out: tuple[str, ...]  # tools that are no functions, such as "tools[1] (custom)"
 
 
-_EXPECTED = "auto, none, required or any, or the name of one of the tools"
+_EXPECTED = "auto, none, required, any, or the name of one of the tools"
 
 
 def read_tool_choice(body: Body) -> ToolChoice:
@@ -71,7 +71,7 @@ def _check_choice(ok: bool, choice: Any) -> None:
 
 def _checked_names(names: Sequence[str | None]) -> tuple[str, ...]:
     found = tuple(one for one in names if one is not None)
-    check_field(len(found) == len(names), "tools", "a name for each", "tools")
+    check_field(len(found) == len(names), "tools has a function without a name", "names", "tools")
     return found
 
 

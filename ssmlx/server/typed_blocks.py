@@ -78,7 +78,7 @@ class Turns:
     def add_block(self, role: Any, block: Body, place: str) -> None:
         """Add a block or item by its type; one without a type is a message of its own role."""
         kind = block.get("type")
-        check_value(kind is None or isinstance(kind, str), f"{place}.type", kind, "a text")
+        check_value(kind is None or isinstance(kind, str), f"{place}.type", kind, "a string")
         if kind in (None, "message"):
             self.add_text(block.get("role"), block.get("content"), f"{place}.content")
         elif kind in _THOUGHTS and (thought := thought_text(block)):
@@ -114,7 +114,7 @@ class Turns:
         id = block.get(id_field) or block.get("id")
         name = tool or block.get("name")
         ok = isinstance(id, str) and isinstance(name, str)
-        expected = f"{id_field} and name, both texts"
+        expected = f"{id_field} and name, both strings"
         check_field(ok, f"{place} is a call of {quoted(name)}", expected, place)
         given = block.get(arguments_field)
         if block["type"] == "custom_tool_call":

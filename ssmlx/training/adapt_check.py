@@ -193,6 +193,6 @@ def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
         return f"use it: python -m ssmlx.chat --model {options.model}{named}"
     hours = options.hours
     return (
-        f"it brings nothing on this machine: nothing drafts with it here unless it is named; "
-        f"{hours:g} more hours may change that (--hours {2 * hours:g}), or leave it at that"
+        f"it brings nothing on this machine, so nothing drafts with it here unless it is named; "
+        f"{hours:g} more hours may change that (--hours {2 * hours:g})"
     )

@@ -80,8 +80,8 @@ def extend_plan(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     require(
         hours >= planned,
         f"--hours {hours:g}",
-        expected=f"{planned:g} or more, which {options.out} is planned for",
-        do="give these, another --name, or delete the folder",
+        expected=f"at least {planned:g}, as {options.out} is planned for",
+        do="give at least these, another --name, or delete the folder",
     )
     if hours > planned:
         usual = int(fmean(source.prompt_lengths))
@@ -108,7 +108,7 @@ def extend_plan(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
             enough *= 1.2
         require(
             new.answers > least,
-            f"--hours {hours:g} is enough for {new.answers} answers",
+            f"--hours {hours:g} is enough for only {new.answers} answers",
             expected=f"more than {least}",
             do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
         )
@@ -121,7 +121,7 @@ def describe_streams(plan: AdaptPlan, source: Source) -> str:
     base = source.base
     train = plan.train
     dtype = str(source.backbone.dtype).removeprefix("mlx.core.")
-    held = "quantised" if is_quantised(source.backbone.model) else f"in {dtype}"
+    held = "quantized" if is_quantised(source.backbone.model) else f"in {dtype}"
     vocab = train.draft_vocab_size or base["vocab_size"]
     sizes = ", ".join(map(str, plan.step_costs))
     costs = ", ".join(f"{cost:.2f}" for cost in plan.step_costs.values())

@@ -73,8 +73,8 @@ def run_round(
             ""
             if fitted == planned
             else (
-                f"; {fitted.epochs:g} passes over them in the place of {planned.epochs:g}, "
-                "so that the hours do"
+                f"; {fitted.epochs:g} passes over them instead of {planned.epochs:g}, "
+                "to keep to the hours"
             )
         )
         left = format_duration(fitted.train_seconds + fitted.other_seconds)
@@ -235,4 +235,4 @@ def forecast_line(costs: StepCosts, validation: Validation) -> str:
     )
     if speedup >= PAYS:
         return forecast
-    return f"{forecast} (it is used from {PAYS} on)"
+    return f"{forecast} (used only from {PAYS} on)"

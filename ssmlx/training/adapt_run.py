@@ -134,7 +134,7 @@ class AdaptPlan:
         name = path.parent.name
         require(
             not names,
-            f"{path.parent} holds a run of other settings ({', '.join(names)})",
+            f"{path.parent} has a run with other settings ({', '.join(names)})",
             expected="those that it was begun with",
             do=f"repeat its command, give another --name, or remove it: "
             f"python -m ssmlx.adapters remove {name}",
@@ -287,7 +287,7 @@ def tokenise_fitting_prompts(
         if len(tokens) <= most:
             found.append(TokenisedPrompt(origin, last_user_text(one), tokens))
     if len(found) < len(prompts):
-        run.say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
+        run.say(f"{len(prompts) - len(found)} prompts of more than {most} tokens are left out")
     return found
 
 

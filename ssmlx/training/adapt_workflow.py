@@ -63,12 +63,12 @@ def adapt(
         stored = _stored_run(options)
         if stored and stored.is_finished and options.hours == plan.rounds[-1].hours:
             took = format_duration(plan.spent)
-            say(f"{stored.name} is finished, after {took}; more --hours make more of it")
+            say(f"{stored.name} is finished, after {took}; with more --hours it goes on")
             say(verdict_line(options, stored.figures["figures"]))
             return
         if plan.rounds:
             kept = _describe_progress(options, plan)
-            say(f"goes on with {options.out.name}, where {kept} are kept")
+            say(f"continues {options.out.name}: {kept} are kept")
     clock = Clock(plan.spent if plan else 0.0)
     run = AdaptRun(
         options=options,
@@ -105,7 +105,7 @@ def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
 def _save_progress(run: AdaptRun) -> None:
     plan = AdaptPlan.read(run.options.out / PLAN_FILE, run.settings)
     if plan is None:
-        run.say("stopped before anything was planned: nothing is kept")
+        run.say("stopped before anything was planned: nothing was kept")
         return
     run.save_plan(plan)
     kept = _describe_progress(run.options, plan)

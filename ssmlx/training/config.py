@@ -63,7 +63,7 @@ class TrainConfig:
     )
     rotation_step: float = setting(
         0.0,
-        "radians: the values of stream n are rotated by n times as many",
+        "radians: the values of stream n are rotated by n times this",
         least=0,
         most=math.pi / 2,
     )
@@ -84,14 +84,14 @@ class TrainConfig:
     )
     condition_rank: int = setting(
         0,
-        "rank of the condition: what a drafted token tells a stream of the token behind it. It is "
-        "trained beside the streams; 0 trains none",
+        "rank of the condition: what a drafted token tells a stream about the token after it. It "
+        "is trained beside the streams; 0 trains none",
         least=0,
         most=_MAX_RANK,
     )
     draft_vocab_size: int | None = setting(
         None,
-        "streams guess among so many of the data's most frequent tokens; 0: among all",
+        "number of the data's most frequent tokens that streams guess among; 0 for all",
         least=0,
         most=MAX_SIZE,
     )
@@ -105,7 +105,7 @@ class TrainConfig:
     )
     stream_weights: tuple[float, ...] = setting(
         (0.1,),
-        "alpha_1 to alpha_gamma: weight of each stream's loss; one number is that of all",
+        "alpha_1 to alpha_gamma: weight of each stream's loss; one number is used for all",
         least=0,
         most=1e38,
     )
@@ -119,7 +119,7 @@ class TrainConfig:
         choices=PARTS,
     )
     epochs: float = setting(3.0, "passes over the data", above=0, most=1e6)
-    batch_size: int = setting(16, "examples of a step", least=1, most=2**16)
+    batch_size: int = setting(16, "examples per step", least=1, most=2**16)
     learning_rate: float = setting(5e-4, "highest learning rate of AdamW", above=0, most=1)
     # They are added to hidden states some hundred times their first size.
     embedding_rate: float = setting(
@@ -140,14 +140,14 @@ class TrainConfig:
     clip_norm: float = setting(1.0, "larger gradients are scaled to this norm", above=0, most=1e6)
     max_length: int = setting(
         512,
-        "most tokens of an example: a longer answer is cut, a longer prompt left out",
+        "maximum tokens of an example: a longer answer is cut, a longer prompt left out",
         least=1,
         most=2**20,
     )
     pack: int = setting(
         0,
         "join the examples of half of the batches, drawn at random, as turns of conversations of "
-        "at most so many tokens, so that streams also learn in long texts; 0 joins none",
+        "at most this many tokens, so that streams also learn in long texts; 0 joins none",
         least=0,
         most=2**20,
     )
@@ -178,27 +178,27 @@ class TrainConfig:
             (
                 "num_streams",
                 self.num_streams > 0 or self.adapter_scope == "all",
-                "1 or more where LoRA acts on streams alone",
+                "1 or more if LoRA acts on streams alone",
             ),
             (
                 "num_streams",
                 self.num_streams > 0 or not self.train_only,
-                "1 or more where streams are what is trained",
+                "1 or more to train streams",
             ),
             (
                 "condition_rank",
                 self.num_streams > 0 or not has_condition,
-                "0 where there are no streams",
+                "0 without streams",
             ),
             (
                 "root_init_rank",
                 self.num_streams > 0 or not self.root_init_rank,
-                "0 where there are no streams",
+                "0 without streams",
             ),
             (
                 "condition_rank",
                 has_condition or not self.keeps_streams,
-                "1 or more, such as 64, where the condition is what is trained",
+                "1 or more, such as 64, to train the condition",
             ),
             ("stream_weights", len(self.stream_weights) in (1, self.num_streams or 1), weights),
         ):
@@ -286,13 +286,13 @@ class RunOptions:
     valid_count: int = setting(64, "examples of valid.jsonl that a validation uses", least=1)
     tree_size: int = setting(
         16,
-        "nodes of the draft trees that a validation counts accepted tokens of",
+        "nodes of the draft trees that a validation replays",
         least=1,
         most=MAX_TREE_NODES,
     )
     cache_gb: float = setting(8.0, least=0)  # disk that the frozen layers' results may take
     max_steps: int | None = setting(
-        None, "save and stop after so many steps (default: after the whole run)", least=1
+        None, "save and stop after this many steps (default: at the end of the run)", least=1
     )
 
     def __post_init__(self) -> None:

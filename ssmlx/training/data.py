@@ -114,7 +114,7 @@ class Encoder:
         require(
             not (len(turns) > 2 and shows_last_turn_alone(turns[:-1], self.template, tools=tools)),
             "it has several turns",
-            expected="one question and its answer, as a template of one's own is of single ones",
+            expected="one question and its answer: --template has room for one question",
             do="give such rows, or no --template",
         )
         of_turns = partial(encode_turns, tokenizer=self.tokenizer, own_template=self.template)
@@ -126,7 +126,7 @@ class Encoder:
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         require(
             whole[: len(prompt)] == prompt,
-            "its tool calls do not stand where the template starts an answer",
+            "its tool calls are not where the template starts an answer",
             expected="a chat template that writes them there",
             do="leave such rows out, or use another model",
         )
@@ -193,7 +193,7 @@ def read_examples(
     require(
         bool(examples),
         f"{path} has no example that fits: all of its {len(rows)} prompts are too long",
-        expected=f"prompts of less than {most} tokens",
+        expected=f"prompts of fewer than {most} tokens",
         do="raise --max-length, or check the file",
     )
     if cut := sum(one.is_cut for one in examples):

@@ -110,7 +110,7 @@ class Trainer(ABC):
         difference = differing_options or "other data or another model to start from"
         require(
             found == identity,
-            f"{path.parent} holds a run with {difference}",
+            f"{path.parent} has a run with {difference}",
             expected="the settings that it was started with",
             do="give those, or another --out",
         )

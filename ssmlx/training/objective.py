@@ -271,7 +271,7 @@ class LowerStore:
                 size <= free,
                 f"{path.parent} has {free / 2**30:.1f} GiB free",
                 expected=f"{size / 2**30:.1f} for the frozen layers' results",
-                do="free some, or give --cache-gb 0",
+                do="free some space, or give --cache-gb 0",
             )
             with path.open("wb") as file:
                 file.truncate(size)
@@ -293,7 +293,9 @@ class LowerStore:
                         mark = {"batches": number, "identity": self._identity}
                         write_whole(self._mark, json.dumps(mark).encode())
         except OSError as error:
-            raise unwritable_error(self._path, error, "free some, or give --cache-gb 0") from error
+            raise unwritable_error(
+                self._path, error, "free some space, or give --cache-gb 0"
+            ) from error
 
     def _compute_and_write(self, file: BinaryIO, batch: Batch) -> None:
         bits = self._objective.to_bits(self._objective.lower(batch))

@@ -342,7 +342,7 @@ def _largest_fitting_batch(
         bool(fitting),
         f"{what} takes {min(used.values()) / 2**30:.1f} GiB",
         expected=f"at most {most_bytes / 2**30:.1f}",
-        do="give --memory-gb more, or a smaller --model",
+        do="raise --memory-gb, or choose a smaller --model",
     )
     return _FittingBatch(fitting[0], used[fitting[0]])
 
