@@ -203,20 +203,30 @@ def one_torch_thread():
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory):
+    """The tiny model's folder and its adapter's, made once; nothing may change them."""
+    from real import write_base, write_tiny_adapter
+
+    made = tmp_path_factory.mktemp("made")
+    base = write_base(made / "base")
+    return base, write_tiny_adapter(made / "adapter", base)
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tiny_folders, tmp_path_factory):
     """The tiny model's folder; a module may write beside it."""
-    from real import write_base
-
-    return write_base(tmp_path_factory.mktemp("tiny") / "base")
+    return _copied(tiny_folders[0], tmp_path_factory.mktemp("tiny") / "base")
 
 
 @pytest.fixture(scope="module")
-def adapter(base):
+def adapter(tiny_folders, base):
     """The folder of an adapter of the tiny model."""
-    from real import write_tiny_adapter
+    return _copied(tiny_folders[1], base.parent / "adapter")
 
-    return write_tiny_adapter(base.parent / "adapter", base)
+
+def _copied(folder, to):
+    return shutil.copytree(folder, to, copy_function=shutil.copy)  # as new as if it was made
 
 
 @pytest.fixture(scope="module")

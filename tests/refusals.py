@@ -1,6 +1,6 @@
 """How tests check what is refused: by the exception's type, what its line names, the exit code.
 
-The wording is free: `pytest -p reworded` changes all of it.
+The wording is free: `reworded.py` changes all of it.
 """
 
 import re

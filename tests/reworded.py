@@ -1,4 +1,6 @@
-"""A plugin that rewords every message: `pytest -p reworded` passes if no test depends on wording.
+"""A plugin that rewords every message, for tests that must not depend on wording:
+
+    PYTHONPATH=tests python -m pytest -p reworded
 
 Words of prose in errors, log messages and what is printed on standard error become tildes. Names
 (of options, fields, keys, files), values and the form of an error's line stay.
@@ -103,6 +105,6 @@ def pytest_configure():
     fail = argparse.ArgumentParser.error
     argparse.ArgumentParser.error = lambda self, message: fail(self, reword(message))
     refuse = HTTPException.__init__
-    HTTPException.__init__ = lambda self, status, detail=None, *args, **more: refuse(
-        self, status, reword(detail), *args, **more
+    HTTPException.__init__ = lambda self, status_code, detail=None, *args, **more: refuse(
+        self, status_code, reword(detail), *args, **more
     )

@@ -279,7 +279,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     assert mentions(refused(num_streams=3), "--num-streams", "3")
     assert mentions(refused(profile="ane", context=60), "--context", "60")
     assert mentions(refused(context=4), "--context", "4")
-    assert mentions(refused(compression="int8"), "--dtype", "float16")
+    assert mentions(refused(compression="int8"), "--compress int8", "--dtype float32")
     bare = replace(adapter, config=replace(adapter.config, prune_rank=0))
     assert "prun" in refusal(build_graphs, folders.base, bare, config(prune_to=PRUNED))
 

@@ -37,4 +37,4 @@ def test_fewer_layers_are_worth_what_they_spare(tmp_path, monkeypatch, capsys):
     ):
         speed = tokens / (1 + shapes.drafting_share(one, BASE))
         assert line.split("|")[-2].strip() == f"{speed:.2f} (4 nodes)"  # 16 rows were not timed
-    assert mentions(exits(capsys, shapes.main, *argv, "--like", "two"), "--like two")
+    assert mentions(exits(capsys, shapes.main, *argv, "--like", "2x"), "--like 2x")
