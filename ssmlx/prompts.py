@@ -335,7 +335,7 @@ def encode_user_text(
 ) -> list[int]:
     """The tokens of one question, up to where the answer starts."""
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
-    check_text(text)  # before a template gives each character another place
+    check_text(text)  # before a template moves the place that the message names
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":

@@ -353,8 +353,14 @@ class TreeConfig:
         return replace(self, width=min(width, num_tokens))
 
     def num_nodes(self, num_streams: int) -> int:
-        """N, the nodes of a drafted tree, the root included; InputError for a full tree of more
-        than `MAX_TREE_NODES`."""
+        """N, the nodes of a drafted tree, the root included.
+
+        Args:
+            num_streams: G, levels below the root.
+
+        Raises:
+            InputError: a full tree would have more than `MAX_TREE_NODES`.
+        """
         if self.kind == "best":
             return self.size
         nodes: int = sum(self.full_width**level for level in range(num_streams + 1))

@@ -1,4 +1,4 @@
-"""`python -m examples.recipes.chat_streams`: own answers, or streams, in the minutes of a lent GPU.
+"""`python -m examples.recipes.chat_streams`: own answers, or streams, in some minutes of a GPU.
 
 From the checkout, with the extra `torch`.
 """
