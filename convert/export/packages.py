@@ -121,7 +121,7 @@ def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
 
 
 def _compute_precision(ct: Any, config: ExportConfig) -> Any:
-    """In profile `gpu`, squares, exponentials, logarithms, sums with means stay in float32."""
+    """Keep squares, exponentials, logarithms and sums with means in float32 in profile `gpu`."""
     if config.precision == "float32":
         return ct.precision.FLOAT32
     if config.profile == "ane":

@@ -119,7 +119,7 @@ class HeadObjective(TorchObjective):
         return self.weighted_loss(found)
 
     def _head_inputs_of_anchors(self, batch: Batch, lower: torch.Tensor) -> list[HeadInput]:
-        """By head: its states [B, K, W], and the matrix and bias of its logits."""
+        """For each head, its states [B, K, W], and the matrix and bias of its logits."""
         levels = range(self.model.config.num_levels)
         # After the text's end there is no target either.
         text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)

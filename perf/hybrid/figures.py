@@ -267,7 +267,7 @@ def _time_taking_back_alone(cache: Any) -> float:
 def _time_one_chain_call(
     model: StreamFusedModel,
     cache: Any,
-    text: Sequence[int],  # goes on after what is cached
+    text: Sequence[int],  # continues after the cached tokens
     kept: int,  # number of correct tokens among the chain's `DRAFTED`
 ) -> float:
     """Time the calls; the accepted rows, `kept` + 1, are added to the cache."""

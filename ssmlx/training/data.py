@@ -212,7 +212,7 @@ def choose_draft_vocab(
     size: int,  # Vd
     vocab_size: int,  # V, of the model
 ) -> np.ndarray:
-    """[Vd] int32, ascending: the answers' most frequent tokens, then those of prompts."""
+    """The answers' most frequent tokens, then those of prompts: [Vd] int32, ascending."""
     answers = np.zeros(vocab_size, np.int64)
     prompts = np.zeros(vocab_size, np.int64)
     for example in examples:
@@ -319,14 +319,14 @@ class Batch:
 
     @property
     def positions(self) -> np.ndarray:
-        """[B, T] int32 position of each token in its text; 0 for padding before it."""
+        """Position of each token in its text, [B, T] int32; 0 for padding before it."""
         columns = np.arange(self.tokens.shape[1])
         positions: np.ndarray = np.maximum(columns - self.pads[:, None], 0).astype(np.int32)
         return positions
 
     @property
     def causal_visible(self) -> np.ndarray:
-        """[B, T, T] bool, which node row (second axis) sees which (third axis)."""
+        """Which node row (second axis) sees which (third axis), [B, T, T] bool."""
         # Padding before the text sees only itself. Packed examples see earlier ones of their text.
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
@@ -336,7 +336,7 @@ class Batch:
 
     @property
     def stream_visible(self) -> np.ndarray:
-        """[B, T, T] bool, which node rows (third axis) a row's (second axis) streams see."""
+        """Which node rows (third axis) a row's (second axis) streams see, [B, T, T] bool."""
         # Streams of packed texts see only the attention sinks and what begins at `firsts`.
         if self.firsts is None:
             return self.causal_visible
@@ -353,13 +353,12 @@ class Batch:
 
     @property
     def anchors(self) -> np.ndarray:
-        """[B, K] columns of rows that carry streams, ascending; those without targets are last."""
+        """Columns [B, K] of rows that carry streams, ascending; those without targets are last."""
         most = (self.ends > 0).sum(axis=1).max()
         return np.argsort(self.ends == 0, axis=1, kind="stable")[:, :most]
 
     def targets(self, ahead: int) -> np.ndarray:
-        """[B, K] the token that stream `ahead` of each anchor should predict (eq. 5); -1 after the
-        answer's end.
+        """The token [B, K] that stream `ahead` of each anchor predicts (eq. 5); -1 after the end.
 
         Stream j predicts the token j + 1 places after its anchor; `ahead` 0 is the main stream.
         """

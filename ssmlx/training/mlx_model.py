@@ -68,7 +68,7 @@ class Rows:
     key_positions: mx.array  # [B, keys]
 
     def mask_in_window(self, window: int | None) -> mx.array:
-        """`mask` [B, 1, R, keys] without keys that are `window` or more tokens before the row."""
+        """Hide keys that are `window` or more tokens before the row: [B, 1, R, keys]."""
         if window is None:
             return self.mask
         first = self.positions[:, None, :, None] - window + 1
