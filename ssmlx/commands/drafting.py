@@ -135,8 +135,8 @@ def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
     if head.loaded is not None and head.found is not None:
         return f"{head.found.name} drafts if neither --drafter nor --decoding is given"
     rows = find_known_heads(backbone)
-    chat = f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)} --drafter"
-    commands = {row: f'{chat} "mtp model={row.repositories[0]}"' for row in rows}
+    chat = f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)}"
+    commands = {row: f'{chat} --drafter "mtp model={row.repositories[0]}"' for row in rows}
     if len(rows) == 1:
         row = rows[0]
         return (
