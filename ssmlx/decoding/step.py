@@ -1,4 +1,4 @@
-"""What a decoding loop yields for each target call, and what adds up over an answer's calls."""
+"""The steps that a decoding loop yields, one for each target call, and totals over an answer."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ class AnswerPart:
 
 
 Take = Callable[[Sequence[int]], AnswerPart]
-"""Takes the tokens of a call for the answer. Whoever reads a call calls it, once for each and in
-order, and puts into the call's step what it returned."""
+"""Takes the tokens of a call for the answer. The loop or batch that reads a call calls it, once for
+each call and in order, and puts what it returned into the call's step."""
 
 
 def take_all(tokens: Sequence[int]) -> AnswerPart:
@@ -54,9 +54,9 @@ class Step:
 
 
 Steps = Generator[Step | None]
-"""What a decoding loop yields: a `Step` for each target call. None says that it has only come
-further with the prompt, or with a drafter that starts; others may take their turn. It goes on
-without end: whoever makes one closes it."""
+"""What a decoding loop yields: a `Step` for each target call; or None for work that brought this
+answer no token (a piece of the prompt, a drafter that starts, a turn for other answers), so that
+others may take their turn. It goes on without end: its maker closes it."""
 
 
 @dataclass(frozen=True)
