@@ -11,18 +11,18 @@ from ..model.streams import StreamFusedModel
 
 
 class AnswerText:
-    """The text of an answer as its tokens come, up to where a stop string begins."""
+    """The text of an answer as its tokens come, up to the beginning of a stop string."""
 
     def __init__(
         self,
         tokenizer: TokenizerWrapper,
         stop: Sequence[str] = (),
-        behind: Sequence[int] = (),  # tokens that the text goes on from, leading space and all
+        before: Sequence[int] = (),  # tokens that the text continues, leading space and all
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, behind)
+        self._detokenizer = Detokenizer(tokenizer, before)
         self._stop = stop
         self._text = ""  # that no segment has had yet
-        self._end: int | None = None  # where a stop string begins in it
+        self._end: int | None = None  # index in it at which a stop string begins
         # The stop string that was found.
         self.ended_by: str | None = None
 
@@ -63,7 +63,7 @@ class AnswerText:
 
 @dataclass
 class StopChecker:
-    """Takes the tokens of an answer's calls, and decides where it ends."""
+    """Takes the tokens of an answer's calls, and decides with which it ends."""
 
     text: AnswerText  # gets every token of the answer
     end_tokens: Set[int]
@@ -74,7 +74,7 @@ class StopChecker:
     generated: int = 0  # tokens of the answer so far
 
     def take(self, tokens: Sequence[int]) -> AnswerPart:
-        """Append the tokens of a call, up to where the answer ends; for each call, in order."""
+        """Append the tokens of a call, up to the answer's end; for each call, in order."""
         count, reason = self._add(tokens)
         text = self.text.take_segment(is_last=reason is not None)
         return AnswerPart(tuple(tokens[:count]), text, reason, self.text.ended_by)

@@ -3,13 +3,13 @@
 PIECE_SECONDS = 0.5
 """What a piece of a prompt takes at most, about: so long a turn may have to be waited for."""
 PIECES_ALONE = 2
-"""How many times as long a piece may take if nobody else is answered."""
+"""How many times as long a piece may take if no other answer is open."""
 LEAST_PIECE = 64
 """Tokens of a piece at least, unless the settings say less. On two cores of a CPU, 1,536 tokens of
 SmolLM2-135M take 1.1 times as long in such pieces as in those of 512, and 1.7 times in those of 32.
 """
 UNTIMED_PIECE = 128
-"""Tokens of a piece at most while nobody knows what one takes."""
+"""Most tokens of a piece before any was timed."""
 
 
 class PieceSchedule:
