@@ -120,7 +120,7 @@ class Engine:
         self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self._is_own_cache = prompt_cache is None
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
-        # Those that count in the memory pool; whoever made them may drop them.
+        # Those that count in the memory pool; their owners may drop them.
         self._counted: weakref.WeakSet[PromptCache] = weakref.WeakSet()
         named = [*adapters] if adapter is None else [adapter, *adapters]
         self._default = named[0] if named else AUTO_ADAPTER
@@ -131,7 +131,7 @@ class Engine:
         self.prompt_cache.identify(self.model(NO_ADAPTER))
         self._count_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
-        self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
+        self._wiring = wired_weights()  # last: an engine that was refused leaves no memory wired
         run_on_mlx_thread(self._wiring.__enter__)
 
     def _new_batches(self) -> Batches:
@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def adapters(self) -> list[str]:
-        """The adapters that are loaded, by the names that they were first asked for by."""
+        """The adapters that are loaded, keyed by the name first used."""
         return self._adapters.names
 
     def stream(

@@ -148,7 +148,7 @@ def _arrays_by_name(
 
 
 def _rows_of_one_token(model: StreamFusedModel) -> list[Rows]:
-    """By layer, uncomputed: for their shapes and dtypes."""
+    """Rows of one token by layer, uncomputed: for their shapes and dtypes."""
     cache = TreeCache(model.num_layers)
     model.backbone.append(mx.array([0]), cache)
     return cache.rows(1)
