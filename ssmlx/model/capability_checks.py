@@ -197,7 +197,7 @@ def _float32_with_short_windows(stages: Stages) -> Stages:
 
 
 def _let_embeddings_return_float32(model: nn.Module) -> None:
-    """Each gets another class, in place."""
+    """Give each embedding, in place, a class that returns float32."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             kind = type(module)

@@ -80,15 +80,15 @@ _convolutions = Notes()
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Of the models that `hook_recurrences` has seen, on this thread."""
+    """Record the runs of models that `hook_recurrences` has seen, on this thread."""
     with _recurrences.taken() as recurrences, _convolutions.taken() as convolutions:
         yield Recording(recurrences, convolutions)
 
 
 def hook_recurrences(model: nn.Module) -> None:
-    """For good: `nn.Conv1d` modules get another class, and the functions of `RECURRENCES` are
-    replaced, for the whole process, in the Python files of the classes of all modules of
-    `model`."""
+    """Hook a model's recurrences, for good: `nn.Conv1d` modules get another class, and the
+    functions of `RECURRENCES` are replaced, for the whole process, in the Python files of the
+    classes of all modules of `model`."""
     for module in model.modules():
         if isinstance(module, nn.Conv1d):
             note_inputs(module, _convolutions.add)

@@ -41,7 +41,7 @@ def to_list(array: mx.array) -> list[Any]:
 def expect_shape(
     name: str,  # of the array: the error begins with it
     array: mx.array,  # not computed
-    *shape: int | None,  # None stands for any size
+    *shape: int | None,  # None: any size
 ) -> None:
     found = array.shape
     if len(found) != len(shape) or any(
@@ -67,11 +67,11 @@ def take(
     array: mx.array,  # [n]
     positions: mx.array,  # [m]
 ) -> mx.array:  # [m]
-    """One primitive, where brackets cost two."""
+    """One MLX primitive; indexing with [] takes two."""
     return mx.take_along_axis(array, positions, axis=0)
 
 
 def arrays_in(tree: Any) -> list[mx.array]:
-    """In nested lists, tuples and dictionaries, such as a module's parameters."""
+    """The arrays in nested lists, tuples and dictionaries, such as a module's parameters."""
     pairs: Any = tree_flatten(tree)
     return [leaf for _, leaf in pairs if isinstance(leaf, mx.array)]

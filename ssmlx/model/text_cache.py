@@ -83,11 +83,11 @@ class TextCache(ABC):
 
     @property
     def has_fixed_places(self) -> bool:
-        """Whether `keep_first` can only go back to certain places of the text."""
+        """Whether `keep_first` can only go back to certain offsets of the text."""
         return False
 
     def mark_here_alone(self) -> bool:
-        """Let `keep_first` come back to where the text ends now, and no longer to places that were
+        """Let `keep_first` come back to the present end of the text, and no longer to offsets
         marked before. Returns whether it can."""
         return True
 
@@ -127,6 +127,6 @@ class TextCache(ABC):
         self,
         layer: int,  # its number among the layers that keep something
     ) -> tuple[mx.array, mx.array]:  # [1, H, R, Dh] and [1, H', R, Dh']
-        """What one layer's attention keeps of the committed tokens; keys carry their rotary
+        """Keys and values of the committed tokens in one layer; keys carry their rotary
         positions. Slices of the buffers: drop them before the cache is written to, or it is
         copied."""

@@ -103,8 +103,8 @@ class Kernel:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are three kernels, for good)
     def build(self) -> Callable[..., list[mx.array]]:
-        """Its arguments are the fields of `Call`. Inputs are read where they lie: they need not be
-        contiguous."""
+        """Build a callable, whose arguments are the fields of `Call`. Inputs are read in place:
+        they need not be contiguous."""
         built = mx.fast.metal_kernel(
             name=self.name,
             input_names=self.inputs,
