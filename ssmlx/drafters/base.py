@@ -77,14 +77,14 @@ class DrafterInputs:
 
     @property
     def guess_sampling(self) -> Sampling:
-        """How guesses are ranked: as the target decides; greedily under typical acceptance, which
-        asks what is likely and not what is drawn."""
+        """The sampling by which guesses are ranked: the target's; greedy under typical acceptance,
+        which asks what is likely and not what is drawn."""
         return self.sampling if self.config.acceptance.kind == "exact" else GREEDY
 
 
 class BaseDrafter:
     """A drafter that `settings.DRAFTERS` lists. A subclass has a `name`, the `largest` tree that it
-    proposes, `build` and `propose`; whatever else differs from what stands here is set too.
+    proposes, `build` and `propose`, and overrides any other attribute as needed.
     `decoding.drafter.Drafter` says when a loop calls its methods.
 
     Attributes:
@@ -92,8 +92,8 @@ class BaseDrafter:
         shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
         loader: loads what it drafts with; None if it needs nothing beside the target.
         needs_whole_context: whether `start` has to be given every token of the text. Then an answer
-            on a cache that holds tokens is refused unless `context=` says which; otherwise tokens
-            that nobody gave are `PAD_TOKEN`.
+            on a cache that holds tokens is refused unless `context=` says which; otherwise unknown
+            tokens are `PAD_TOKEN`.
         keeps_to_chains: whether it proposes chains if the target takes no trees.
         joins_text_drafts: whether a controller may also draft by the text if this one is named.
     """

@@ -96,7 +96,7 @@ class DraftCache:
         return self._cache.offset
 
     def copy_beginning(self, num_tokens: int) -> "DraftCache":
-        """With what this one holds of the first `num_tokens`, as far as that can be taken back."""
+        """A cache with what this one holds of the first `num_tokens`, as far as it can go back."""
         copied = DraftCache(self._draft)
         copied.text = self.text[:num_tokens]
         num_held = self._cache.longest_keepable(min(num_tokens, self.offset))
@@ -107,7 +107,7 @@ class DraftCache:
 
     def start(self, tokens: Sequence[int]) -> Iterator[None]:
         """Set the text, and process all of it but the last token, except for what the text before
-        shares. Yields before each piece, for others to take their turn."""
+        shares. Yields before each piece, so that other answers can take their turn."""
         self._go_back(common_prefix_length(self.text[: self.offset], tokens[:-1]))
         kept = self.offset
         self.text = list(tokens)
@@ -121,9 +121,9 @@ class DraftCache:
         self,
         tokens: mx.array,  # [R]
     ) -> mx.array:  # [1, V], uncomputed
-        """Appended to the cache, not to `text`. V is the target's: columns that the draft model
-        lacks are -inf, its further ones are cut, and tokens that it lacks are read as its last one.
-        """
+        """Append tokens to the cache, not to `text`; returns the logits after them. V is the
+        target's: columns that the draft model lacks are -inf, its further ones are cut, and tokens
+        that it lacks are read as its last one."""
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
         appended = mx.minimum(tokens, known - 1)
@@ -133,7 +133,7 @@ class DraftCache:
         return logits[:, :wanted]
 
     def mark(self) -> None:
-        """So that what is drafted from here can be taken back."""
+        """Mark the cache's end, so that what is drafted from here can be taken back."""
         self._cache.mark()
 
     def extend(
@@ -142,7 +142,8 @@ class DraftCache:
         # how many of them, from the first on, the cache holds already, as drafted ones
         num_new_in_cache: int,
     ) -> None:
-        """More is taken back if recurrent states were not marked there. No token is processed."""
+        """Extend the text, and take back rejected tokens; more of them if recurrent states were not
+        marked there. No token is processed."""
         known = len(self.text) + num_new_in_cache
         self.text.extend(new_tokens)
         self._go_back(min(known, self.offset))

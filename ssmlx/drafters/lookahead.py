@@ -108,13 +108,13 @@ class LookaheadDrafter(BaseDrafter):
         self._calls += 1
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """If the call just read verified all of the tree proposed before, a Jacobi step comes
-        first, for which the host reads its target tokens."""
+        """Propose n-grams of the pool. If the call just read verified all of the tree proposed
+        before, a Jacobi step comes first, for which the host reads its target tokens."""
         # Whether the call just read verified its own tree, and all of it.
         own = self._tree if self._calls == 1 else None
         if own is not None and verified.tree.num_nodes == own.num_nodes:
             # One Jacobi step: every level takes the place of the one above it.
-            # A token that was left open is as good a guess as others.
+            # An unresolved token is as good a guess as others.
             last = [max(token, UNRESOLVED - token) for token in to_list(verified.target_tokens)]
             rows = [*self._window, [last[node] for node in self._last_level]]
             for ngram in zip(*rows, strict=True):

@@ -44,7 +44,7 @@ class OwnText:
         return self.index.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """If the text goes on from the one before, only its new tokens are indexed."""
+        """Index a text; only its new tokens if it goes on from the one before."""
         known = len(self.index.tokens)
         if self.index.tokens != list(tokens[:known]):
             self.index = TextIndex()
@@ -55,8 +55,8 @@ class OwnText:
         self.index.extend(tokens)
 
     def tokens_after(self, match: Match, count: int) -> list[int]:
-        """What reaches the text's end is repeated to exactly `count`, so that a text with a period
-        is drafted at full length."""
+        """The tokens that followed a match; those that reach the text's end repeat up to exactly
+        `count`, so that a text with a period is drafted at full length."""
         found = self.index.tokens_after(match, count)
         if len(found) == len(self.index.tokens) - match.end:
             return list(islice(cycle(found), count))
