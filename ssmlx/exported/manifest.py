@@ -93,8 +93,8 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _possible_faults(self) -> dict[str, bool]:
-        """By their words for a message, whether the values have them. Values of other types may
-        raise TypeError and the like."""
+        """Faults, as a message names them, and whether the values have them. Values of other types
+        may raise TypeError and the like."""
         tree = self.tree.config
         slots = self.num_slots
         shape = self.cache_shape
@@ -118,7 +118,7 @@ class Manifest:
         }
 
     def unchanged_package(self, folder: Path) -> Path:
-        """Its files are read and compared with `digest`."""
+        """The package, whose files are read and compared with `digest`."""
         path = folder / PACKAGES[self.target]
         require(path.exists(), f"{path} does not exist", expected="the exported package", do=_DO)
         require(
