@@ -327,14 +327,14 @@ class Engine:
         progress: Progress | None = None,
         prompt_cache: PromptCache | None = None,
     ) -> Answer[ScoredPrompt]:
-        """How likely each token of a prompt is after those before it: an answer of one segment.
+        """Score a prompt: how likely each token is after those before it, in one segment.
 
         The whole prompt is processed as the answer is read, whatever is known of it. Its memory is
         claimed now.
 
         Args:
             question, adapter, progress: as `stream` takes them.
-            top: how many of the likeliest tokens are wanted in each place.
+            top: how many of the likeliest tokens are wanted at each position.
             prompt_cache: where the prompt is kept, now that it is processed, for an answer to begin
                 with; nowhere unless given.
 
@@ -401,7 +401,7 @@ class Engine:
         chat_options: Mapping[str, Any],
         prompt: Sequence[int],  # from `_encode_question`
     ) -> int:
-        """How many tokens of a prompt the next one of its conversation will begin with too."""
+        """The number of first tokens that the conversation's next prompt will share."""
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
         if not prompt or not isinstance(turns[0], Mapping):
             return len(prompt) - 1

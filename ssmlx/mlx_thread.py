@@ -31,7 +31,7 @@ it. Never reset; tests of forks fork."""
 
 
 class Closable(Protocol):
-    """What is open until it is closed, as an answer is."""
+    """An object that is open until it is closed, as an answer is."""
 
     def close(self) -> None:
         """End it, on the MLX thread."""

@@ -12,7 +12,7 @@ from ..settings import AcceptanceConfig
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
-    """What the target accepted of a draft tree; arrays on the device."""
+    """The part of a draft tree that the target accepted; arrays on the device."""
 
     # [P] accepted nodes from the root on; entries after `num_accepted` repeat the last
     path: mx.array

@@ -98,7 +98,8 @@ class Batch:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether one call has a row for each text; else each text has its own calls and cache."""
+        """Whether a call has a row for each text; otherwise each text has its own calls and
+        cache."""
         return self._model.backbone.capabilities.has("batches")
 
     @property

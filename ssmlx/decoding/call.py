@@ -53,7 +53,7 @@ class TargetCall:
 
     @property
     def verified(self) -> Verified:
-        """What a drafter may read of the call; ValueError after `release`."""
+        """The states that a drafter may read; ValueError after `release`."""
         if self.states is None:
             raise ValueError("the call's states were released")
         return self.states

@@ -29,7 +29,7 @@ class DraftController(Protocol):
     """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`."""
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """What to draft after the call under way; None for nothing.
+        """Decide what to draft after the call under way; None for nothing.
 
         A loop asks before it reads the call, and perhaps once more, with `is_read`, when it has.
 

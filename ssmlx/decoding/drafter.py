@@ -19,7 +19,7 @@ Of a model of N layers number N is what enters the final norm: the last layer's 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs of the target's calls beside the last hidden states."""
+    """A drafter's needs of the target's calls beside the last hidden states."""
 
     streams: int = 0
     """G, speculative streams that each node of a verified tree carries (the paper's schedule)."""
@@ -37,7 +37,7 @@ class Needs:
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What a target call on M nodes leaves for drafting; arrays on the device."""
+    """The states that a target call on M nodes leaves for drafting; arrays on the device."""
 
     tree: Tree  # the M nodes that were verified
     # [M] the target's token after each, see `Sampling.sample`

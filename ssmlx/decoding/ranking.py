@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..model.shapes import indices
 
 Noise = mx.array | None
-"""What is known of the decisions that are guessed, see `Sampling.noise`."""
+"""The known part of the decisions that are guessed, see `Sampling.noise`."""
 
 
 def rank_candidates(

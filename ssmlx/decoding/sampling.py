@@ -1,6 +1,6 @@
-"""How the target decides on a token: penalties, filters, temperature, and the noise.
+"""The target's decisions on tokens: penalties, filters, temperature, and the noise.
 
-A row's decision is an argmax: of the processed logits if decoding is greedy, else of log
+A row's decision is an argmax: of the processed logits if decoding is greedy, otherwise of log
 probabilities / temperature + Gumbel noise, which draws from exactly that distribution. The noise
 of a position in the text is a function of the seed and the position. A draft tree's nodes at one
 depth share it, as only one of them can turn out to be the text; whatever a drafter proposes, the
@@ -94,7 +94,7 @@ def row_positions(
 
 
 class Sampling:
-    """How the target decides on a token, under `SamplingConfig`.
+    """The rule by which the target decides on a token, under `SamplingConfig`.
 
     It is greedy, or without a filter, if `config` leaves that to the model.
     """
@@ -287,7 +287,7 @@ def read_logprobs(
     tokens: Sequence[int],
     rows: mx.array,  # [P, 1 + 2 T] as `own_and_top_logprobs`, P >= len(tokens)
 ) -> tuple[TokenLogprobs, ...]:
-    """One for each of `tokens`; waits for the device."""
+    """Read the log probabilities of `tokens`; waits for the device."""
     found = []
     for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):
         pairs = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)

@@ -1,4 +1,4 @@
-"""How long a target call takes, measured by the loop that launches it and waits for its result."""
+"""A stopwatch for target calls, used by the loop that launches them and waits for results."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +58,7 @@ class Stopwatch:
         return PendingCall(started, now() - started, others, follows_unread_drafting)
 
     def read(self, call: PendingCall, read: Callable[[], Result]) -> tuple[Result, float | None]:
-        """What `read` returns when the call is done, and the seconds since the read before."""
+        """Wait for a call by `read`; returns its result, and the seconds since the read before."""
         started = now()
         found = read()
         done = now()

@@ -1,5 +1,4 @@
-"""What a drafter of this package is: what is known of its class, what it is built from, and what it
-may have loaded before."""
+"""The base of this package's drafters, the inputs they are built from, and loaders of weights."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from ..settings import GenerateConfig
 
 
 class Loaded(Protocol):
-    """What was loaded to draft with, such as weights: it is only read, so that any number of
+    """A loaded model or head to draft with: it is only read, so that any number of
     answers may share it.
 
     Attributes:
         drafter: the name of the drafter that it is for.
-        nbytes: what it keeps in memory.
+        nbytes: bytes that it keeps in memory.
     """
 
     @property
@@ -33,10 +32,10 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True)
 class DrafterLoader:
-    """What a drafter must have from a file, a folder or the Hub, and how that is loaded.
+    """A model or head that a drafter needs from a file, a folder or the Hub, and its loader.
 
     Attributes:
-        what: what a message calls it, such as "a draft model".
+        what: its name in messages, such as "a draft model".
         load: loads it, once a process: `load(name, model, tokenizer, dtype=, progress=)`. `name` is
             the value of the key `ListedDrafter.loads`, `model` and `tokenizer` are the target's,
             the last two are as `ssmlx.load` takes them. What it returns is the `loaded` of
@@ -51,7 +50,7 @@ class DrafterLoader:
 
 @dataclass(frozen=True, eq=False)
 class DrafterInputs:
-    """What a drafter is built from.
+    """The inputs that a drafter is built from.
 
     Attributes:
         model: the target.

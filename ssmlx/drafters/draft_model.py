@@ -79,7 +79,7 @@ def _make_trimmable_caches(model: nn.Module) -> list[Any]:
 
 
 class DraftCache:
-    """What a draft model keeps of one text: keys and values, or recurrent states, of its first
+    """A draft model's cache of one text: keys and values, or recurrent states, of its first
     `offset` tokens, and maybe of drafted ones after these."""
 
     def __init__(self, draft: DraftModel) -> None:

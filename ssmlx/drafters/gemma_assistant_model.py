@@ -72,8 +72,8 @@ class AssistantConfig:
 
     @classmethod
     def from_config_json(cls, path: Path, values: Mapping[str, Any]) -> AssistantConfig:
-        """What the file leaves out has transformers' defaults; settings of another model, such as
-        experts, are refused."""
+        """Read a config.json. What it leaves out has transformers' defaults; settings of another
+        model, such as experts, are refused."""
         text: Any = values.get("text_config")
         require(
             isinstance(text, dict),

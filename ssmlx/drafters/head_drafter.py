@@ -1,4 +1,4 @@
-"""What all kinds of drafting heads share: settings, weights, and the drafter over them.
+"""The common part of all drafting heads: settings, weights, and the drafter over them.
 
 Heads guess the next tokens from the target's newest hidden state, after its final norm.
 """

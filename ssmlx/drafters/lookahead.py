@@ -1,7 +1,7 @@
 """Lookahead decoding (Fu et al. 2024): Jacobi iterations that feed a pool of n-grams.
 
 A window of W columns and N - 1 levels guesses what comes: the token at level l, column i is a
-guess for the place i + l + 1 after the root. Level 0 is a chain below the root; level l of a
+guess for the position i + l + 1 after the root. Level 0 is a chain below the root; level l of a
 column hangs below level l - 1 of the same column. With W = 3 and N = 3 (a tree of two levels):
 
     root - a0 - a1 - a2
@@ -13,7 +13,7 @@ paper's attention pattern, as a draft tree. The target's tokens after the last l
 new n-grams (a0 b0 c0, a1 b1 c1, ...), which join the pool, and are the next window's last level.
 
 The pool's n-grams that begin with the root are verified beside the window. Both are put into
-one trie, in which equal guesses at the same place are one node. Siblings therefore differ, every
+one trie, in which equal guesses at the same position are one node. Siblings therefore differ, every
 node is what the target would have to write, and acceptance stays the same walk as for any other
 drafter; the window's own guesses are accepted too if they turn out right.
 """
@@ -64,7 +64,7 @@ class NgramPool:
             self._ngrams.popitem(last=False)
 
     def continuations_of(self, first: int) -> Iterator[tuple[int, ...]]:
-        """What follows `first` in its n-grams, the newest first."""
+        """The tokens after `first` in its n-grams, the newest first."""
         return reversed(self._ngrams.get(first, OrderedDict()))
 
 

@@ -348,5 +348,5 @@ def quantise_like(target: nn.Module, module: nn.Module) -> None:
 
 
 def _path_in_layer(path: str) -> str:
-    """What follows the number of its layer; the whole path outside of layers."""
+    """The part of a path after its layer's number; the whole path outside of layers."""
     return re.sub(r"^.*\blayers\.\d+\.", "", path)

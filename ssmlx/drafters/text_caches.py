@@ -10,7 +10,7 @@ _MOST_IDLE = 2  # caches that are kept for a next answer, beside the one in use
 
 
 class OwnedCache(Protocol):
-    """What a drafter keeps of one text."""
+    """A drafter's cache of one text."""
 
     text: list[int]
 

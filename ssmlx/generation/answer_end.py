@@ -35,7 +35,7 @@ class AnswerText:
                 "\N{REPLACEMENT CHARACTER}"
             )
             found = {stop: text.find(stop) for stop in self._stop}
-            found = {stop: place for stop, place in found.items() if place >= 0}
+            found = {stop: index for stop, index in found.items() if index >= 0}
             # Of several, the one that begins first.
             self.ended_by = min(found, key=found.__getitem__, default=None)
             self._end = None if self.ended_by is None else found[self.ended_by]
@@ -80,7 +80,8 @@ class StopChecker:
         return AnswerPart(tuple(tokens[:count]), text, reason, self.text.ended_by)
 
     def _add(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """How many of `tokens` belong to the answer, and why it ends with them, if it does."""
+        """Append tokens up to the answer's end: how many belong to it, and why it ends, if it
+        does."""
         for count, token in enumerate(tokens, 1):
             self.generated += 1
             # An end token is counted, but has no text.

@@ -1,4 +1,4 @@
-"""What answers have taught of a machine and of an adapter's texts, kept on disk for later ones.
+"""Knowledge from answers about a machine and an adapter's texts, kept on disk for later ones.
 
 A file in the cache folder belongs to one machine and one geometry: what decides how long a call
 takes, which the values of the weights do not. It holds the costs of calls, and for each adapter of
@@ -37,7 +37,7 @@ _log = logging.getLogger("ssmlx")
 
 
 class Learned:
-    """What answers taught of this machine, for models of one geometry, and its file."""
+    """Knowledge about this machine, for models of one geometry, and its file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +108,7 @@ Tests begin with an empty one each (`own_cache`), for the cache folder is anothe
 
 
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
-    """What was learned for `model` on this machine, and the acceptance ratios of its adapter.
+    """The knowledge for `model` on this machine, and the acceptance ratios of its adapter.
 
     The first call for a model computes digests of its weights, and waits for the device.
     """

@@ -1,4 +1,4 @@
-"""One answer's plan: what the settings come to on a loaded model and on this machine."""
+"""One answer's plan: the settings applied to a loaded model and this machine."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def expected_fastest_call(self) -> ExpectedCall:
-        """What the fastest call should bring now; `PLAIN_CALL` if no call is weighed."""
+        """The fastest call as expected now; `PLAIN_CALL` if no controller weighs calls."""
         if isinstance(self.controller, Controller):
             return self.controller.expected_fastest_call()
         return PLAIN_CALL
@@ -189,7 +189,7 @@ def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
 
 
 class ChosenDrafter(NamedTuple):
-    """What the settings let draft for a model, see `choose_drafter`."""
+    """The drafter that the settings choose for a model, see `choose_drafter`."""
 
     name: str | None  # registered name of the drafter
     loaded: Sequence[Loaded]  # to draft with, whether or not it drafts

@@ -91,7 +91,7 @@ class GenerationResponse:
 
 @dataclass
 class GivenAnswer:
-    """What was yielded of an answer so far, only its last segment whole."""
+    """The part of an answer that was yielded so far, only its last segment whole."""
 
     texts: list[str] = field(default_factory=list)  # of each segment
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a call that verifies a drafted tree costs on this machine, in calls of plain decoding."""
+"""Timing of calls that verify drafted trees on this machine, in calls of plain decoding."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a model can do beside plain decoding, and if it cannot, why."""
+"""A model's abilities beside plain decoding, or the reasons why it lacks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is capable of, tried: a few tokens run through its stages and through itself.
+"""Trials of a model's abilities: a few tokens run through its stages and through itself.
 
 If both give the same logits, the stages are the model. That is tried when a model is loaded, in
 float32 and past windows that are made short for it, so that it takes a few calls.

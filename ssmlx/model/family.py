@@ -135,7 +135,7 @@ def no_stages_error(
 
 
 def settings_of(model: Any) -> Any:
-    """What a model was built from: `args`, or `config` in some classes."""
+    """The settings that a model was built from: `args`, or `config` in some classes."""
     return getattr(model, "args", getattr(model, "config", None))
 
 

@@ -1,4 +1,4 @@
-"""What one layer keeps of a text, and how a step goes on from it.
+"""The state that one layer keeps of a text, and the views by which a step reads and extends it.
 
 The caches (`cache`) know which tokens are committed and which paths are not counted yet; a state
 knows what its layer keeps of them, rows of attention. What models without stages keep is in
@@ -209,12 +209,12 @@ class AttentionState:
         self._write(self._scratch + num_committed, fitting)
 
     def first_rows(self, num_tokens: int) -> Rows:
-        """Slices of the buffers."""
+        """The rows of the first `num_tokens` committed tokens: slices of the buffers."""
         last = self._scratch + num_tokens
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
 
     def copy(self) -> AttentionState:
-        """What is written to either does not change the other."""
+        """A copy, whose writes do not change this one, nor the other way round."""
         twin = copy.copy(self)
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])

@@ -2,7 +2,7 @@
 
 A recurrent layer (a gated delta net, Mamba 2, linear attention, a short convolution) keeps a state
 of the text instead of keys and values. A token cannot be dropped from a state as a row is dropped
-from a cache. So a call on drafted tokens keeps what its recurrences were given, at the place where
+from a cache. So a call on drafted tokens keeps the inputs of its recurrences, noted as
 mlx-lm's modules call them. Once it is known how many tokens were accepted, only the recurrence runs
 again, over their rows, from the state before the call; and the window that a convolution keeps is
 cut from its input. Both are small beside the call: no weight matrix is read again.
@@ -55,7 +55,7 @@ class Recurrence:
     _signature: _Signature
 
     def state_after_first(self, count: int) -> mx.array | None:
-        """None before a text's first token."""
+        """The state after the first `count` rows; None before a text's first token."""
         if count == 0:
             return self._arguments.get(self._signature.state)  # type: ignore[no-any-return]
         axis = self._signature.axis
@@ -66,7 +66,7 @@ class Recurrence:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What recurrences and convolutions were given in a call, in the order of the call."""
+    """The inputs of recurrences and convolutions in a call, in the order of the call."""
 
     recurrences: list[Recurrence]
     # [1, K - 1 + R, C] inputs of convolutions over K tokens: the window that the call before left,

@@ -36,8 +36,7 @@ _OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotar
 def rope_settings(
     config: Mapping[str, Any],  # the content of config.json
 ) -> dict[str, Any]:
-    """What has to be changed in a config.json, so that every mlx-lm class reads its rotary
-    settings.
+    """The changes to a config.json by which every mlx-lm class reads its rotary settings.
 
     transformers 5 nests them under `rope_parameters`, which some of mlx-lm's classes ignore; for
     models whose sliding layers turn by other angles, once more by kind of layer. There the classes

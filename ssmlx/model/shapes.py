@@ -51,7 +51,7 @@ def expect_shape(
 
 
 def evaluated(array: mx.array) -> mx.array:
-    """What is kept must be computed, for no other thread can compute it later."""
+    """Compute an array that is to be kept, for no other thread can compute it later."""
     mx.eval(array)
     return array
 

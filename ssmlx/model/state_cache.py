@@ -1,4 +1,4 @@
-"""What a model itself keeps of one text, in mlx-lm's caches, and the way back from drafted tokens.
+"""The cache of a model called as a whole: mlx-lm's caches, and the way back from drafted tokens.
 
 A `cache.TreeCache` holds rows of attention, which this package writes. Models whose layers cannot
 be run one by one, those with recurrent layers for example, are called as a whole, with caches of
@@ -209,7 +209,7 @@ class StateCache(TextCache):
         return max(place for place in places if place <= num_tokens)
 
     def keep_first(self, num_tokens: int) -> None:
-        """Marks after that place are forgotten."""
+        """Go back to the first `num_tokens`; marks after them are forgotten."""
         if num_tokens < 0 or num_tokens != self.longest_keepable(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}

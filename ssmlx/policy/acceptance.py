@@ -1,4 +1,4 @@
-"""How many of the drafted tokens a text accepts, over what its drafter offers.
+"""Acceptance ratios: the drafted tokens that a text accepts, over those its drafter offers.
 
 An acceptance ratio of 1 means as many accepted tokens as offered; of 0.5, half as many.
 """
@@ -106,7 +106,7 @@ class AcceptancePrior:
 
 
 class AnswerAcceptance:
-    """What an answer accepts under one name: a prior ratio, more and more replaced by counts."""
+    """An answer's acceptance under one name: a prior ratio, more and more replaced by counts."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ MAX_BEHIND_FOR_PROBE = 1.0
 """Plain calls that an answer may be behind when a probe begins: an answer that is losing does not
 probe."""
 MIN_PROBE_GAIN = 1.08
-"""What a shape has to promise over the best known one, as a factor on its speed, for a probe; the
+"""Factor on the speed of the best known shape that another one has to promise for a probe; the
 noise of a call's seconds is about 8 %."""
 MIN_TIMED_WEIGHT = 0.4
 """Weight of a cost below which its size counts as never timed, see "Weights" in `costs`."""
@@ -101,7 +101,7 @@ class ExpectedCall(NamedTuple):
 
 
 PLAIN_CALL = ExpectedCall(tokens=1.0, plain_calls=1.0)
-"""What a call of plain decoding brings and takes."""
+"""A call of plain decoding."""
 
 
 @dataclass(frozen=True)

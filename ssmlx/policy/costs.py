@@ -1,4 +1,4 @@
-"""What a target call costs, in plain calls: one table for a machine, a geometry, a dtype.
+"""Costs of target calls, in plain calls: one table for a machine, a geometry, a dtype.
 
 A call is of a kind: one that verifies and drafts n nodes of a drafter, `("streams", n)`; one that
 verifies n nodes that were drafted on the host, at no cost, `("rows", n)`; or one plain call for b
@@ -13,7 +13,7 @@ from statistics import fmean, median, stdev
 from typing import Any, Self
 
 Kind = tuple[str, int]
-"""What a cost is kept by: (a drafter's name or `ROWS`, nodes), or (`BATCH`, texts)."""
+"""The key of a cost: (a drafter's name or `ROWS`, nodes), or (`BATCH`, texts)."""
 BATCH = "batch"
 ROWS = "rows"
 
@@ -109,7 +109,7 @@ class Mean:
 
 @dataclass
 class PlainTiming:
-    """What plain calls take in one context bucket."""
+    """The seconds of plain calls in one context bucket."""
 
     seconds: float  # of one call
     tokens_since: int = 0  # written since the last timing
@@ -214,7 +214,7 @@ class FrozenCosts:
 
 
 class CostTable:
-    """What calls cost on one machine, by context bucket, and what probes may lose.
+    """Costs of calls on one machine, by context bucket, and the bank that pays for probes.
 
     Everything is in plain calls, so the table holds for a machine that is busy or slow.
     """
@@ -231,7 +231,7 @@ class CostTable:
         self._plain: dict[int, PlainTiming] = {}
 
     def frozen(self, context: int) -> FrozenCosts:
-        """A copy of the costs of a context's bucket, else of the longest shorter one known."""
+        """A copy of the costs of a context's bucket, or of the longest shorter one known."""
         means = self._nearest(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))

@@ -1,4 +1,4 @@
-"""What drafters offer: the tokens that a call with so many nodes should bring."""
+"""Offers of drafters: the tokens that a call with so many nodes should bring."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ RatioOf = Callable[[str, float], float]
 
 @dataclass(frozen=True)
 class AcceptanceCount:
-    """What a call says of one acceptance ratio."""
+    """A call's evidence for one acceptance ratio."""
 
     name: str  # the ratio's
     first_ratio: float  # assumed if nothing was learned
@@ -25,7 +25,7 @@ class AcceptanceCount:
 
 
 class Offer(Protocol):
-    """What a drafter can draft now, and how many tokens of it should be accepted.
+    """The drafts that a drafter can make now, and how many of their tokens should be accepted.
 
     Attributes:
         drafter: its registered name.
@@ -51,11 +51,11 @@ class Offer(Protocol):
         ...
 
     def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
-        """What the ratios learn from `accepted` drafted tokens of a tree of `shape`."""
+        """Counts for the ratios, from `accepted` drafted tokens of a tree of `shape`."""
         ...
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> "LaterOffer":
-        """What is left of it when the text has `tokens` more, and how likely it still holds."""
+        """The rest of the offer when the text has `tokens` more, and how likely it still holds."""
         ...
 
 
@@ -246,7 +246,8 @@ class ChainOffer:
 
 @runtime_checkable
 class OfferSource(Protocol):
-    """What the controller asks for offers: a drafter, or a `SteadySource` in its place."""
+    """An object that the controller asks for offers: a drafter, or a `SteadySource` in its
+    place."""
 
     def offer(self) -> Offer | None:
         """The draft that it could make after the tokens that it knows; None for nothing. Asking

@@ -47,7 +47,7 @@ _FIELDS = fields(CacheKey)
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a prompt file says of itself."""
+    """The header of a prompt file."""
 
     key: CacheKey  # of the model whose keys and values it has
     tokens: Tokens  # ids of the prompt

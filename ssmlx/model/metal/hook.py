@@ -1,4 +1,4 @@
-"""How a step comes to the fused kernel: the switch, its mask as bits, and the hook in the layers.
+"""The way of a step to the fused kernel: the switch, its mask as bits, the hook in the layers.
 
 mlx-lm's attention modules call `scaled_dot_product_attention` by a name of their own module. That
 name is replaced by a function that looks at the mask: a `TreeMask` is ours, everything else goes to
@@ -130,7 +130,7 @@ def choose_division(
     queries: mx.array,  # [1, H, R, Dh]; only shape and dtype count
     keys: mx.array,  # [1, Hkv, C + L, Dh]; only the shape counts
 ) -> Division | None:
-    """How the kernel divides this attention; None for MLX's own. With "auto" a shape without a
+    """The kernel's division of this attention; None for MLX's own. With "auto" a shape without a
     trial is noted for `time_pending_shape`, with "fused" the trial is made here."""
     if not is_on():
         return None
