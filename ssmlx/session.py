@@ -293,7 +293,7 @@ class ChatSession:
         )
 
     def _require_idle(self) -> None:
-        """Two replies would write the same cache and history. MLX thread."""
+        """Require that no reply is open: two would write the same cache and history. MLX thread."""
         self._check_open()
         reply = self._reply()
         require(

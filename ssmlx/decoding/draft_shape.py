@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Which drafter drafts for a call, and how large a tree."""
+    """The drafter that drafts for a call, and the size of its tree."""
 
     drafter: str  # registered name, such as "streams"
     nodes: int  # rows that the next call verifies, the root included

@@ -72,8 +72,8 @@ class DraftModel(TextCacheOwner["DraftCache"]):
 
 
 def _make_trimmable_caches(model: nn.Module) -> list[Any]:
-    """Layers with a sliding window get a plain `KVCache` too, from which tokens can be taken back;
-    their mask keeps to the window."""
+    """Make caches from which tokens can be taken back: a plain `KVCache` also for layers with a
+    sliding window, whose mask keeps to the window."""
     made: list[Any] = make_prompt_cache(model)
     return [KVCache() if type(cache) is RotatingKVCache else cache for cache in made]
 
@@ -150,12 +150,12 @@ class DraftCache:
         self._cache.forget_marks()
 
     def _go_back(self, num_tokens: int) -> None:
-        """Or to as many tokens as can be gone back to."""
+        """Go back to `num_tokens`, or to fewer if recurrent states were not marked there."""
         self._cache.keep_first(self._cache.longest_keepable(num_tokens))
 
     def prefill(self) -> mx.array:  # [R], 1 to `PREFILL_STEP_SIZE`
-        """Returns the last piece of what the cache lacks of the text; mostly that is all of it, and
-        nothing is processed."""
+        """Process what the cache lacks of the text but for a last piece, which is returned; mostly
+        that is all of it, and nothing is processed."""
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
             self.append(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
@@ -222,8 +222,8 @@ class DraftModelDrafter(BaseDrafter):
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Always the largest shape: the chain of the model's likeliest tokens, with its runners-up
-        beside it."""
+        """Draft the largest shape, always: the chain of the model's likeliest tokens, with its
+        runners-up beside it."""
         rows = self._rank_levels(self._cache.prefill())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
@@ -282,8 +282,8 @@ def require_same_vocabulary(
     target_tokenizer: TokenizerWrapper,
     target_vocab_size: int,  # tokens of the target's embedding
 ) -> None:
-    """Every token must have the same id, and text, in both models. Vocabulary sizes may differ by
-    padding alone: if no token of the tokenizers has an id beyond the smaller one."""
+    """Require that every token has the same id and text in both models. Vocabulary sizes may differ
+    by padding alone: if no token of the tokenizers has an id beyond the smaller one."""
     do = "choose a draft model of the same family"
     ours = draft_tokenizer.get_vocab()
     theirs = target_tokenizer.get_vocab()

@@ -154,8 +154,8 @@ def load_assistant(
     backbone: Backbone,
     dtype: str = "auto",  # as `ssmlx.load` takes it
 ) -> Assistant:
-    """Computed, in the target's dtype. If the target's weights are packed and the assistant's are
-    not, these are packed alike."""
+    """Load an assistant, computed, in the target's dtype. If the target's weights are packed and
+    the assistant's are not, these are packed alike."""
     config = AssistantConfig.from_config_json(folder / "config.json", values)
     layers = _layers_to_read(config, backbone, folder)
     model = load_assistant_model(folder, config, dtype)

@@ -89,7 +89,7 @@ class AssistantConfig:
         return config
 
     def layer_args(self) -> gemma4_text.ModelArgs:
-        """Every layer is given its keys and values."""
+        """Arguments of mlx-lm's layers, each of which gets its keys and values from the target."""
         names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
         more = ("head_dim", "global_head_dim", "vocab_size", "sliding_window", "rms_norm_eps")
         return gemma4_text.ModelArgs(
@@ -235,9 +235,9 @@ class AssistantModel(nn.Module):
         self,
         normed: mx.array,  # [1, Da]
     ) -> mx.array:  # [1, V]
-        """-inf except for tokens of the likeliest clusters. transformers gives all others a logit
-        just below the least of these: they are so many that a sampled guess would mostly be one of
-        them."""
+        """Logits, -inf except for tokens of the likeliest clusters. transformers gives all others a
+        logit just below the least of these: they are so many that a sampled guess would mostly be
+        one of them."""
         clusters = self.masked_embedding
         order = clusters.token_ordering
         scores = clusters.centroids(normed)

@@ -149,7 +149,7 @@ class PromptLookupDrafter(BaseDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        """Earlier answers are not counted: many drafters share them."""
+        """Bytes of the index, without earlier answers: many drafters share them."""
         return self.source.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -167,8 +167,8 @@ class PromptLookupDrafter(BaseDrafter):
         )
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """All matches' continuations, the best match's first, as far as there is room; nothing of
-        `verified` is read."""
+        """Propose all matches' continuations, the best match's first, as far as there is room;
+        nothing of `verified` is read."""
         if self._is_chain:
             most = min(shape.levels, self._config.size - 1)
             following = self._best_continuation().tokens[:most]
@@ -196,7 +196,7 @@ class PromptLookupDrafter(BaseDrafter):
         return self.source.index.find_matches(self.source.end, self._config.ngram)
 
     def _continuation_of(self, match: Match, max_tokens: int) -> list[int]:
-        """Up to the first end token, which is included."""
+        """The tokens after a match, up to the first end token, which is included."""
         found = self.source.tokens_after(match, max_tokens)
         for count, token in enumerate(found, 1):
             if token in self._end_tokens:

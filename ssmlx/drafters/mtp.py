@@ -105,8 +105,8 @@ class PairCache:
         return [one for one in (self._rows.keys, self._rows.values) if one is not None]
 
     def set_text(self, tokens: Sequence[int]) -> None:
-        """Pairs stay within what `tokens` shares with the text before, up to the first unknown
-        token."""
+        """Set the text, and keep the pairs within what `tokens` shares with the text before, up to
+        the first unknown token."""
         shared = common_prefix_length(self.text, tokens)
         unknown = next((n for n, one in enumerate(tokens[:shared]) if one == PAD_TOKEN), shared)
         self.places = self.places[: bisect_left(self.places, min(shared, unknown) - 1)]
@@ -233,7 +233,7 @@ class MtpDrafter(BaseDrafter):
         return None if self._unaccepted.has_warned else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Pairs that wait are processed first; a bare root if the newest hidden state is not
+        """Process pending pairs, then draft a chain; a bare root if the newest hidden state is not
         known."""
         cache = self._cache
         newest = len(cache.text) - 2

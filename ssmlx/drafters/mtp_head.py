@@ -82,7 +82,7 @@ class MtpModule(nn.Module):
         return out
 
     def norm_paths(self) -> list[str]:
-        """Includes the norms of attention's heads."""
+        """Paths of all norms, also those of attention's heads."""
         own = [f"layers.0.{name}" for name in _LAYER_NORMS]
         return [*_NORMS, *own, *(f"layers.0.self_attn.{name}" for name in _HEAD_NORMS)]
 
@@ -225,8 +225,8 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
 
 
 def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Under the names and in the shapes that mlx-lm's layers have: single experts are stacked, and
-    a joint tensor of gates and ups is split in two."""
+    """Rename and reshape tensors as mlx-lm's layers have them: single experts are stacked, and a
+    joint tensor of gates and ups is split in two."""
     joined: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = {}
     for name, tensor in tensors.items():

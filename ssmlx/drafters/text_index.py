@@ -109,7 +109,7 @@ class TextIndex:
             yield from sorted(matches, key=lambda one: (-one.length, -one.end))
 
     def tokens_after(self, match: Match, count: int) -> list[int]:
-        """Up to the next boundary."""
+        """The tokens after a match, up to the next boundary."""
         tokens = self.tokens[match.end : match.end + count]
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
 

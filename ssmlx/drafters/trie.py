@@ -29,7 +29,7 @@ class Trie:
         return len(self.tokens) == self._max_nodes
 
     def add(self, tokens: Iterable[int], node: int = 0) -> int:
-        """Returns the path's last node, or the last one that there was room for."""
+        """Add a path; returns its last node, or the last one that there was room for."""
         for token in tokens:
             child = self._children.get((node, token))
             if child is None:

@@ -154,7 +154,7 @@ class Backbone(Stages):
 
     @property
     def replaced_in_memory(self) -> dict[str, nn.Module]:
-        """`origin.reload` reads the others."""
+        """The replaced modules that are kept in memory; `origin.reload` reads the others."""
         return {path: module for path, module in self.replaced.items() if module is not None}
 
     @cached_property
@@ -249,7 +249,7 @@ class Backbone(Stages):
         return to_float(scaled.flatten()[largest]) / to_float(plain.flatten()[largest])
 
     def broadcast_from_rank0(self, *arrays: mx.array) -> list[mx.array]:
-        """Rank 0's values, if the model is split over ranks."""
+        """Give every rank the values of rank 0, if the model is split over ranks."""
         return from_rank0(arrays, self.group)
 
     def make_model_cache(self) -> list[Any]:
@@ -278,7 +278,7 @@ class Backbone(Stages):
 
     @cached_property
     def _no_batches(self) -> Reason:
-        """Why texts of different lengths cannot share a call."""
+        """The reason why texts of different lengths cannot share a call."""
         return try_batches(self) if self._no_stages is None else self._no_stages
 
     def _embed_one_token(self) -> mx.array:  # [1, 1, D]

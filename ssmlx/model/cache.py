@@ -49,7 +49,7 @@ class AcceptedPath:
 
     @cached_property
     def counts(self) -> mx.array:  # [P]
-        """Which of the rows count."""
+        """Whether each of the P rows counts."""
         return indices(self.length) < self.count
 
 

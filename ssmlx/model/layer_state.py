@@ -47,7 +47,7 @@ def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
 
 
 def count_rows(rows: Rows) -> int:
-    """R."""
+    """R, the number of rows."""
     return int(rows[0].shape[2])
 
 
@@ -89,7 +89,7 @@ class LayerView:
 
 
 class AttentionState:
-    """Keys and values of one layer, in one buffer if both have one shape, else in two.
+    """Keys and values of one layer, in one buffer if both have one shape, otherwise in two.
 
         [2, Hkv, S + capacity, Dh]:   | scratch S                   | committed                |
                                            ^ R rows       ^ P path    ^ L tokens, then free room
@@ -202,8 +202,9 @@ class AttentionState:
         rows: Rows,
         num_committed: int,  # L
     ) -> None:
-        """Rows that do not fit are dropped. Repetitions of the path's last node are written too:
-        they stand beyond the committed tokens, in free room."""
+        """Write a path after the committed tokens; rows that do not fit are dropped. Repetitions of
+        the path's last node are written too: they stand beyond the committed tokens, in free
+        room."""
         room = self._capacity - num_committed
         fitting = tuple([array[:, :, :room] for array in rows])
         self._write(self._scratch + num_committed, fitting)
@@ -248,7 +249,7 @@ class AttentionState:
             self._write(first, (keys, values))
 
     def _require_room(self, first: int, num_rows: int) -> int:
-        """Returns the number after the last row."""
+        """Refuse rows beyond the buffers; returns the number after the last row."""
         last = first + num_rows
         size = self._scratch + self._capacity
         if first < 0 or last > size:

@@ -66,7 +66,7 @@ def row_weights(
     layer: nn.Module,  # of one of `HEAD_KINDS`
     tokens: mx.array,  # [...]
 ) -> mx.array:  # [..., D]
-    """Dequantised, with LoRA merged in, without any bias."""
+    """Rows of a head's weight, dequantised, with LoRA merged in, without any bias."""
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
         weights = layer.layer_of_merged_rows(tokens.flatten()).weight

@@ -74,7 +74,7 @@ class LoraWeights:
 
     @property
     def rank(self) -> int:
-        """r."""
+        """r, the inner width of LoRA."""
         return int(self.a.shape[1])
 
     @property
@@ -445,7 +445,7 @@ def weight_in_float32(
     layer: nn.Module,  # linear, an embedding, or experts
     rows: mx.array | None = None,  # [n] numbers of outputs, tokens or experts; all unless given
 ) -> mx.array:
-    """Dequantised."""
+    """A layer's weight, dequantised."""
     parts: list[Any] = [layer.get(name) for name in ("weight", "scales", "biases")]
     if rows is not None:
         parts = [None if part is None else part[rows] for part in parts]
@@ -458,7 +458,7 @@ def weight_in_float32(
 
 
 def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:  # in the layer's shape
-    """Dequantised, with scale * A B added, in float32, without DoRA's norms."""
+    """A layer's weight, dequantised, in float32, plus scale * A B, without DoRA's norms."""
     a, b = (array.astype(mx.float32) for array in (weights.a, weights.b))
     if isinstance(layer, EXPERTS):
         delta = b @ a
@@ -489,7 +489,7 @@ def shard_lora(
     weights: LoraWeights,  # of the whole layer; no DoRA, whose magnitude would not be split
     linear: nn.Module,  # with this rank's part of its weight
 ) -> LoraWeights:
-    """This rank's part, if the layer is split over ranks."""
+    """The rank's part of LoRA, if the layer is split over ranks."""
     if isinstance(linear, SPLIT_OUTPUTS):
         parts = mx.split(weights.b, linear.group.size(), axis=1)
         return replace(weights, b=parts[linear.group.rank()])

@@ -123,7 +123,7 @@ class Decoder(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """Under the name that other models have for it."""
+        """The final norm, under the name that other models have for it."""
         return self.final_layer_norm
 
     def embed_at(

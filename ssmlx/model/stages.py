@@ -95,7 +95,7 @@ class Stages:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of tokens in the vocabulary."""
         return self.parts.vocab_size
 
     @property

@@ -200,8 +200,8 @@ class StateCache(TextCache):
         return self.mark()
 
     def longest_keepable(self, num_tokens: int) -> int:
-        """All within the last chain, and if every layer keeps the rows of the whole text; else the
-        last mark before, the text's end, or 0."""
+        """`num_tokens` within the last chain, or if every layer keeps the rows of the whole text;
+        otherwise the last mark before, the text's end, or 0."""
         num_tokens = min(num_tokens, self._offset)
         if self._is_in_chain(num_tokens) or not self.has_fixed_places:
             return num_tokens

@@ -71,7 +71,7 @@ class StreamWeights:
 
     @property
     def trainable_arrays(self) -> list[mx.array]:
-        """Always in the same order: training and its checkpoints go by it."""
+        """The trained arrays, always in the same order: training and its checkpoints go by it."""
         low_rank = (self.init, self.root_init, self.prune)
         maps = [array for m in low_rank if m is not None for array in (m.a, m.b)]
         if (given := self.condition) is not None:
@@ -106,7 +106,7 @@ class ValueRotation:
         num_nodes: int,  # M
         num_streams: int,  # G
     ) -> mx.array:  # as `values`
-        """Nodes' values stay as they are."""
+        """Rotate the values of streams; those of nodes stay as they are."""
         if num_streams == 0:
             return values
         turned = self.rotate_streams(values[:, :, num_nodes:], num_streams)
@@ -240,8 +240,8 @@ class StreamFusedModel:
         return TreeCache(self.num_layers, scratch=scratch)
 
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
-        """Without streams. The mask is written into a buffer of the cache: it holds until the next
-        mask of the same size."""
+        """Positions and mask of nodes without streams. The mask is written into a buffer of the
+        cache: it holds until the next mask of the same size."""
         key = tree.topology
         takes_bits = self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)

@@ -58,7 +58,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Includes the root."""
+        """N, the nodes with the root."""
         return self.depths.shape[0]
 
 
@@ -190,7 +190,8 @@ def topology_of_paths(
 
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
-    """Every node has `width` children, `levels` levels deep below the root; K is `width`."""
+    """A tree in which every node has `width` children, `levels` deep below the root; K is
+    `width`."""
     ranks = [path for depth in range(levels + 1) for path in product(range(width), repeat=depth)]
     return topology_of_paths(ranks, width)
 
