@@ -62,9 +62,9 @@ class Engine:
                 print(segment.text, end="")
 
     Any thread and any event loop may ask. Answers of `stream` that are open at once take turns,
-    call by call, or share calls with a row each, whichever should bring more tokens
+    call by call, or share calls with a row each, if that should bring more tokens
     (`generation.batching`). Replies of a `chat` take turns with them, and never share calls. Every
-    adapter stands on the one base, whose weights they share, so each answer may have another one
+    adapter uses the one base, whose weights they share, so each answer may have another one
     and nothing is switched between them.
 
     Args:

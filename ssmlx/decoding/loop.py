@@ -257,16 +257,18 @@ class _SpeculativeLoop:
         self,
         root: int,  # the prompt's last token
     ) -> Steps:
-        """Run target calls, endlessly. What is done about a running call, in which order:
+        """Run target calls, endlessly.
 
-        launch_plain_ahead (nothing to draft, call plain): launch the next, read, yield.
-        read_first (nothing to draft, or the drafter needs host tokens): read, propose, launch,
-            yield.
-        build_ahead (drafts on the device): propose, build, read, launch, yield.
-        draft_ahead (the same, if the next call cannot be built yet): propose, read, launch, yield.
+        Mode                When                                    Order
+        launch_plain_ahead  nothing is drafted, the call is plain   launch, read, yield
+        read_first          nothing is drafted after a tree, or     read, propose, launch, yield
+                            the drafter needs host tokens
+        build_ahead         the device drafts                       propose, read, launch, yield
+        draft_ahead         the same, if the next call cannot be    propose, read, launch, yield
+                            built before the read
 
-        After the prompt's call, after the last, and before a drafter starts, `advance` yields
-        before it launches.
+        The last two differ in when the next call is built: before or after the read. After the
+        prompt's call, after the last, and before a drafter starts, `advance` yields first.
         """
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
         first = self.build(root_tree(mx.array([root], mx.int32)), tail)

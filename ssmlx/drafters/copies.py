@@ -1,9 +1,9 @@
 """Copies: tokens that followed the text's last ones before, mixed into the guesses of streams.
 
-When an answer quotes its prompt or itself (names, numbers, code), what followed the text's last
-tokens where they stood before is likely to follow. Copies weigh more the more often they were right
-while streams were not. Streams draft before the host has read the call, so what they copy is looked
-up on the device; `text_index` does the same on the host.
+When an answer quotes its prompt or itself (names, numbers, code), what followed an earlier
+occurrence of the text's last tokens is likely to follow again. Copies weigh more the more often
+they were right while streams were not. Streams draft before the host has read the call, so what
+they copy is looked up on the device; `text_index` does the same on the host.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..model.shapes import indices
 from ..model.tree import PAD_TOKEN
 
-NGRAM = 3  # most tokens that are looked up; fewer if so many stand nowhere
+NGRAM = 3  # most tokens that are looked up; fewer if so many have not occurred
 # How likely the first token of a copy is to be right, and each later one after a right one, before
 # the answer has shown anything.
 FIRST_COPY_PROB = 0.15

@@ -1,8 +1,8 @@
-"""The MLX folder of drafting heads, whichever their kind: what the converter writes.
+"""The MLX folder of drafting heads of any kind, as the converter writes it.
 
 heads_config.json    kind, settings, and what identifies the base model
 heads.safetensors    the tensors under their published names (without a common prefix);
-                     shared ones stand once; `draft_vocab` if the settings name one
+                     shared ones occur once; `draft_vocab` if the settings name one
 
 """
 

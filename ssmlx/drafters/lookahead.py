@@ -125,9 +125,9 @@ class LookaheadDrafter(BaseDrafter):
         return self._tree
 
     def _build_tree(self, root: int, num_levels: int) -> Tree:
-        """Notes which nodes are the window's last level."""
+        """Build a tree of the window and n-grams; notes the window's last level."""
         trie = Trie(root, self._max_nodes)
-        # The window's nodes first: each has its place, however many guesses there are.
+        # The window's nodes first: there is room for all of them, however many guesses follow.
         nodes = [[0] * self._config.window for _ in range(self._num_rows)]
         node = 0
         for column in range(self._config.window):

@@ -1,5 +1,5 @@
-"""Lookup drafters: what followed the text's last tokens where they stood before is likely to
-follow.
+"""Lookup drafters: what followed an earlier occurrence of the text's last tokens is likely to
+follow again.
 
 They look up on the host, in the text itself, in an expected text (`reference`), or in earlier
 answers. What streams copy is looked up on the device, see `copies`.
@@ -110,7 +110,8 @@ class Continuation(NamedTuple):
 
 
 class PromptLookupDrafter(BaseDrafter):
-    """Drafts what followed the text's last tokens where they stood before (prompt lookup decoding).
+    """Drafts what followed an earlier occurrence of the text's last tokens (prompt lookup
+    decoding).
 
     Matches are taken longest first, and of equally long ones the newest first. Each match's
     continuation is a chain; chains with a common beginning share its nodes.

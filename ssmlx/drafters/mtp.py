@@ -135,7 +135,7 @@ class PairCache:
 
 
 class _RowsAt:
-    """A `KVCache` whose next row stands at a given position of the text."""
+    """A `KVCache` whose next row has a given position in the text."""
 
     def __init__(self, rows: KVCache, position: int) -> None:
         self._rows = rows

@@ -203,7 +203,7 @@ class AttentionState:
         num_committed: int,  # L
     ) -> None:
         """Write a path after the committed tokens; rows that do not fit are dropped. Repetitions of
-        the path's last node are written too: they stand beyond the committed tokens, in free
+        the path's last node are written too: they lie beyond the committed tokens, in free
         room."""
         room = self._capacity - num_committed
         fitting = tuple([array[:, :, :room] for array in rows])

@@ -12,7 +12,7 @@
     S   scratch rows that the cache keeps before the committed ones
     D   hidden size          V  vocabulary        Hkv  key/value heads      Dh  head size
 
-Rows of the upper layers stand nodes first, then streams node by node: stream j (1 to G) of
+Rows of the upper layers are nodes first, then streams node by node: stream j (1 to G) of
 node i is row M + i * G + j - 1.
 """
 

@@ -72,9 +72,9 @@ def place_for_next_turn(
 ) -> PromptPlace | None:
     """The offset in a prompt up to which a later one can begin with it, whatever follows here.
 
-    None if `cache` can go back to any place, and no copy is wanted. Nothing is kept yet: when the
-    prompt is processed up to there, the cache marks the place. If a layer keeps a window, the cache
-    cannot come back, and a copy goes to `prompts` instead.
+    None if `cache` can go back to any offset, and no copy is wanted. Nothing is kept yet: when the
+    prompt is processed up to there, the cache marks the offset. If a layer keeps a window, the
+    cache cannot come back, and a copy goes to `prompts` instead.
     """
     if not (copies or cache.has_fixed_places):
         return None
