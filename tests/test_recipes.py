@@ -311,8 +311,8 @@ def test_answers_and_then_streams_are_made_in_minutes(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(chat_streams, "PIECE_BYTES", 5000)
     out = tmp_path / "run"
-    small = ["--num-streams", "2", "--num-msa-layers", "1", "--lora-rank", "2",
-             "--root-init-rank", "4", "--epochs", "1"]  # fmt: skip
+    small = ["--epochs", "1", "--", "--num-streams", "2", "--num-msa-layers", "1",
+             "--lora-rank", "2", "--root-init-rank", "4"]  # fmt: skip
     work = tmp_path / "work"
     argv = ["--out", str(out), "--work", str(work), "--answers", str(made), *common, *small]
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""`python -m examples.recipes.chat_streams`: own answers, or streams, in some minutes of a GPU.
+"""`python -m examples.recipes.chat_streams --out OUT`: own answers, or streams, by the minute.
 
 From the checkout, with the extra `torch`.
 """
@@ -41,11 +41,11 @@ PROG = "examples.recipes.chat_streams"
 EPILOG = """examples:
   python -m examples.recipes.chat_streams --out answers --tokens 20000000 --minutes 8
   python -m examples.recipes.chat_streams --out run --answers answers --minutes 8 \\
-      --num-msa-layers 3 --draft-vocab-size 8192
+      -- --num-msa-layers 3 --draft-vocab-size 8192
 
 Without --answers it makes answers: to prompts that ship, to the model's own, to second turns, and
 to tasks about its earlier answers; a fourth of the batches is sampled. With --answers it trains:
-any option that it does not know goes to `convert.train`. Either way it begins with a forecast,
+options after -- are `convert.train`'s. Either way it begins with a forecast,
 keeps what is done at least once a minute, and ends before --minutes. The same command goes on.
 
 OUT gets at most eight files of at most 15 MB. A run's state comes in pieces:
@@ -327,7 +327,6 @@ def copying_once_a_minute(run: Path, out: Path) -> Iterator[None]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options; with --answers, those that are not known are kept as `more`."""
     parser = make_parser(PROG, "Make a model's own answers, or train streams on them.", EPILOG)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     add_options(
@@ -344,10 +343,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("max-tokens", 160, "longest answer"),
         ("valid-count", 64, "held-out answers"),
     )
-    args, more = parser.parse_known_args(argv)
-    if more and args.answers is None:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    args.more = more
+    parser.add_argument("more", nargs="*", metavar="-- OPTION", help="options of convert.train")
+    args = parser.parse_args(argv)
+    if args.more and args.answers is None:
+        parser.error(f"unrecognized arguments: {' '.join(args.more)}")
     return args
 
 
