@@ -1,4 +1,4 @@
-"""What names a drafter and its settings, such as "lookahead window=7": `--drafter`, and `drafter=`
+"""The text that names a drafter and its settings, as "lookahead window=7": `--drafter`, `drafter=`
 in Python; parsed before any drafter is imported.
 """
 
