@@ -136,8 +136,8 @@ class ChoiceEnd:
             "predicted_ms": round(1000 * last.decode_seconds, 3),
             "predicted_per_second": round(last.generation_tps, 3),
             "draft_n": last.drafted_tokens,
-            # each call brings one token that was not drafted
-            "draft_n_accepted": last.generation_tokens - last.target_calls,
+            # also those of the last call that come after the answer's end, as in llama.cpp
+            "draft_n_accepted": sum(one.accepted for one in last.drafts.values()),
             "target_calls": last.target_calls,
             "tokens_per_call": round(last.generation_tokens / max(1, last.target_calls), 3),
         }
