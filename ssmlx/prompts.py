@@ -218,8 +218,9 @@ def chat_tokens(
             text.
         tools: what the model may call: JSON schemas, or functions with types and docstrings.
         template_args: what else the template reads, such as {"enable_thinking": False}.
-        add_generation_prompt: whether an answer starts after them.
-        continues: whether the last turn is left open, for the answer to go on from.
+        add_generation_prompt: whether the prompt opens an assistant's turn after them.
+        continues: whether the last turn is left open for the answer to continue; then no other is
+            opened.
 
     Returns:
         Token ids, including the template's special ones.
@@ -243,7 +244,7 @@ def chat_tokens(
     more = dict(template_args or {})
     _check_template_args(tokenizer, more)
     more |= {"tools": list(tools)} if tools else {}
-    more["add_generation_prompt"] = add_generation_prompt
+    more["add_generation_prompt"] = add_generation_prompt and not continues
     if continues:
         more["continue_final_message"] = True
     text = render_turns(tokenizer, messages, **more)
