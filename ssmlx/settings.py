@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, Self, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from .errors import quoted, require
 
@@ -64,7 +66,7 @@ MAX_EDGE_LOGPROB = -1e-3
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that a setting may have; with `choices` nothing else is asked."""
+    """The values that a setting may have; with `choices` the bounds are not looked at."""
 
     least: float = -math.inf
     above: float = -math.inf
@@ -75,9 +77,9 @@ class Allowed:
     choices: tuple[Any, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """NaN and infinity are not allowed, and bool is no number."""
-        if self.choices:
-            return value in self.choices
+        """Whether `value` is allowed; NaN and infinity never are, and bool is not a number."""
+        if self.choices:  # 1 == True
+            return any(isinstance(value, type(one)) and value == one for one in self.choices)
         if not isinstance(value, Integral if self.whole else Real) or isinstance(value, bool):
             return False
         number: Any = value
@@ -123,14 +125,44 @@ def setting(
     return field(default=default, metadata=about | more)
 
 
-def allowed_values(one: Field[Any]) -> Allowed | None:
-    """None for texts, mappings and whatever else is neither a number nor a choice."""
+class SettingType(NamedTuple):
+    """What a field's annotation says of its values."""
+
+    item: Any  # the type of a value, or of each value in `container`; of a Mapping's values
+    container: type | None  # tuple, or Sequence or Mapping of `collections.abc`
+    is_optional: bool  # whether it may be None
+
+    @property
+    def is_row(self) -> bool:
+        return self.container in (tuple, abc.Sequence)
+
+
+@cache
+def setting_types(settings: type) -> dict[str, SettingType]:
+    """The types of a settings class's fields, by name."""
+    return {name: _setting_type(hint) for name, hint in get_type_hints(settings).items()}
+
+
+def _setting_type(hint: Any) -> SettingType:
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    own = next(one for one in arms if one is not NoneType)
+    container: Any = get_origin(own)
+    if container not in (tuple, abc.Sequence, abc.Mapping):
+        return SettingType(own, None, NoneType in arms)
+    inner = get_args(own)
+    item = inner[1] if container is abc.Mapping else inner[0]
+    return SettingType(item, container, NoneType in arms)
+
+
+def allowed_values(settings: type, one: Field[Any]) -> Allowed | None:
+    """The values that a field of `settings` may have; None for texts, mappings and all else that is
+    neither a number nor a choice."""
     allowed: Allowed | None = one.metadata.get("allowed")
-    kind = str(one.type)
-    is_number = ("int" in kind or "float" in kind) and not kind.startswith("Mapping")
+    kind = setting_types(settings)[one.name]
+    is_number = kind.item in (int, float) and kind.container is not abc.Mapping
     if allowed is None or not (allowed.choices or is_number):
         return None
-    return replace(allowed, whole="int" in kind)
+    return replace(allowed, whole=kind.item is int)
 
 
 def option_template(one: Field[Any]) -> str:
@@ -151,17 +183,16 @@ def check_settings(
     found: str = "{option}",  # what was found: {option} is option and value, beside {name}, {value}
     do: str | None = None,  # None: to choose an allowed value
 ) -> None:
-    """Check every field that `setting` made: numbers, whole if the annotation has "int", and
-    choices; None if it has "None". Of a tuple or sequence every item is checked."""
+    """Check the numbers and choices of every field that `setting` made; of a tuple or sequence,
+    each one."""
     for one in fields(config):
-        allowed = allowed_values(one)
+        kind = setting_types(type(config))[one.name]
+        allowed = allowed_values(type(config), one)
         values = getattr(config, one.name)
-        kind = str(one.type)
-        if allowed is None or (values is None and "None" in kind):
+        if allowed is None or (values is None and kind.is_optional):
             continue
         option = option_template(one)
-        is_row = isinstance(values, list | tuple) and kind.startswith(("tuple", "Sequence"))
-        for value in values if is_row else [values]:
+        for value in values if kind.is_row and isinstance(values, list | tuple) else [values]:
             shown = {"option": option.format(value), "name": one.name, "value": value}
             number = "a whole number" if allowed.whole else "a number"
             default = "choose one of them" if allowed.choices else f"choose {number} in that range"

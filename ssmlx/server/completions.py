@@ -38,7 +38,11 @@ from .requests import (
 )
 from .tool_choice import read_tool_choice
 
-_ALLOWED = {one.name: allowed for one in fields(GenerateConfig) if (allowed := allowed_values(one))}
+_ALLOWED = {
+    one.name: allowed
+    for one in fields(GenerateConfig)
+    if (allowed := allowed_values(GenerateConfig, one))
+}
 # What decodes: the package, for all that may change an answer comes with it.
 FINGERPRINT = f"ssmlx-{__version__}"
 _MOST_STOPS = 256  # texts are looked for with every token
