@@ -43,7 +43,8 @@ def add_setting_options(
         if shown and name in shown:
             default, words = None, shown[name]
         text = one.metadata["help"] + (f" (default: {words})" if words else "")
-        group.add_argument(_flag(one), default=default, help=text, **_argparse_keywords(one, settings))
+        keywords = _argparse_keywords(one, settings)
+        group.add_argument(_flag(one), default=default, help=text, **keywords)
 
 
 def defaults_in_words(settings: Any) -> dict[str, str]:
