@@ -66,7 +66,7 @@ IGNORED = "X-Ignored-Fields"
 # The header that says that the form of this model's calls is not known.
 TOOL_CALLS = "X-Tool-Calls"
 _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
-_READ_ON = 8  # bodies of how many times the largest that is read are read to their end
+_READ_ON = 8  # a body of up to so many times the limit is read to its end before it is refused
 # Objects and lists inside each other in a body, which is read by recursion.
 _DEEPEST = 100
 _AT_ONCE = 100  # items of a long list of a reply that are made into JSON at once
@@ -82,7 +82,7 @@ class Routes:
     handler: RequestHandler
     config: GenerateConfig
     hosts: Sequence[str]  # names of this server, and origins of pages that may use it; lower case
-    keys: Sequence[bytes]  # without any, nobody needs one
+    keys: Sequence[bytes]  # empty if requests need none
 
     async def get_page(self, request: Request) -> Response:
         self._admit(request)
@@ -219,7 +219,7 @@ class Routes:
     async def _read_pieces(
         self,
         request: Request,
-        has_come: Callable[[int], None],  # is called with the number of bytes that came so far
+        has_come: Callable[[int], None],  # called with the number of bytes that came so far
     ) -> bytes:
         """Return the bytes of a body, which count in `BodyBytes` until the response is sent."""
         limit = self.handler.limits.body
@@ -236,7 +236,7 @@ class Routes:
             else:
                 pieces.clear()
                 held.grow_to(0)
-                # It is read on and dropped: a client that still sends reads no answer.
+                # The rest is read and dropped: a client that still sends does not read the refusal.
                 if size > _READ_ON * limit:
                     break
         if size > limit:

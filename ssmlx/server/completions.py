@@ -20,8 +20,8 @@ from .fields import (
     check_number,
     check_value,
     list_parts,
-    read_number,
     read_typed,
+    read_whole_number,
     with_fields,
 )
 from .requests import (
@@ -34,7 +34,7 @@ from .requests import (
     TextPart,
     ToolCallPart,
     Waiting,
-    read_asked,
+    read_shared_fields,
 )
 from .tool_choice import read_tool_choice
 
@@ -74,7 +74,7 @@ def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) 
         template_args=_read_template_args(body),
         config=_read_config(body, config, logprobs),
         **_read_continuation(body, turns),
-        **read_asked(body),
+        **read_shared_fields(body),
     )
 
 
@@ -95,7 +95,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         echoes=read_typed(body, "echo", bool, False),
         writes=writes,
         config=_read_config(body, config, logprobs),
-        **read_asked(body),
+        **read_shared_fields(body),
         **_read_choices(body),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
@@ -132,7 +132,7 @@ def _read_choices(body: Body) -> dict[str, Any]:
     """Return the arguments of `AnswerRequest` that chat and text completions alone have."""
     options = read_typed(body, "stream_options", dict, {})
     return {
-        "choices": read_number(body, "n", 1, 16) or 1,
+        "choices": read_whole_number(body, "n", 1, 16) or 1,
         "reports_usage": bool(options.get("include_usage")),
     }
 
@@ -147,7 +147,7 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     ok = not is_greedy or config.acceptance.kind == "exact"
     expected = "more than 0, as this server uses typical acceptance"
     check_value(ok, "temperature", found.get("temp"), expected)
-    if read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
+    if read_whole_number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] = body["seed"] % 2**63  # a negative one too becomes one of 63 bits
     return found | {
         "stop": _read_stop(body, config),
