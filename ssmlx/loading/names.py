@@ -123,28 +123,30 @@ def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         hub_name, revision = on_hub.groups()
         return fetch_adapter(hub_name, revision, fetch)
     folder = Path(adapter)
-    bundled = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
-    if adapter and folder.is_dir() and (bundled is None or is_adapter_folder(folder)):
-        if bundled is not None:
-            place = "the folder of that name in the working directory, not the bundled adapter"
+    stored = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
+    if adapter and folder.is_dir() and (stored is None or is_adapter_folder(folder)):
+        if stored is not None:
+            place = (
+                "the folder in the working directory, not the adapter that is bundled or made here"
+            )
             logger.info("adapter %s: %s", adapter, place)
         return folder
     require(
-        bundled is not None or adapter not in CHECKOUT_ONLY,
+        stored is not None or adapter not in CHECKOUT_ONLY,
         f"the adapter {adapter} is not part of the installed package: its licence is "
         f"{CHECKOUT_ONLY.get(adapter)}",
         expected=f"a folder, or a bundled adapter ({', '.join(bundled_adapters())})",
         do=f"take examples/adapters/{adapter} from {project_address()}",
     )
-    if bundled is None:
+    if stored is None:
         names = ", ".join((*bundled_adapters(), *adapters_made_here()))
-        or_bundled = f", or a bundled adapter ({names})" if names else ""
+        or_stored = f", or a bundled adapter or one made here ({names})" if names else ""
         raise InputError(
-            f"no adapter folder {adapter}, and no bundled adapter of that name",
-            expected=f"a folder with LoRA or streams{or_bundled}",
+            f"no adapter folder {adapter}, and no bundled adapter or one made here of that name",
+            expected=f"a folder with LoRA or streams{or_stored}",
             do="check --adapter",
         )
-    return bundled
+    return stored
 
 
 def _local_path(name: str) -> Path | None:
