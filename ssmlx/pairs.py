@@ -43,7 +43,8 @@ class Key:
 
     @classmethod
     def of_path(cls, text: str) -> Key:
-        """The key of a file, a folder or a name on the Hub, as help shows it: "model=MODEL"."""
+        """The key of a file, a folder or a name on the Hub, given as help shows it:
+        "model=MODEL"."""
         name, _, shown = text.partition("=")
         return cls(name, shown, "a path or a name", _with_home_folder)
 
