@@ -196,7 +196,7 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
 
 
 def _with_pruning_threshold(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings of pruning, with two of them for the value "threshold=P" of --prune."""
+    """Settings of pruning in which "threshold=P", a value of --prune, has become two of them."""
     text = given.pop("kind", "")
     kind, has_value, _ = text.partition("=")
     if kind:
@@ -208,7 +208,7 @@ def _with_pruning_threshold(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """`context=` holds for the penalties of its value."""
+    """The settings that --penalty gives; `context=` holds for the penalties of its value."""
     named = [one for one in fields(SamplingConfig) if option_template(one).startswith("--penalty ")]
     keys = {key_of(one): Key.of_field(SamplingConfig, one) for one in named}.values()
     settings: dict[str, Any] = {}
