@@ -77,7 +77,7 @@ def bundled_adapters() -> dict[str, Path]:
 
 
 def project_address() -> str:
-    """Of the project's repository, or words for it if the package is not installed."""
+    """The address of the project's repository, or words for it if the package is not installed."""
     with suppress(PackageNotFoundError):
         for entry in metadata("ssmlx").get_all("Project-URL", []):
             label, _, address = entry.partition(", ")
@@ -98,11 +98,11 @@ def adapters_made_here() -> dict[str, Path]:
 
 
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
-    """An adapter's folder, downloaded if it is not here yet; None for "none". It may not exist.
+    """An adapter's folder, which may not exist; downloaded if it is not here yet. None for "none".
 
     Tried in this order: a folder in the working directory that holds an adapter, an adapter that
     was made here or is bundled, any folder, a name on the Hub. A `Path` is always a folder. A
-    training run stands for its adapter.
+    training run's folder leads to its adapter.
     """
     if adapter == NO_ADAPTER:
         return None
@@ -113,7 +113,7 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
 
 
 def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
-    """See `resolve_adapter`; of a training run, the run's own folder."""
+    """The folder of `resolve_adapter`; for a training run, the run's own folder."""
     # What can only be a path is returned unchecked.
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
