@@ -119,7 +119,7 @@ class Routes:
             "type": "model",
             "display_name": name,
             "owned_by": "ssmlx",
-            "created": 0,  # a model has no time here
+            "created": 0,  # when a model was made is not known
             "created_at": "1970-01-01T00:00:00Z",
             "shutdown_date": None,
             "deprecated_at": None,
@@ -154,7 +154,8 @@ class Routes:
         return JSONResponse({"input_tokens": num_tokens}, headers=headers)
 
     def _deadline(self) -> float:
-        """When a request that begins now has to be answered, by the clock of the event loop."""
+        """The time by which a request that begins now has to be answered, by the clock of the event
+        loop."""
         return asyncio.get_running_loop().time() + self.handler.limits.time
 
     async def _read_request(
@@ -195,7 +196,7 @@ class Routes:
             return self.handler.prompt_caches[0]
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
-        # All are compared, so that the time that it takes says nothing.
+        # All are compared, so that the time that it takes reveals nothing.
         same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
             raise HTTPException(401, "missing or invalid API key", {"WWW-Authenticate": "Bearer"})
@@ -255,7 +256,7 @@ class Routes:
 
 
 def _is_known(address: str, hosts: Sequence[str]) -> bool:
-    """Whether a URL, or the name of its host, is one of `hosts`; the port is not looked at."""
+    """Whether a URL, or the name of its host, is one of `hosts`; the port is ignored."""
     with suppress(ValueError):
         return address.lower() in hosts or urlsplit(address).hostname in hosts
     return False
@@ -292,7 +293,7 @@ def _is_shallow(value: dict[str, Any]) -> bool:
 
 
 async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, which is cancelled, with ClientDisconnect, if the client leaves."""
+    """Await `work`; if the client disconnects, cancel it and raise ClientDisconnect."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -61,7 +61,7 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
 
 
 def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) -> AnswerRequest:
-    """Read the fields that all APIs of chats share, by the names that chat completions have."""
+    """Read the fields that all APIs of chats share, under the names that chat completions have."""
     choice = read_tool_choice(body)
     turns = list_parts(body.get("messages"), "messages")
     check_field(bool(turns), "messages is empty", "at least one message", "messages")
@@ -175,7 +175,7 @@ def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] 
 
 
 def _read_template_args(body: Body) -> dict[str, Any]:
-    """Return variables of the chat template, of which `chat_template_kwargs` has the last word."""
+    """Return variables of the chat template; `chat_template_kwargs` overrides other fields."""
     given = read_typed(body, "chat_template_kwargs", dict, {})
     effort = read_typed(body, "reasoning_effort", str)
     if effort == "none":
@@ -191,7 +191,8 @@ class _Continuation(TypedDict):
 
 
 def _read_continuation(body: Body, turns: Sequence[Body]) -> _Continuation:
-    """Continue a last turn of the assistant that has text and no calls, unless a field says no."""
+    """Return whether the answer continues the last turn: an assistant's with text and no calls,
+    unless a field says no."""
     wants = read_typed(body, "continue_final_message", bool)
     opens = read_typed(body, "add_generation_prompt", bool)
     found = "continue_final_message is true"
@@ -269,7 +270,7 @@ class TextCompletionWriter:
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
-            if not self._is_stream:  # nobody reads those of a stream, and they may be many
+            if not self._is_stream:  # a stream's are not read again, and may be many
                 whole["logprobs"] = _append(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason
