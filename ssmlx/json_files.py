@@ -18,7 +18,7 @@ _JsonError = json.JSONDecodeError
 
 
 def to_json(value: Any) -> Any:
-    """JSON values of a settings object, of its fields and of theirs."""
+    """A settings object as JSON values, with its fields and theirs."""
     if is_dataclass(value):
         # A field may have another name in JSON, by its metadata.
         named = {one.metadata.get("json", one.name): one.name for one in fields(value)}
@@ -86,7 +86,7 @@ def build_settings(
     *,
     do: str = "copy or convert it again",
 ) -> _Settings:
-    """A settings class from the JSON values under its fields' names; a null counts as missing."""
+    """A settings class from JSON values by its fields' names; null counts as missing."""
     own: Any = kind
     given = {
         one.name: tuple(value) if isinstance(value, list) else value
@@ -103,7 +103,8 @@ def parse_json(
     text: str | bytes,
     make_object: Callable[[list[tuple[str, Any]]], Any] | None = None,  # as `object_pairs_hook`
 ) -> Any:
-    """As `json.loads`, but all that it raises are ValueErrors that say what is wrong."""
+    """The value of a JSON text, as `json.loads`; every error is a ValueError that says what is
+    wrong."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError as error:
@@ -204,5 +205,5 @@ def read_json(
 
 
 def json_digest(values: Any) -> str:
-    """16 hexadecimal digits, whatever the order of keys."""
+    """The digest of JSON values, 16 hexadecimal digits, whatever the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
