@@ -9,10 +9,10 @@ from ssmlx.errors import require
 
 def check_installed(
     names: Sequence[str],
-    extra: str,  # of ssmlx that brings them, for the message
+    extra: str,  # ssmlx's extra that installs them, for the message
     install: str,  # the command that installs it, for the message
 ) -> None:
-    """Without importing them."""
+    """Check that the modules are installed, without importing them."""
     for name in names:
         require(
             importlib.util.find_spec(name) is not None,

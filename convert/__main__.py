@@ -91,7 +91,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _has_format(file: Path, format: str) -> bool:
-    try:  # a PyTorch checkpoint has settings of the same name
+    try:  # a PyTorch checkpoint has a settings file of the same name
         return read_json(file, format).get("format") == format
     except InputError:
         return False
@@ -104,7 +104,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _check_out_is_replaceable(out: Path) -> None:
-    """It is an empty folder, or has an adapter or heads of this package and nothing else."""
+    """Refuse an `out` that holds anything but an adapter or heads of this package."""
     from ssmlx.drafters import heads
     from ssmlx.loading.files import require_nothing_else_in
     from ssmlx.loading.folders import MODEL_FILES

@@ -42,7 +42,7 @@ def load_base(
     *,
     attn_implementation: str = "eager",  # "eager" or "sdpa"
 ) -> Any:
-    """A causal language model in float32, on the CPU, from a folder of Hugging Face's or mlx-lm's.
+    """Load a causal language model in float32 on the CPU, from a folder of Hugging Face or mlx-lm.
 
     No code of the folder is run, and nothing is downloaded. Quantized weights are dequantized.
     """
@@ -78,7 +78,7 @@ def load_base(
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """The level of transformers' log is restored afterwards; its progress bars stay off."""
+    """Raise the level of transformers' log inside the block; its progress bars stay off."""
     from transformers.utils import logging  # takes seconds
 
     verbosity = logging.get_verbosity()
@@ -94,7 +94,7 @@ def _load_float(
     folder: Path,
     options: Mapping[str, Any],  # "dtype" and "attn_implementation"
 ) -> tuple[Any, list[str]]:
-    """Weights that transformers does not find, it draws: these are faults, in words."""
+    """Load float weights; those that transformers would draw at random raise, in words."""
     from transformers import AutoModelForCausalLM
 
     found = f"{folder} has LoRA beside its weights"
@@ -107,7 +107,7 @@ def _load_float(
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        **options,  # refused below
+        **options,  # such weights are refused below
     )
     faults = [f"lacks {name}" for name in sorted(report["missing_keys"])]
     misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
@@ -119,7 +119,7 @@ def _load_quantized(
     quantization: Mapping[str, Any],  # of that name in config.json
     options: Mapping[str, Any],
 ) -> tuple[Any, list[str]]:
-    """Of mlx-lm's quantized weights; missing and unknown ones are faults, in words."""
+    """Load mlx-lm's quantized weights; missing and unknown ones are reported as faults."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -133,7 +133,7 @@ def _load_quantized(
 
 
 def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Float32 tensors by name, from model*.safetensors."""
+    """Read model*.safetensors as float32 tensors by name."""
     import torch
 
     packed: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str
         if is_packed and kind in ("scales", "biases"):
             continue
         if is_packed and kind == "weight":
-            own = quantization.get(module)  # mlx-lm may have quantized one module otherwise
+            own = quantization.get(module)  # mlx-lm may quantize single modules differently
             settings = {**quantization, **(own if isinstance(own, dict) else {})}
             settings = {key: settings[key] for key in _PACKING if key in settings}
             scales = packed[f"{module}.scales"]
@@ -164,7 +164,7 @@ def convert_pickles_to_safetensors(
     source: Path,  # has config.json, and files pytorch_model*.bin
     target: Path,  # a new folder, written whole or not at all
 ) -> None:
-    """Names and dtypes of the weights stay; no pickled code is run."""
+    """Write a copy of the folder as safetensors; names and dtypes stay; runs no pickled code."""
     check_torch()
     from huggingface_hub import save_torch_state_dict
 
@@ -181,7 +181,7 @@ def convert_pickles_to_safetensors(
 
 
 def copy_settings_and_tokenizer(source: Path, target: Path) -> None:
-    """Over files of the same name; an index of weights is left out."""
+    """Copy all but the weights and their index, over files of the same name."""
     tokenizers = ("tokenizer.model", "*.tiktoken", "tiktoken.model")
     for pattern in ("*.json", "*.txt", "*.jinja", NAMED_JINJA_FILES, *tokenizers):
         for file in source.glob(pattern):
@@ -192,7 +192,7 @@ def copy_settings_and_tokenizer(source: Path, target: Path) -> None:
 
 
 def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Of a .bin file, on the CPU; no pickled code is run."""
+    """Load a .bin file on the CPU; no pickled code is run."""
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
@@ -204,7 +204,7 @@ def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
             own = tensor.detach()
             tensors[str(name)] = own.clone() if memory in taken else own.contiguous()
             taken.add(memory)
-    except Exception as error:  # the unpickler raises many kinds, with long advice in them
+    except Exception as error:  # the unpickler raises many types, with long advice
         raise InputError(
             f"{path} cannot be read without running code ({type(error).__name__})",
             expected="a complete pickle of tensors",

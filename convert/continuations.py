@@ -51,7 +51,7 @@ class Continuation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen, as `ssmlx.settings.SamplingConfig`."""
+    """How the next token is chosen, as in `ssmlx.settings.SamplingConfig`."""
 
     max_tokens: int = setting(160, least=1)
     temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
@@ -67,7 +67,7 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     end_tokens: Sequence[int],  # the last of an answer's tokens is one of them
-    # with the seed it decides the noise, so that batches do not depend on earlier ones
+    # with the seed it decides the noise, so that a batch does not depend on earlier ones
     batch_number: int = 0,
 ) -> list[Continuation]:
     """Answer B prompts together, padded on the left, with a model of transformers."""
@@ -128,7 +128,7 @@ def choose_tokens(
     sampling: Sampling,
     generator: torch.Generator,
 ) -> torch.Tensor:  # [B]
-    """The likeliest at temperature 0, else drawn by temperature and top-p."""
+    """Choose the likeliest tokens at temperature 0; otherwise draw by temperature and top-p."""
     import torch
 
     if sampling.temp == 0:
@@ -149,7 +149,7 @@ def grouped_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [B, L, H, Dh]
-    """For one new token per row, without copying keys for every query head.
+    """Attention for one new token per row, which does not copy keys for every query head.
 
     On the CPU this is several times as fast as PyTorch's kernel, which still computes prompts. It
     has the form that transformers' `AttentionInterface` takes.
@@ -178,7 +178,7 @@ def load_answering_model(
     device: str,  # "auto", "cpu", "cuda" or "mps"
     lora: Path | None = None,  # merged into the weights, see `merge_fine_tuning`
 ) -> tuple[Any, Any]:
-    """On the CPU transformers then knows `grouped_attention` as "grouped", in the whole process."""
+    """Load the model; on the CPU, register `grouped_attention` as "grouped" in the process."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -202,14 +202,14 @@ def load_answering_model(
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """The tokenizer's and those of the model's generation settings, ascending."""
+    """The end tokens of the tokenizer and of the model's generation settings, ascending."""
     own = model.generation_config.eos_token_id if model.generation_config else None
     own = own if isinstance(own, list) else [own]
     return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Prompts of similar length together, as indices; the longest first."""
+    """Group prompts of similar length, as indices; the longest come first."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
@@ -221,7 +221,7 @@ def answer_all_in_batches(
     batch_size: int,
     part: PartFile,
 ) -> list[Continuation]:
-    """In the order of the prompts; each finished batch is kept in `part`."""
+    """Answer prompts, in their order; each finished batch is stored in `part`."""
     from huggingface_hub.utils import tqdm
 
     batches = plan_batches([len(tokens) for tokens in encoded], batch_size)
@@ -242,7 +242,7 @@ def prompt_key(prompt: Prompt) -> str:
 
 
 def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A greedy model has one answer to a prompt."""
+    """Keep each prompt once, since a greedy model always answers it alike."""
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
         first.setdefault(prompt_key(prompt), prompt)
@@ -253,10 +253,10 @@ def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, A
 def encode_prompts(
     prompts: Sequence[dict[str, Any]],
     tokenizer: Any,
-    most_tokens: int,  # of a prompt
+    most_tokens: int,  # per prompt
     template: str | None = None,
 ) -> list[list[int]]:
-    """Templates that ask for the date get a fixed one, so that runs of other days repeat."""
+    """Encode prompts; templates that ask for the date get a fixed one, for repeatability."""
     require(
         template is not None or bool(tokenizer.chat_template),
         "the model's tokenizer has no chat template",
@@ -280,7 +280,7 @@ def encode_prompts(
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """The file whole or not at all."""
+    """Write JSON lines, as a whole file or not at all."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     make_folder(path.parent)
     write_whole(path, text.encode())

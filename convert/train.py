@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def add_machine_options(
     parser: argparse.ArgumentParser,
-    cached: str,  # what --cache-gb keeps on disk, for its help
+    cached: str,  # what --cache-gb stores on disk, for its help
 ) -> None:
     group = parser.add_argument_group("machine")
     add_options(

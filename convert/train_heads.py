@@ -54,19 +54,19 @@ _OPTIMISATION = {
     "learning_rate": 1e-3, "warmup": 0.05, "schedule": "cosine",
 }  # fmt: skip
 _LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}  # in stage 2
-# Settings that heads of one kind have.
+# Settings of one kind of heads only.
 _ONLY = {
     _MEDUSA: ("num_layers", "share_lm_head", "decay"),
     _SPECULATOR: ("inner_dim", "tie_weights", "scale_input", "widths", "stage"),
 }
-# Settings that heads to go on from have already.
+# Settings that the heads of --init already have.
 _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights", "scale_input",
           "draft_vocab_size")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """What is trained, beside the settings that all trainers share.
+    """Settings of the heads, in addition to those that all trainers share.
 
     `kind` is "medusa" or "mlp_speculator"; `inner_dim`, `tie_weights`, `scale_input` and `widths`
     are those of `MlpSpeculatorConfig`.
@@ -110,7 +110,7 @@ class HeadSettings:
             require(ok, f"--{name} {said}", expected=expected, do="correct the option")
 
 
-# What an option that is not given comes to, in words; nothing for a switch.
+# An option's default, in words; nothing for a switch.
 _DEFAULTS = {one.name: str(one.default or 0) for one in fields(HeadSettings)} | {
     "num_heads": "4 Medusa heads, 3 stages",
     "draft_vocab_size": "0",
@@ -122,7 +122,7 @@ _DEFAULTS = {one.name: str(one.default or 0) for one in fields(HeadSettings)} | 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Options whose default depends on the kind or the stage are None unless given."""
+    """Parse options; those whose default depends on the kind or stage are None unless given."""
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument(
         "--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="kind of the heads"
@@ -156,7 +156,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def build_head_settings(
     args: argparse.Namespace,
-    # heads to go on from, which decide number, shape, and widths unless given
+    # heads of --init, which decide number, shape, and widths unless given
     init: HeadReference | None,
 ) -> HeadSettings:
     for kind in {*_ONLY} - {args.kind}:
@@ -209,11 +209,11 @@ def build_head_config(
 class _HeadsJob(NamedTuple):
     job: Job  # has the draft vocabulary of `init`, if given
     settings: HeadSettings
-    init: HeadReference | None  # the heads of --init, to go on from
+    init: HeadReference | None  # the heads of --init, whose training continues
 
 
 def _read_heads_job(args: argparse.Namespace) -> _HeadsJob:
-    """Batch size, learning rate and longest example have other defaults in stage 2."""
+    """Read the job; batch size, learning rate and longest example differ in stage 2."""
     from ssmlx.json_files import read_json_rows
     from ssmlx.training.job import read_base_settings, read_job
 
@@ -244,7 +244,7 @@ def _read_heads_job(args: argparse.Namespace) -> _HeadsJob:
         if values[name] is None:
             values[name] = late if settings.stage == 2 else _OPTIMISATION[name]
     rate = settings.decay if settings.kind == _MEDUSA else 1.0
-    train = TrainConfig(  # heads stand in the place of streams
+    train = TrainConfig(  # heads take the role of streams
         num_streams=settings.num_heads,
         num_msa_layers=1,
         root_init_rank=0,

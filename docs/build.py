@@ -1,4 +1,4 @@
-"""Builds the API reference, static pages that need no server.
+"""Build the API reference, static pages that need no server.
 
 python docs/build.py            # into docs/site
 python docs/build.py FOLDER
@@ -33,7 +33,7 @@ GUIDE = ("Use it", "In an app", "For editors, agents and chat pages", "Your own 
 
 
 def readme_sections() -> str:
-    """The README's title and the sections of `GUIDE`."""
+    """Select the README's title and the sections of `GUIDE`."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
     return "# ssmlx\n\n" + "".join(f"## {title}\n{sections[title]}" for title in GUIDE)
@@ -44,7 +44,7 @@ def with_absolute_links(
     folder: str,  # of the text, relative to the repository's root
     repository: str,  # its address
 ) -> str:
-    """Relative links lead to the repository's pages; FileNotFoundError if one leads to no file."""
+    """Make relative links lead to the repository; FileNotFoundError if one leads to no file."""
 
     def absolute(match: re.Match[str]) -> str:
         path = (ROOT / folder / match[1]).resolve(strict=True).relative_to(ROOT)
@@ -54,7 +54,7 @@ def with_absolute_links(
 
 
 def pages() -> dict[str, str]:
-    """The Markdown of every page but the API's, by file name."""
+    """Collect the Markdown of every page but the API's, by file name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     repository = project["urls"]["Repository"]
     described = inspect.cleandoc(adapter.__doc__ or "")
@@ -74,7 +74,7 @@ def build(folder: Path) -> None:
     for name in ssmlx.__all__:
         if name != "__version__":
             # Loaded on first use, and pdoc reads what is loaded; and not a command's module of the
-            # same name, which whoever imports `ssmlx.generate` puts there.
+            # same name, which an import of `ssmlx.generate` puts there.
             ssmlx.__getattr__(name)
     folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():

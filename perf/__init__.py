@@ -1,3 +1,3 @@
-"""Measurements: what is claimed of the package, and the commands that show it."""
+"""Measurements: the commands that support the package's claims."""
 
 import ssmlx  # noqa: F401  (before MLX, so that OpenBLAS serves both sides of a comparison)

@@ -1,4 +1,4 @@
-"""Every way to decode, side by side on the same target, as in tables 1 and 2 of the paper.
+"""Compares every way to decode on the same target, as in tables 1 and 2 of the paper.
 
 Systems take turns prompt by prompt in an order that rotates; mlx-lm's own stream_generate is the
 baseline of every speed-up, and plain decoding what every system's tokens must be.
@@ -82,7 +82,7 @@ def format_markdown_report(result: show.Result) -> str:
 
 
 def _all_tables_of_task(task: Row) -> list[str]:
-    """Prices are missing in results of earlier versions."""
+    """Format a task's tables; results of earlier versions have no prices."""
     tables = [_heading_and_system_table(task)]
     if "price" in task["systems"][0]:
         tables.append(f"**{task['task']}, prices**\n\n{_price_ratio_table(task['systems'])}")
@@ -93,7 +93,7 @@ def _all_tables_of_task(task: Row) -> list[str]:
 
 
 def _price_cell(ratio_name: str) -> show.Cell:
-    """A ratio by price, and by watched time in brackets."""
+    """Format a ratio by price, and by measured time in brackets."""
     watched = f"latency_{ratio_name}"
 
     def cell(row: Row) -> str:
@@ -136,7 +136,7 @@ def _system_table_of_category(rows: Sequence[Row]) -> str:
 
 
 def _slower_answers_text(row: Row) -> str:
-    """Such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
+    """Format answers, as `2 (3.3 %) and 0 (0.0 %) of 60`."""
     price = row["price"]
     counts = [
         f"{count} ({100 * count / max(1, price['answers']):.1f} %)"
@@ -146,7 +146,7 @@ def _slower_answers_text(row: Row) -> str:
 
 
 def _substituted_calls_text(row: Row) -> str:
-    """Such as `3 and 1 of 60`."""
+    """Format calls, as `3 and 1 of 60`."""
     price = row["price"]
     return f"{price['without_place']} and {price['by_nearest_rows']} of {price['calls']}"
 
@@ -182,7 +182,7 @@ def _speedup_text(
 
 
 def _calls_text(row: Row) -> str:
-    """Target calls per answer, and a draft model's in brackets."""
+    """Format target calls per answer, and a draft model's in brackets."""
     target, draft = (row[f"{kind}_calls_per_answer"]["value"] for kind in ("target", "draft"))
     return f"{target:.1f} ({draft:.1f})" if draft else f"{target:.1f}"
 
@@ -232,13 +232,13 @@ def _intervals_and_repeats_text(result: show.Result) -> str:
 
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
-    """Answers of an earlier run in --out are used, unless --fresh."""
+    """Measure a task; answers of an earlier run in --out are reused, unless --fresh is given."""
     own = build_task_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.measure())])
 
 
 def compare_answers(args: argparse.Namespace) -> int:
-    """Scores the files of --answers, and compares each with the first, prompt by prompt."""
+    """Score the files of --answers, and compare each with the first one, prompt by prompt."""
     task = TASKS[args.task]
     examples = read_examples(find_data_file(task, args.data, args.data_dir), task, args.count)
     what = "some prompts have no reference"
@@ -325,12 +325,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_results_as_one(paths: Sequence[Path]) -> dict[str, Any]:
-    """In the order of the files; their tasks differ."""
+    """Read results in the order of the files, whose tasks must differ."""
     whole: dict[str, Any] = {}
     for path in paths:
         result = _read_checked_result(path)
         whole = whole or {**result, "tasks": []}
-        # One line above the tables says how all of them were measured.
+        # One line above the tables describes how all of them were measured.
         here = _how_measured(whole)
         there = _how_measured(result)
         for key, value in here.items():
@@ -360,13 +360,13 @@ def _read_checked_result(path: Path) -> dict[str, Any]:
 
 
 def _how_measured(result: dict[str, Any]) -> dict[str, Any]:
-    """All of a result but its tasks, with the machine's entries among the others."""
+    """Describe everything in a result but its tasks, machine entries included."""
     shared = {key: value for key, value in result.items() if key not in ("tasks", "machine")}
     return {**shared, **result["machine"]}
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Exit code 1 if a system's tokens differ from plain decoding's by more than near ties."""
+    """Compare; exit code 1 if tokens differ from plain decoding's by more than near ties."""
     if args.task and args.answers:
         return compare_answers(args)
     result = measure_task(args) if args.task else read_results_as_one(args.saved)

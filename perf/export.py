@@ -41,7 +41,7 @@ PROG = "perf.export"
 
 
 class DevicePlan(NamedTuple):
-    """Which devices Core ML prefers for operations."""
+    """The devices that Core ML prefers for operations."""
 
     operations: dict[str, int]  # by device, such as "CPU" or "NeuralEngine"
     cost_shares: dict[str, float]  # of the estimated cost, by device; empty if no cost is known
@@ -51,7 +51,7 @@ def count_operations_by_device(
     plan: Any,  # a compute plan of coremltools
     operations: Iterable[Any],
 ) -> DevicePlan:
-    """Operations without a preference are not counted."""
+    """Count operations by device; those without a preference are left out."""
     counts: dict[str, int] = {}
     weights: dict[str, float] = {}
     for operation in operations:
@@ -72,7 +72,7 @@ def plan_devices_of_decode(
     package: Path,
     compute_units: str,  # that Core ML may use, such as "cpu-and-ne"
 ) -> DevicePlan:
-    """On a Mac only; it waits for Core ML."""
+    """Ask Core ML for its plan, on a Mac only; waits for the answer."""
     import coremltools as ct
     from coremltools.models.compute_plan import MLComputePlan
 
@@ -100,11 +100,11 @@ def config_of_package(manifest: exported.Manifest, max_tokens: int) -> GenerateC
 def logit_gap_at_first_difference(
     model: StreamFusedModel, prompt: Sequence[int], package: TimedAnswer, plain: TimedAnswer
 ) -> float:
-    """How much higher MLX's logit of its own token is than of the package's; 0 if none differs."""
+    """MLX's logit of its own token minus that of the package's token; 0 if no token differs."""
     pairs = zip(package.tokens, plain.tokens, strict=False)
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if where is None:
-        return 0.0  # one is longer
+        return 0.0  # one answer is only longer
     *known, last = [*prompt, *plain.tokens[:where]]
     cache = model.make_cache()
     prefill(model, known, cache)
@@ -169,8 +169,7 @@ def _figures_row(
     manifest: exported.Manifest,
     sides: Sides,
 ) -> dict[str, Any]:
-    """Figures per call and per second are of the three sides, in order; those per second without
-    prompts and first tokens.
+    """Make a row; figures per call and per second are of the three sides, in order.
 
     "same_calls" counts, among answers with plain decoding's tokens, those with as many target calls
     as MLX's on the same tree.
@@ -207,7 +206,7 @@ def _figures_row(
 
 
 def read_size_and_weight_error(folder: Path) -> dict[str, Any]:
-    """The "weight_error" is relative RMS; None if the report has none."""
+    """Read a package's size and weight error (relative RMS), which is None if not reported."""
     report = read_json(folder / REPORT, "the report of an export")
     with explain_broken_result(folder / REPORT, "ssmlx.export"):
         error = (report["weight_error"] or {}).get("relative_rms")
@@ -259,7 +258,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Exit code 1 if a float32 package's tokens differ from plain decoding's."""
+    """Compare; exit code 1 if a float32 package's tokens differ from plain decoding's."""
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     told = [(folder, read_size_and_weight_error(folder)) for folder in args.folders]
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)

@@ -65,7 +65,7 @@ Exit code 1: answers differ by more than rounding explains."""
 
 
 def build_experiments(args: argparse.Namespace) -> list[Experiment]:
-    """For each task and precision, without mlx-lm and without warming up."""
+    """Build one experiment for each task and precision, without mlx-lm and without warm-up."""
     found = []
     for task in args.task:
         for dtype in args.dtype:
@@ -96,8 +96,7 @@ def precision_result(measured: Measured) -> dict[str, Any]:
 
 
 def count_one_pass_differences(measured: Measured) -> Estimate:
-    """Per 1,000 tokens of plain decoding: those that one pass over the whole answer chooses
-    otherwise.
+    """Count tokens, per 1,000 of plain decoding, that one pass over the whole answer would change.
 
     That is what rounding alone does when a pass has another number of rows.
     """
@@ -134,7 +133,7 @@ def _system_figures(measured: Measured, system: System) -> dict[str, Any]:
     if not found:
         rate = replace(
             rate, high=3000 / sum(compared)
-        )  # the 95 % bound of a rate that was never seen
+        )  # the 95 % bound on the rate of something never observed
     return {
         "name": system.name,
         "kind": system.kind,
@@ -150,12 +149,12 @@ def _system_figures(measured: Measured, system: System) -> dict[str, Any]:
 
 
 def _shown_metric(values: Row) -> Any:
-    """The one of `METRICS` that the task has."""
+    """The metric of `METRICS` that the task has."""
     return next((values[name] for name in METRICS if name in values), None)
 
 
 def drafting_rows(result: Result) -> list[dict[str, Any]]:
-    """Each part's systems, except plain decoding, with the part's values and plain's metric."""
+    """Rows of all systems except plain decoding, with their part's values and plain's metric."""
     return [
         {**part, **row, "plain": part["systems"][0]["metric"]}
         for part in result["tasks"]
@@ -165,7 +164,7 @@ def drafting_rows(result: Result) -> list[dict[str, Any]]:
 
 
 def _gap_text(row: Row) -> str:
-    """Of logits where answers differ, and the largest share of the logit."""
+    """Format the gap of logits at differing tokens, and the largest relative to its logit."""
     found = [one for one in row["differences"] if one["gap"] is not None]
     if not found:
         return "-"
@@ -206,7 +205,7 @@ def format_markdown_report(result: Result) -> str:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    """Exit code 1 if a difference is more than rounding explains."""
+    """Measure; exit code 1 if a difference is more than rounding explains."""
     plans = build_experiments(args)
     parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))

@@ -48,15 +48,15 @@ from .run.target import FLOATS, load_weights_as
 PROG = "perf.serving"
 DATA = ROOT / "examples" / "data" / "chat_test.jsonl"
 MODULES = {"ssmlx": "ssmlx.server", "mlx-lm": "mlx_lm.server"}
-START = 180.0  # seconds that a server may take to start
-BEFORE = 6  # tokens of an answer before the long prompt arrives
+START = 180.0  # seconds within which a server must start
+BEFORE = 6  # number of the answer's tokens before the long prompt arrives
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
 
 
 @dataclass
 class ReceivedAnswer:
-    """An answer as a client received it, in seconds of `time.perf_counter`."""
+    """An answer as a client received it; times are `time.perf_counter`'s seconds."""
 
     asked: float = field(default_factory=time.perf_counter)
     times: list[float] = field(default_factory=list)  # of each chunk of text
@@ -68,8 +68,8 @@ class ReceivedAnswer:
         return self.times[0] - self.asked
 
 
-# Takes a prompt and the most tokens, and of a server also a function that is called with the number
-# of chunks so far; returns the answer.
+# Takes a prompt and the most tokens, and for a server also a function that is called with the
+# number of chunks so far; returns the answer.
 Ask = Callable[..., ReceivedAnswer]
 
 
@@ -81,7 +81,7 @@ def ask_server(
     # called after each chunk of text with the number of chunks so far
     on_chunk: Callable[[int], object] = lambda count: None,
 ) -> ReceivedAnswer:
-    """An answer without text has the time of its end."""
+    """Ask a server; an answer without text has the time of its end."""
     body = {
         "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
         "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True},
@@ -108,7 +108,7 @@ def ask_server(
 
 
 def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> ReceivedAnswer:
-    """Segments are timed as chunks."""
+    """Ask the engine; segments are timed as chunks."""
     received = ReceivedAnswer()
     for segment in engine.stream(
         [{"role": "user", "content": prompt}], max_tokens=max_tokens, temp=0
@@ -124,14 +124,14 @@ def running_server(
     folder: Path,  # of the weights; the server's log is written there
     adapter: str,  # for ssmlx's server
 ) -> Iterator[Ask]:
-    """Yields a function that asks the server, see `ask_server`."""
+    """Run a server inside the block; yields a function that asks it, as `ask_server`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = f"import ssmlx, runpy; runpy.run_module({MODULES[name]!r}, run_name='__main__')"
     options = ["--model", str(folder), "--port", str(port)]
     model = str(folder)
     if name == "ssmlx":
-        # The server runs in another folder.
+        # Absolute, since the server runs in another folder.
         adapter = str(Path(adapter).resolve()) if Path(adapter).exists() else adapter
         options = [*options, "--adapter", adapter]
         *_, model = served_adapters(folder.name, [adapter])
@@ -163,7 +163,7 @@ def write_float_model(
     dtype: str,  # one of `FLOATS`
     folder: Path,
 ) -> None:
-    """A dequantized model folder that both servers can load."""
+    """Write a dequantized model folder that both servers can load."""
     base = resolve_model(model)
     modules, settings = load_weights_as(dtype, base)
     save_model(folder, modules)
@@ -174,14 +174,14 @@ def write_float_model(
 
 
 class Round(NamedTuple):
-    """Answers to prompts that were asked at the same time, and the seconds until the last ended."""
+    """Answers to simultaneous prompts, and the seconds until the last one ended."""
 
     seconds: float
     answers: list[ReceivedAnswer]
 
 
 def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> Round:
-    """Each prompt on a thread of its own."""
+    """Ask each prompt on its own thread."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         started = time.perf_counter()
         received = list(pool.map(lambda prompt: ask(prompt, max_tokens), prompts))
@@ -189,8 +189,7 @@ def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> Round:
 
 
 def concurrency_row(system: str, num_requests: int, rounds: Sequence[Round]) -> Row:
-    """Seconds to the first token are percentiles over answers; the speed is of all answers
-    together.
+    """A row; seconds to the first token are percentiles, the speed is of all answers together.
 
     "each" is the median over answers of the mean seconds between tokens.
     """
@@ -209,7 +208,7 @@ def measure_delay(
     prompt: str,  # of the answer that is delayed
     long_prompt_words: int,  # about its tokens
 ) -> list[Row]:
-    """One row; none if the answer has `BEFORE` chunks or fewer.
+    """Measure one row; returns none if the answer has `BEFORE` chunks or fewer.
 
     "usual" is the median seconds between chunks before the long prompt, "longest" the most from
     then on, "first" the seconds to the long prompt's first token, "piece" that for each of its
@@ -283,7 +282,7 @@ def _measure(args: argparse.Namespace) -> int:
     load = machine_load_text()
     rows = []
     with ExitStack() as stack:
-        # A folder with the dequantized model is in --out meanwhile.
+        # --out temporarily holds a folder with the dequantized model.
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
         write_float_model(args.model, args.dtype, folder)
         systems = {n: stack.enter_context(running_server(n, folder, args.adapter)) for n in MODULES}

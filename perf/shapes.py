@@ -67,11 +67,7 @@ def call_costs(config: StreamConfig, rows: StepCosts, share: float) -> dict[int,
 
 
 def in_shape(config: StreamConfig, text: str) -> StreamConfig:
-    """The settings as they would be in the shape that an option --like asks for.
-
-    Raises:
-        InputError: it is no shape.
-    """
+    """The settings in the shape that an option --like describes."""
     parts = text.split(":")
     require(
         len(parts) == 3 and all(part.replace(".", "", 1).isdecimal() for part in parts),
@@ -91,11 +87,7 @@ def in_shape(config: StreamConfig, text: str) -> StreamConfig:
 
 
 def read_rows(text: str) -> tuple[str, StepCosts]:
-    """Name and costs of an option --rows.
-
-    Raises:
-        argparse.ArgumentTypeError: it has another form; argparse reports it.
-    """
+    """Parse an option --rows into a name and costs."""
     name, _, costs = text.partition("=")
     try:
         pairs = (one.split(":") for one in costs.split(","))
@@ -110,7 +102,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--like", action="append", default=[], metavar="SHAPE", help="see below")
     parser.add_argument(
         "--rows", action="append", default=[], type=read_rows, metavar="NAME=COSTS",
-        help="calls of n rows in plain calls, of another machine",
+        help="measured cost of an n-row call on another machine, in plain calls",
     )  # fmt: skip
     add_options(
         parser,

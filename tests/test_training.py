@@ -179,6 +179,10 @@ def test_examples_become_turns_of_a_conversation():
     assert batch.part_of_rank(1, 2).targets(0).tolist() == [[6]]
 
 
+def test_no_examples_make_no_conversation():
+    assert data.Packing(21, TokensBetweenTurns(), 8).pack([]) == []
+
+
 def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():
     examples = [example(7, 7, 7, 3, 3, 5, start=3), example(8, 3, 9, 5, start=1)]
     assert data.choose_draft_vocab(examples, 2, 20).tolist() == [3, 5]

@@ -27,7 +27,7 @@ def convolve(
     module: Any,
     x: torch.Tensor,  # [1, in, 1, R]
 ) -> torch.Tensor:  # [1, out, 1, R]
-    """A linear module, also one of low rank or with LoRA, as a 1 x 1 convolution.
+    """Apply a linear module, possibly low-rank or with LoRA, as a 1 x 1 convolution.
 
     LoRA of a `LoraLinear` is added only while its rows are streams, whatever its scope.
     """
@@ -40,9 +40,9 @@ def convolve(
 
 
 def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Over axis `dim` of four."""
-    # Hidden states of these models reach tens of thousands, and their squares exceed float16, which
-    # is all that the Neural Engine has.
+    """RMS norm over axis `dim` of four."""
+    # Hidden states of these models reach tens of thousands, and their squares overflow float16, the
+    # Neural Engine's only float type.
     peak = x.abs().amax(dim=dim, keepdim=True).clamp(min=1e-3)
     mean = (x / peak).square().mean(dim=dim, keepdim=True)
     floor = (norm.variance_epsilon**0.5 / peak).square()
@@ -56,7 +56,7 @@ def rotate(
     cos: torch.Tensor,  # [1, 1, Dh, R]
     sin: torch.Tensor,  # [1, 1, Dh, R]
 ) -> torch.Tensor:
-    """Rotary embeddings, "rotate half"."""
+    """Apply rotary embeddings ("rotate half")."""
     half = x.shape[2] // 2
     turned = torch.cat([-x[:, :, half:], x[:, :, :half]], dim=2)
     return x * cos + turned * sin
@@ -67,7 +67,7 @@ def rotate_stream_values(
     heads: int,  # Hkv
     step: float,  # radians
 ) -> torch.Tensor:
-    """Those of stream j by j * `step` radians (eq. 7)."""
+    """Rotate the values of stream j by j * `step` radians (eq. 7)."""
     num_streams = values.shape[3]
     angles = step * torch.arange(1, num_streams + 1, dtype=torch.float32)
     cos = angles.cos().to(values.dtype)
@@ -85,7 +85,7 @@ def attend(
     mask: torch.Tensor,  # [1, 1, R, keys], additive
     scale: float,  # of the scores
 ) -> torch.Tensor:  # [1, H * Dh, 1, R]
-    """Attention, each KV head broadcast over its query heads."""
+    """Attention, with each KV head broadcast over its query heads."""
     _, heads, width, rows = query.shape
     kv = keys.shape[1] // width
     parted = (query * scale).reshape(kv, heads // kv, width, rows).transpose(2, 3)
@@ -96,7 +96,7 @@ def attend(
 
 
 class _NodeSlots(NamedTuple):
-    """Which slots of a layer's cache nodes write, as ones and zeros."""
+    """The cache slots that a layer's nodes write, as ones and zeros."""
 
     placed: torch.Tensor  # [1, 1, R, S] which row goes to which slot
     kept: torch.Tensor  # [1, 1, 1, S] which slots stay
@@ -106,7 +106,7 @@ class AneProfile(Profile):
     """A Llama, Mistral or Qwen decoder, channels first, on the reference's modules and weights."""
 
     axis = 3
-    piece = 16384  # the Neural Engine takes no wider tensor
+    piece = 16384  # the Neural Engine's limit on a tensor's width
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
@@ -126,11 +126,11 @@ class AneProfile(Profile):
         self._tables = tuple(table.t().contiguous() for table in self.rotary)
 
     def cache_shape(self) -> tuple[int, ...]:
-        """[1, Hkv * Dh, 1, S]."""
+        """The shape [1, Hkv * Dh, 1, S]."""
         return 1, self._kv_heads * self._width, 1, self.sizes.num_slots
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Hidden states are [1, D, 1, R]."""
+        """Run layers on hidden states [1, D, 1, R]."""
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)
         node_slots = None
@@ -157,7 +157,7 @@ class AneProfile(Profile):
         cos: torch.Tensor,  # [1, 1, Dh, R]
         sin: torch.Tensor,  # [1, 1, Dh, R]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R]."""
+        """Compute queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R]."""
         rows = x.shape[3]
         query = convolve(attention.q_proj, x).reshape(1, self._heads, self._width, rows)
         keys = convolve(attention.k_proj, x).reshape(1, self._kv_heads, self._width, rows)
@@ -173,10 +173,10 @@ class AneProfile(Profile):
         keys: torch.Tensor,  # [1, Hkv * Dh, 1, R]
         values: torch.Tensor,  # [1, Hkv * Dh, 1, R]
         rows: Rows,
-        # None for streams, which see the slots, then one another, and write nothing
+        # None for streams, which see the slots, then each other, and write nothing
         node_slots: _NodeSlots | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows see: [1, Hkv * Dh, 1, S] for nodes, [1, Hkv * Dh, 1, S + R] for streams."""
+        """What rows see: nodes [1, Hkv * Dh, 1, S], streams [1, Hkv * Dh, 1, S + R]."""
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
         if node_slots is None:
             if self.config.rotation_step:

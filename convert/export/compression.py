@@ -1,4 +1,4 @@
-"""Smaller weights in a Core ML package, and how far they are from the model's own.
+"""Compresses the weights of a Core ML package, and measures the error of the stored ones.
 
 Compressed is every matrix that multiplies rows: layers and LM head, and with a tied head the
 embedding, which is the same tensor. Streams, their condition and LoRA are not: they are small, and
@@ -32,7 +32,7 @@ class WeightError:
     """
 
     matrices: int
-    weights: int  # numbers in them
+    weights: int  # how many numbers they have
     relative_rms: float  # root mean square of the differences over that of the weights
     worst_relative_rms: float  # the same, of the worst matrix
     largest: float  # the largest difference
@@ -49,7 +49,7 @@ def compress(
     kind: Compression,
     graph: Graph,
 ) -> Any:
-    """A scale per output row (int8) or per 32 inputs (int4); or 16 values per 32 output rows."""
+    """Compress: a scale per output row (int8) or 32 inputs (int4); 16 values per 32 rows."""
     import_coremltools()
     with silence_output():
         import coremltools.optimize.coreml as optimize
@@ -78,7 +78,7 @@ def compress(
 
 
 def compressible_weight_names(model: Any, graph: Graph) -> list[str]:
-    """Found by content, as the profile `ane` does not name kernels after parameters."""
+    """Find them by content, since the profile `ane` does not name kernels after parameters."""
     weights = [operation.weight for operation in _matrix_operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
     added = ("lora_A", "lora_B", "condition")
@@ -91,7 +91,7 @@ def compressible_weight_names(model: Any, graph: Graph) -> list[str]:
 
 
 def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
-    """[out, in] with each parameter's name; the pieces of both LM heads come last, as "head"."""
+    """Yield [out, in] by parameter name; the pieces of both LM heads come last, as "head"."""
     for name, parameter in graph.named_parameters():
         if parameter.dim() == 2:
             yield name, parameter.numpy()
@@ -101,7 +101,7 @@ def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _matrix_operations(program: Any, function: str = "main") -> Iterable[Any]:
-    """Those that multiply by a weight; if several do by one name, the last."""
+    """Operations that multiply by a weight; of several under one name, the last."""
     every = program.functions[function].operations
     return {one.weight.name: one for one in every if one.op_type in MATRIX_OPS}.values()
 
@@ -110,7 +110,7 @@ def expected_matrices_by_output(
     model: Any,  # converted from `graph`, not compressed yet
     graph: Graph,
 ) -> dict[str, np.ndarray]:
-    """What each matrix product should multiply by, by the name of its output.
+    """The matrix that each matrix product should multiply by, under the name of its output.
 
     The float32 matrix if the graph has it; what the converter has made, such as LoRA times its
     scale, as in the uncompressed model.
@@ -125,12 +125,12 @@ def expected_matrices_by_output(
 
 
 def _content_digest(weights: np.ndarray) -> str:
-    """Of weights rounded to float16."""
+    """A digest of the weights, rounded to float16."""
     return hashlib.sha256(weights.astype(np.float16).tobytes()).hexdigest()
 
 
 def load_program(package: Path) -> Any:
-    """As MIL, coremltools' form of a model, its weights included."""
+    """Load a package with its weights as MIL, coremltools' form of a model."""
     ct = import_coremltools()
     with silence_output():
         from coremltools.converters.mil.frontend.milproto.load import load
@@ -145,14 +145,14 @@ def measure_decode_weight_error(
     # as `expected_matrices_by_output` returns it for that function
     expected: Mapping[str, np.ndarray],
 ) -> WeightError:
-    """Products of two activations are left out."""
+    """Measure the error of stored weights; products of two activations are left out."""
     squares = total = worst = largest = 0.0
     matrices = count = 0
     for operation in _matrix_operations(load_program(package), DECODE):
         stored = operation.weight.val
         if stored is None:
             if not operation.weight.op.op_type.startswith("constexpr"):
-                continue  # what one operation makes and another multiplies by
+                continue  # an activation: one operation's result, another's factor
             stored = operation.weight.op.materialized_val_inference()
         true = expected[operation.outputs[0].name].astype(np.float64).ravel()
         gap = stored.astype(np.float64).ravel() - true

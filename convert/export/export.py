@@ -45,7 +45,7 @@ _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "tr
 
 @dataclass(kw_only=True)
 class Report:
-    """The size of an exported package, its weights' error, and what making it took."""
+    """The size of an exported package, the error of its weights, and the cost of making it."""
 
     package_bytes: int = 0  # size of the package
     weight_error: compression.WeightError | None = None  # None for Core AI's
@@ -54,7 +54,7 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times the block, showing its name; records the process's peak memory after it."""
+        """Time the block and show its name; record the process's peak memory after it."""
         from huggingface_hub.utils import tqdm
 
         started = time.perf_counter()
@@ -133,7 +133,7 @@ def adapter_for_export(
 
 
 def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> tuple[Graph, Graph]:
-    """The functions "prefill" and "decode", which share a profile and so their float32 weights."""
+    """Build "prefill" and "decode", which share a profile and thus their float32 weights."""
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
     _check_context(reference, sizes.num_slots)
@@ -151,7 +151,7 @@ def make_partial_manifest(
     adapter: StreamAdapter,
     config: ExportConfig,
 ) -> Manifest:
-    """Without names, versions, digest and end tokens."""
+    """Make a manifest without names, versions, digest and end tokens."""
     sizes = graph.profile.sizes
     carried = config.target == "coreml" and config.precision == "float32"
     return Manifest(
@@ -206,7 +206,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> StreamFusedReference:
-    """With the first `num_streams` streams, without gradients. A task's LoRA is merged."""
+    """Build the reference with the first `num_streams` streams, frozen; a task's LoRA is merged."""
     model = build_frozen(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:

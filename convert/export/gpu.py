@@ -23,14 +23,14 @@ def grouped_attention(
     scaling: float | None = None,  # of the scores; None for 1 over the root of Dh
     **_: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, R, H, Dh]
-    """The query heads of a KV head become rows of one head, so that keys are not copied.
+    """Attention with a KV head's query heads as rows of one head, so that keys are not copied.
 
     It has the form that transformers' `AttentionInterface` takes.
     """
     _, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     if scaling is not None and math.isclose(scaling, module.head_dim**-0.5):
-        scaling = None  # only then does the converter keep attention as one operation
+        scaling = None  # otherwise the converter splits attention into several operations
     folded = query.reshape(1, kv_heads, heads // kv_heads * rows, width)
     mixed = functional.scaled_dot_product_attention(
         folded, key, value, attn_mask=attention_mask, scale=scaling
@@ -64,7 +64,7 @@ class _SlotKeys:
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the new rows see: [1, Hkv, S, Dh] for nodes, [1, Hkv, S + R, Dh] for streams."""
+        """Write keys and values; return what rows see: nodes S keys, streams S + R."""
         if self._rows.slots is None:
             if self._rotation_step:
                 values = rotate_values(values, values.shape[2], self._rotation_step)
@@ -76,12 +76,12 @@ class _SlotKeys:
 
 
 class GpuProfile(Profile):
-    """Any decoder that the reference drives, in transformers' own layout and modules."""
+    """Runs any decoder that the reference supports, in transformers' own layout and modules."""
 
     axis = 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """The base's attention modules compute `grouped_attention` from then on."""
+        """Make the base's attention modules compute `grouped_attention` from now on."""
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
@@ -91,13 +91,13 @@ class GpuProfile(Profile):
         model.base.set_attn_implementation("ssmlx_export")
 
     def cache_shape(self) -> tuple[int, ...]:
-        """[1, Hkv, S, Dh]."""
+        """The shape [1, Hkv, S, Dh]."""
         width = self.decoder.layers[0].self_attn.head_dim
         heads = self.base.config.num_attention_heads // self.groups
         return 1, heads, self.sizes.num_slots, width
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Hidden states are [1, R, D]."""
+        """Run layers on hidden states [1, R, D]."""
         rotary = {}
         if self.rotary is not None:
             tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self.rotary)

@@ -39,7 +39,7 @@ from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 from ..typed_torch import Module
 from .parts import Profile, Rows, renormalise_topk
 
-# Below every path that exists: less than any depth times the least edge, and a float16.
+# Below every real path: less than any depth times the least edge, and within float16.
 _IMPOSSIBLE = -1e4
 
 
@@ -76,7 +76,7 @@ class Graph(Module):
 
 
 class PrefillGraph(Graph):
-    """Puts T tokens of the prompt into their slots; without streams."""
+    """Writes T tokens of the prompt into their slots; without streams."""
 
     name = PREFILL
 
@@ -94,16 +94,16 @@ class PrefillGraph(Graph):
         # tokens, positions and slots [T], mask [1, 1, T, S], then the caches
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """The last slot is returned because a converter wants an output."""
+        """Run the chunk; the last slot is returned because a converter needs an output."""
         tokens, positions, slots, mask = tensors[:4]
         hidden = self.profile.embed(tokens, positions)
         self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask, tensors[4:]))
-        # Of the last layer, only its keys and values are needed: the rest is dead code here.
+        # Only the keys and values of the last layer are needed: the rest is dead code here.
         return (slots[-1:] + 0,)
 
 
 class DecodeGraph(Graph):
-    """Verifies a tree of N nodes, and drafts from the streams of the last accepted one."""
+    """Verifies a tree of N nodes, and drafts with the streams of the last accepted one."""
 
     name = DECODE
 
@@ -146,7 +146,7 @@ class DecodeGraph(Graph):
         )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Inputs, then the caches, and outputs are those at the head of this file."""
+        """Run the step; the module's docstring lists inputs (then come caches) and outputs."""
         profile = self.profile
         sizes = self.profile.sizes
         tokens, positions, slots, mask, parents, depths, ancestors = tensors[:7]
@@ -163,7 +163,7 @@ class DecodeGraph(Graph):
             mask = mask[:, :, keep]
             ancestors = ancestors[keep][:, keep]
             parents = (parents[keep][:, None] == keep).int().argmax(dim=-1).int()
-        # In the upper layers, caches get the kept nodes alone.
+        # In the upper layers, caches get only the kept nodes.
         nodes = Rows(positions, slots, mask, caches)
         normed = profile.norm(profile.run(hidden, self.split, self.num_layers, nodes))
         targets = profile.head.likeliest(normed)
@@ -182,12 +182,12 @@ class DecodeGraph(Graph):
 
     def _early_exit_edge_logprobs(
         self,
-        # of all nodes before the first layer with streams, in the profile's layout
+        # all nodes before the first layer with streams, in the profile's layout
         hidden: torch.Tensor,
         tokens: torch.Tensor,  # [N]
         parents: torch.Tensor,  # [N]
     ) -> torch.Tensor:
-        """[N] log probability of each node's token given its parent; the root's is meaningless."""
+        """Log probability of each node's token given its parent, [N]; the root's is meaningless."""
         profile = self.profile
         inner = profile.take_rows(hidden, torch.arange(profile.sizes.num_parents))
         states = profile.early_exit_states(inner)
@@ -198,10 +198,10 @@ class DecodeGraph(Graph):
     def _run_streams(
         self,
         started: torch.Tensor,  # G stream rows of `Profile.start_streams`
-        nodes: Rows,  # that were kept
+        nodes: Rows,  # the kept nodes
         last: torch.Tensor,  # [1] index of the streams' node among these
     ) -> torch.Tensor:
-        """Through the top layers and the final norm (eqs. 1 and 2), in the profile's layout."""
+        """Run the streams through the top layers and the final norm (eqs. 1 and 2)."""
         profile = self.profile
         streams = self.profile.sizes.num_streams
         seen = nodes.mask[:, :, last].expand(-1, -1, streams, -1)
@@ -215,7 +215,7 @@ class DecodeGraph(Graph):
         streams: torch.Tensor,  # final-normed, in the profile's layout
         root: torch.Tensor,  # [1] the token that the target chose after the node
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[G, K] tokens, best first; log probabilities as `candidate_logprobs`."""
+        """Rank tokens [G, K], best first, with log probabilities as `candidate_logprobs`."""
         profile = self.profile
         sizes = self.profile.sizes
         columns, logprobs = profile.draft_head.rank(streams, sizes.tree.num_candidates)
@@ -229,7 +229,7 @@ class DecodeGraph(Graph):
 
 
 class ConvertibleGraph(Module):
-    """As a converter traces it: caches are buffers, or inputs and outputs after the others."""
+    """A graph to be traced; caches are buffers, or inputs and outputs after the others."""
 
     def __init__(self, graph: Graph, *, stateful: bool) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def surviving_nodes(
     ancestors: torch.Tensor,  # [N, N], 1 if the column's node is the row's or above it
     num_kept: int,  # M
 ) -> torch.Tensor:
-    """[M] int32, ascending: the nodes of the largest path probability, the root among them.
+    """The nodes [M] int32, ascending, with the most probable paths, the root among them.
 
     The rule of `ssmlx.decoding.prune.nodes_within_budget`, on fixed shapes.
     """
@@ -277,7 +277,7 @@ def last_accepted(
     depths: torch.Tensor,  # [M]; 0 for the root, -1 for nodes that only fill up
     ancestors: torch.Tensor,  # [M, M], 1 if the column's node is the row's or above it
 ) -> torch.Tensor:
-    """[1] int32, the index of the deepest node whose whole path has the target's own tokens."""
+    """The index [1] int32 of the deepest node whose whole path is the target's own tokens."""
     agrees = torch.logical_or(tokens == targets[parents], depths == 0)
     faults = (ancestors * torch.logical_not(agrees).to(ancestors.dtype)).sum(dim=-1)
     reached = (depths + 1).to(ancestors.dtype) * (faults < 0.5).to(ancestors.dtype)

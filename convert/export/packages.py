@@ -1,4 +1,4 @@
-"""From the two graphs to a package of two functions that share their weights."""
+"""Converts the two graphs into a package of two functions that share their weights."""
 
 import contextlib
 import importlib
@@ -26,7 +26,7 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Inside the block, of any thread; what is printed there is lost."""
+    """Discard what any thread prints inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -57,7 +57,7 @@ def import_coremltools() -> Any:
 
 
 def import_coreai() -> Any:
-    """The module `coreai_torch`."""
+    """Import the module `coreai_torch`."""
     try:
         with silence_output():
             importlib.import_module("coreai")
@@ -69,7 +69,7 @@ def import_coreai() -> Any:
 
 @contextlib.contextmanager
 def explain_write_errors(target: Path) -> Iterator[None]:
-    """OSError and RuntimeError are how a full or read-only disk shows."""
+    """Explain OSError and RuntimeError, which a full or read-only disk raises here."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -83,7 +83,7 @@ def explain_write_errors(target: Path) -> Iterator[None]:
 
 
 def convert_graph(graph: Graph, config: ExportConfig) -> Any:
-    """Not compressed, and not loaded into Core ML.
+    """Convert a graph, without compressing it or loading it into Core ML.
 
     In float16 the cache is Core ML's state, which can only be float16; in float32 the caches are
     inputs, and outputs of the same name with the suffix `NEW`.
@@ -105,7 +105,7 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
 
 
 def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
-    """As `ct.convert` takes them; floats are float16 if `stateful`, else float32."""
+    """Types for `ct.convert`; floats are float16 if `stateful`, else float32."""
     kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
     inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
     outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]
@@ -114,14 +114,14 @@ def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
         inputs += [ct.TensorType(name, shape=shape, dtype=np.float32) for name in graph.caches]
         outputs += [ct.TensorType(name + NEW, dtype=np.float32) for name in graph.caches]
         return {"inputs": inputs, "outputs": outputs}
-    # Without `states` the cache would become a constant, and no one would say so.
+    # Without `states` the cache would silently become a constant.
     state = ct.TensorType(shape=graph.cache_shape, dtype=np.float16)
     states = [ct.StateType(state, name=name) for name in graph.caches]
     return {"inputs": inputs, "outputs": outputs, "states": states}
 
 
 def _compute_precision(ct: Any, config: ExportConfig) -> Any:
-    """In the profile `gpu` squares, exponentials, logarithms and sums with means stay float32."""
+    """In profile `gpu`, squares, exponentials, logarithms, sums with means stay in float32."""
     if config.precision == "float32":
         return ct.precision.FLOAT32
     if config.profile == "ane":
@@ -137,7 +137,7 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
 
 
 def _make_pipeline(ct: Any) -> Any:
-    """The converter's passes, with one of ours that saves a copy of the cache per layer."""
+    """The converter's passes, and one of ours that saves a copy of the cache per layer."""
     with silence_output():
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
@@ -170,7 +170,7 @@ def merge_functions(
     models: Mapping[str, Any],  # of one function each, by the function's name
     package: Path,
 ) -> None:
-    """Equal weights are stored once. The last function is the default."""
+    """Merge functions into a package that stores equal weights once; the last is the default."""
     ct = import_coremltools()
     with (
         explain_write_errors(package),
@@ -187,7 +187,7 @@ def merge_functions(
 
 
 def write_coreai_package(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
-    """The cache is state in either precision; the graphs' weights are cast in place."""
+    """Write the package; caches are state in either precision; weights are cast in place."""
     coreai_torch = import_coreai()
     converter = coreai_torch.TorchConverter
     dtype = getattr(torch, config.precision)

@@ -1,4 +1,4 @@
-"""What both profiles take from the reference: its LoRA, its rows, its heads.
+"""The parts of both profiles that come from the reference: its LoRA, its rows, its heads.
 
 No logits of the whole vocabulary leave the graph: the target's choice of each node, the log
 probability of a drafted token, and each stream's likeliest tokens do.
@@ -24,10 +24,10 @@ from .settings import GraphSizes
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Where the rows of a call stand, what they see, and where their keys and values go."""
+    """The positions of a call's rows, what they see, and where their keys and values go."""
 
     positions: torch.Tensor  # [R] int32
-    # [R] int32, where nodes' keys and values go; None for streams, which are not kept: they see
+    # [R] int32, slots of nodes' keys and values; None for streams, which are not kept: they see
     # each other after the slots
     slots: torch.Tensor | None
     mask: torch.Tensor  # [1, 1, R, S] additive, of streams [1, 1, R, S + R]
@@ -56,7 +56,7 @@ class Head(Module):
         self.bias = None if bias is None else nn.Parameter(bias, False)
 
     def piece_logits(self, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first token of each piece, and its logits [R, tokens of the piece]."""
+        """Yield each piece's first token, and its logits [R, tokens of the piece]."""
         for first in range(0, self.weight.shape[0], self.piece):
             weight = self.weight[first : first + self.piece]
             bias = None if self.bias is None else self.bias[first : first + self.piece]
@@ -67,7 +67,7 @@ class Head(Module):
                 yield first, functional.linear(hidden, weight, bias)[0]
 
     def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R] int32; of equal ones the first."""
+        """The likeliest tokens [R] int32; the first of equal ones."""
         found = [
             (logits.amax(dim=-1), logits.argmax(dim=-1).int() + first)
             for first, logits in self.piece_logits(hidden)
@@ -78,7 +78,7 @@ class Head(Module):
         return tokens.gather(1, best.argmax(dim=-1, keepdim=True))[:, 0]
 
     def logsumexp(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R]."""
+        """The log of the summed exponentials [R]."""
         totals = [logsumexp(logits) for _, logits in self.piece_logits(hidden)]
         return logsumexp(torch.cat(totals, dim=-1))[:, 0]
 
@@ -87,12 +87,12 @@ class Head(Module):
         rows: torch.Tensor,  # [m, D] final-normed
         tokens: torch.Tensor,  # [m]
     ) -> torch.Tensor:
-        """[m], the logit of one token per row."""
+        """The logit [m] of one token per row."""
         logits = (rows * functional.embedding(tokens, self.weight)).sum(dim=-1)
         return logits if self.bias is None else logits + self.bias[tokens]
 
     def rank(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R, count] int32 tokens, best first; and their log probabilities over all V."""
+        """Rank [R, count] int32 tokens, best first, with their log probabilities over all V."""
         best = []
         columns = []
         for first, logits in self.piece_logits(hidden):
@@ -108,7 +108,7 @@ class Head(Module):
 
 
 def logsumexp(logits: torch.Tensor) -> torch.Tensor:
-    """[..., 1]; in float32, of exponentials of at most 1, so that float16 does not overflow."""
+    """Log of summed exponentials [..., 1], each at most 1 so that float16 does not overflow."""
     peak = logits.amax(dim=-1, keepdim=True)
     return ((logits - peak).float().exp().sum(dim=-1, keepdim=True).log() + peak).to(peak.dtype)
 
@@ -117,19 +117,19 @@ def renormalise_topk(
     logprobs: torch.Tensor,  # [G, K] without a condition
     added_logits: torch.Tensor,  # [G, K, K] by each candidate before (second axis)
 ) -> torch.Tensor:
-    """[G, K, K] given each candidate before; the K candidates keep their total probability."""
+    """Log probabilities [G, K, K] given each candidate before; the K candidates' total stays."""
     scores = logprobs[:, None] + added_logits
     return scores - logsumexp(scores) + logsumexp(logprobs)[:, None]
 
 
 class Profile(Module, ABC):
-    """The layers, heads and layout of an exported model; `gpu.py` and `ane.py` have one each."""
+    """The layers, heads and layout of an exported model, implemented in `gpu.py` and `ane.py`."""
 
-    axis: int  # of the rows in hidden states
+    axis: int  # the rows' axis in hidden states
     piece: int | None = None  # most rows of a matrix of an LM head
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """LoRA of scope "all" is merged into the reference's weights: it is used up."""
+        """Merge LoRA of scope "all" into the reference, which is unusable afterwards."""
         super().__init__()
         self.base = model.base
         self.config = model.config
@@ -138,7 +138,7 @@ class Profile(Module, ABC):
         self.reference = model
         if model.config.adapter_scope == "all":
             merge_lora(model)
-        # Attention modules that do not name it have a KV head for every query head.
+        # Attention modules without this attribute have a KV head for every query head.
         self.groups = getattr(self.decoder.layers[0].self_attn, "num_key_value_groups", 1)
         # A stream looks G positions ahead of the last slot.
         positions = torch.arange(sizes.num_slots + sizes.num_streams)
@@ -152,21 +152,21 @@ class Profile(Module, ABC):
             self.draft_head = new_head(head.weight[vocab].detach(), bias)
         if model.condition is not None or model.root_init is not None:
             squares = self.decoder.embedding_table.float().square().mean(dim=-1)
-            # Of a row of zeros as much as float16 holds.
+            # For a row of zeros, the largest value of float16.
             inverse_rms = (squares + EPSILON).rsqrt().clamp(max=6e4)
             self.inverse_rms: torch.Tensor  # [V] of the embeddings
             self.register_buffer("inverse_rms", inverse_rms, persistent=False)
 
     @staticmethod
     def linear_of(module: Any, x: torch.Tensor) -> torch.Tensor:
-        """On hidden states of this profile's layout; `module` may have LoRA."""
+        """Apply `module`, possibly with LoRA, to hidden states in this profile's layout."""
         return module(x)
 
     def take_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return hidden[:, rows] if self.axis == 1 else hidden[..., rows]
 
     def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, D]."""
+        """Convert hidden states to rows [R, D]."""
         return hidden[0] if self.axis == 1 else hidden[0, :, 0].t()
 
     def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -175,14 +175,14 @@ class Profile(Module, ABC):
 
     @abstractmethod
     def cache_shape(self) -> tuple[int, ...]:
-        """Of one layer's keys, and of its values."""
+        """The shape of one layer's keys, and of its values."""
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Tokens [R] at positions [R], in this profile's layout."""
+        """Embed tokens [R] at positions [R], in this profile's layout."""
         return self.from_rows(self.decoder.embed(tokens[None], positions[None])[0])
 
     def unit_rms_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[m, D], each scaled to an RMS of 1."""
+        """Embeddings [m, D], each scaled to an RMS of 1."""
         return (
             functional.embedding(tokens, self.decoder.embedding_table)
             * self.inverse_rms[tokens, None]
@@ -194,27 +194,27 @@ class Profile(Module, ABC):
         previous: torch.Tensor,  # [G, K] candidates of the stream before
         tokens: torch.Tensor,  # [G, K] candidates of the stream
     ) -> torch.Tensor:
-        """[G, K, K]: what `previous` (second axis) adds to the logits of `tokens` (third)."""
+        """What `previous` (second axis) adds to the logits of `tokens` (third axis), [G, K, K]."""
         given: Any = self.reference.condition
         embedded = self.from_rows(self.unit_rms_embeddings(previous.flatten()))
         told = self.as_rows(self.linear_of(given.embed, embedded))
         gate = self.as_rows(self.linear_of(given.gate, streams)).sigmoid()[:, None]
         mixed = (gate * told.reshape(*tokens.shape, -1)).flatten(0, 1)
         correction = self.as_rows(self.linear_of(given.out, self.from_rows(mixed)))
-        # The head's rows by token: with tied weights the embedding table, which is there anyway.
+        # The head's rows by token: with tied weights the embedding table, which is loaded anyway.
         rows = functional.embedding(tokens, self.head.weight)
         return correction.reshape(rows.shape) @ rows.transpose(1, 2)
 
     @abstractmethod
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Layers `first` to `last` - 1. Keys and values of nodes, not of streams, are cached."""
+        """Run layers `first` to `last` - 1; caches the keys and values of nodes, not of streams."""
 
     def root_states(
         self,
         roots: torch.Tensor,  # [m] the tokens after the nodes
         normed: torch.Tensor,  # the m nodes' final-normed states, in this profile's layout
     ) -> torch.Tensor:
-        """2 D features of m rows, in this profile's layout."""
+        """Features [m, 2 D] of roots and states, in this profile's layout."""
         embedded = self.unit_rms_embeddings(roots)
         return self.from_rows(torch.cat([embedded, self.as_rows(normed)], dim=-1))
 
@@ -240,7 +240,7 @@ class Profile(Module, ABC):
         self,
         nodes: torch.Tensor,  # before the insertion layer, in this profile's layout
     ) -> torch.Tensor:
-        """Final-normed, for the early exit's head (Speculative Streaming, section 3.2.3)."""
+        """Final-normed states for the early exit's head (Speculative Streaming, section 3.2.3)."""
         return self.norm(nodes + self.linear_of(self.reference.prune_adapter, nodes))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:

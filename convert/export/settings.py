@@ -1,4 +1,4 @@
-"""What to export: the settings of `python -m ssmlx.export`, validated once."""
+"""The settings of `python -m ssmlx.export`, validated once."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,9 +9,9 @@ from ssmlx.settings import MAX_TREE_NODES, StreamConfig, TreeConfig, check_setti
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """With the model, they decide every shape of both functions; letters as in `graph.py`."""
+    """With the model, these decide every shape of both functions; letters as in `graph.py`."""
 
-    num_nodes: int  # N, rows of a decode step; trees of fewer nodes are filled up
+    num_nodes: int  # N, rows of a decode step; smaller trees are padded
     num_kept: int  # M, nodes that pruning keeps; N if nothing is pruned
     num_parents: int  # I, leading nodes that may have children, for the early exit
     num_streams: int  # G, streams in use
@@ -76,7 +76,7 @@ class ExportConfig:
         )
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
-        """A tree has at most the nodes of the full tree of its width."""
+        """Compute the sizes; a tree has at most the nodes of the full tree of its width."""
         from ssmlx.exported.manifest import TreeShape
         from ssmlx.model.tree import count_candidates
 
@@ -85,7 +85,7 @@ class ExportConfig:
         vocab = vocab or vocab_size
         given = config.condition_rank > 0
         tree = self.tree.no_wider_than(vocab)
-        # As `StreamDrafter` chooses it.
+        # The same choice as `StreamDrafter`'s.
         candidates = min(count_candidates(tree, streams, conditional=given), vocab)
         width = min(tree.full_width, candidates)
         full = sum(width**level for level in range(streams + 1))

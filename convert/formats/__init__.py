@@ -1,1 +1,1 @@
-"""What others publish, and what we read and write."""
+"""Formats of published files, and of those that this package reads and writes."""

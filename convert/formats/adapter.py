@@ -1,4 +1,4 @@
-"""From a PyTorch checkpoint to an MLX adapter folder, or to a fused model folder."""
+"""Converts a PyTorch checkpoint to an MLX adapter folder, or to a fused model folder."""
 
 import shutil
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def read_peft_lora(
     num_layers: int,
     model: nn.Module,
 ) -> dict[str, LoraWeights]:
-    """By module path of the MLX model; factors are transposed."""
+    """Read LoRA by module path of the MLX model; factors are transposed."""
     settings = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, num_layers)
     path, tensors = layout.read_peft_tensors(folder)
     modules = dict(model.named_modules())
@@ -121,7 +121,7 @@ def write_fused_model(
     tokenizer: TokenizerWrapper,
     model_config: Mapping[str, Any],
 ) -> None:
-    """Merges the LoRA into the backbone's layers, in place; writes the streams beside them."""
+    """Merge the LoRA into the backbone's layers, in place; write the model with its streams."""
     require(
         adapter.config.adapter_scope == "all",
         "--fuse with LoRA of scope 'streams'",
@@ -140,6 +140,6 @@ def write_fused_model(
     save_config(settings, folder / "config.json")
     tokenizer.save_pretrained(folder)
     generation = (backbone.origin.folder or folder) / GENERATION_FILE
-    if generation.is_file():  # how its tokens are sampled
+    if generation.is_file():  # the model's sampling settings
         shutil.copyfile(generation, folder / GENERATION_FILE)
     write_streams_and_settings(folder, adapter, lora_is_merged=True)

@@ -138,7 +138,7 @@ def load_published_heads(
     folder: Path,
     vocab_size: int | None = None,  # as in `read_published_heads`
 ) -> HeadReference:
-    """In PyTorch, in float32, in evaluation mode."""
+    """Load heads in PyTorch, in float32 and evaluation mode."""
     import torch
 
     from ..reference.heads import new_reference
@@ -161,7 +161,7 @@ def save_published_heads(
     # [V, D], Medusa's rows of tokens outside the draft vocabulary; None for zeros
     lm_head: torch.Tensor | None = None,
 ) -> None:
-    """As their kind is published, so that other programs read them."""
+    """Save heads in their published format, which other programs read."""
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def save_published_heads(
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_layers,
         }
-    else:  # Of tokens that its draft vocabulary leaves out, a speculator's heads have zeros.
+    else:  # A speculator's heads have zeros for tokens outside its draft vocabulary.
         tensors = _tensors_over_whole_vocab(model, None)
         files = {_WEIGHTS: {_SPECULATOR_PREFIX + name: own for name, own in tensors.items()}}
         assert isinstance(config, MlpSpeculatorConfig)
@@ -185,7 +185,7 @@ def save_published_heads(
         }
     if model.draft_vocab is not None:
         files[DRAFT_VOCAB_FILE] = {"draft_vocab": model.draft_vocab.cpu()}
-    else:  # an earlier one would be taken for these heads'
+    else:  # an earlier file would seem to belong to these heads
         (folder / DRAFT_VOCAB_FILE).unlink(missing_ok=True)
     for file, content in files.items():
         write_whole(folder / file, save(content, metadata={"format": "pt"}))
@@ -198,7 +198,7 @@ def _tensors_over_whole_vocab(
     model: HeadReference,
     other_rows: torch.Tensor | None,  # [V, D]; None for zeros
 ) -> dict[str, torch.Tensor]:
-    """By published name, on the CPU; matrices have all V rows."""
+    """Tensors by published name, on the CPU; matrices have all V rows."""
     tensors = {
         name.removeprefix("heads."): weight.detach().cpu().contiguous()
         for name, weight in model.named_parameters()
@@ -218,7 +218,7 @@ def _tensors_over_whole_vocab(
 def _medusa_config_of_tensors(
     tensors: Mapping[str, mx.array], source: Path, vocab_size: int
 ) -> MedusaConfig:
-    """From the tensors' names and shapes; a head without a matrix shares the LM head."""
+    """Settings by the tensors' names and shapes; a head without a matrix shares the LM head."""
     found = [match.groups() for match in map(_MEDUSA_NAME.fullmatch, tensors) if match]
     require(
         bool(found),
@@ -239,12 +239,12 @@ def _medusa_config_of_tensors(
 
 
 class _SourceTensors(NamedTuple):
-    tensors: dict[str, mx.array]  # by their names there
+    tensors: dict[str, mx.array]  # by their names in the file
     source: Path
 
 
 def _read_medusa(folder: Path) -> _SourceTensors:
-    """From the first of their files that exists, else from a model's weights."""
+    """Read Medusa heads from the first of their files that exists, else from a model's weights."""
     source, pickled = (folder / name for name in MEDUSA_FILES)
     if source.is_file():
         return _SourceTensors(read_tensors(source, "Medusa heads"), source)
@@ -257,7 +257,7 @@ def _read_medusa(folder: Path) -> _SourceTensors:
 
 
 def _read_speculator(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
-    """Names are without "speculator."; of tied tensors there is one for all stages."""
+    """Read tensors by name without "speculator."; tied tensors occur once for all stages."""
     pickled = folder / "pytorch_model.bin"
     paths = sorted(folder.glob("model*.safetensors"))
     tensors: dict[str, mx.array] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints of the PyTorch model: reading, writing, starting from one, merging its LoRA."""
+"""Checkpoints of the PyTorch model: reading, writing, resuming, merging LoRA."""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def load_reference(
     base: nn.Module,  # becomes part of the model, and is changed
     checkpoint_dir: str | Path,  # with the two stream files, and PEFT's two if there is LoRA
 ) -> StreamFusedReference:
-    """In evaluation mode; streams and LoRA take gradients, the base does not."""
+    """Load the model in evaluation mode; streams and LoRA take gradients, the base does not."""
     folder = Path(checkpoint_dir)
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
@@ -69,7 +69,7 @@ def build_frozen(
     base: nn.Module,  # becomes part of the model, and is changed
     adapter: StreamAdapter,
 ) -> StreamFusedReference:
-    """The PyTorch model of a base and an MLX adapter; no parameter takes gradients."""
+    """Build the PyTorch model of a base and an MLX adapter; no parameter takes gradients."""
     adapter.base.require_same(
         base_identity(base),
         "the adapter belongs",
@@ -92,7 +92,7 @@ def build_frozen(
 
 
 def set_trained_part(model: StreamFusedReference, part: Part | None) -> None:
-    """LoRA of scope "all" and the base stay as they are."""
+    """Choose what takes gradients; LoRA of scope "all" and the base stay frozen."""
     parameters = dict(_stream_parameters(model))
     parameters.pop(_DRAFT_VOCAB, None)
     if model.config.adapter_scope == "streams":
@@ -103,7 +103,7 @@ def set_trained_part(model: StreamFusedReference, part: Part | None) -> None:
 
 def replace_trained_weights(
     adapter: StreamAdapter,
-    # as `build_frozen` built it from this adapter, trained since
+    # built by `build_frozen` from this adapter, and trained since
     model: StreamFusedReference,
 ) -> StreamAdapter:
     """The adapter with the model's parameters that take gradients."""
@@ -125,7 +125,7 @@ def load_fine_tuned(
     base: nn.Module,  # becomes part of the model, and is changed
     lora: str | Path,
 ) -> StreamFusedReference:
-    """Its LoRA acts on every row, so it changes the answers; it is not merged."""
+    """Load a base with LoRA on every row, unmerged, which changes the answers."""
     model = load_reference(base, lora)
     if model.config.adapter_scope != "all":
         raise InputError(
@@ -137,7 +137,7 @@ def load_fine_tuned(
 
 
 def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """The checkpoint that `load_reference` reads; PEFT can load its two LoRA files.
+    """Save the checkpoint for `load_reference`; PEFT can load its two LoRA files.
 
     Without LoRA no PEFT files are written; earlier ones stay, and would be read.
     """
@@ -153,7 +153,7 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
 
 
 def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
-    """Into the folder `task_lora` of a checkpoint, where the converter looks."""
+    """Copy the LoRA into a checkpoint's folder `task_lora`, where the converter looks for it."""
     target = Path(checkpoint_dir) / layout.TASK_LORA
     target.mkdir(parents=True, exist_ok=True)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
@@ -165,7 +165,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 def copy_checkpoint_weights(
     model: StreamFusedReference, folder: Path, *, has_task_lora: bool
 ) -> None:
-    """What the checkpoint lacks stays, and so does the draft vocabulary."""
+    """Copy a checkpoint's weights; those that it lacks stay, and so does the draft vocabulary."""
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     start_has_it = (folder / layout.TASK_LORA).is_dir()
     require_task_lora_kept(folder, start_has_it=start_has_it, run_has_it=has_task_lora)
@@ -189,7 +189,7 @@ def merge_fine_tuning(
     base: Any,
     folder: Path,  # a checkpoint of `convert.train` of scope "all", or what `ssmlx.load` takes
 ) -> Any:
-    """Add LoRA on every row into the weights of a PyTorch base model, in place."""
+    """Merge LoRA on every row into the weights of a PyTorch base model, in place."""
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
         return merge_lora(load_fine_tuned(base, folder))
     merge_mlx_lora(base, load_adapter(folder).lora, folder)
@@ -197,7 +197,7 @@ def merge_fine_tuning(
 
 
 def read_prompt_template(folder: Path) -> str | None:
-    """A text with `{prompt}`; None for the model's own chat template."""
+    """Read the template, a text with `{prompt}`; None for the model's own chat template."""
     if not (folder / CONFIG_FILE).is_file():
         return None
     template: str | None = read_json(folder / CONFIG_FILE, "stream settings").get("prompt_template")
@@ -206,7 +206,7 @@ def read_prompt_template(folder: Path) -> str | None:
 
 @without_gradients
 def merge_lora(model: StreamFusedReference) -> nn.Module:
-    """Add the LoRA, of scope "all", into the base's weights. The reference is used up."""
+    """Merge LoRA of scope "all" into the base's weights; the reference is unusable then."""
     for path, wrapped in model.adapters.items():
         low = wrapped.adapter
         wrapped.linear.weight += wrapped.scale * (low.lora_B.weight @ low.lora_A.weight)
@@ -224,7 +224,7 @@ def merge_mlx_lora(
     lora: Loras,  # by module path of the MLX model
     source: Path,  # for messages
 ) -> None:
-    """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
+    """Merge LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
 
     If a module is refused, those before it are changed already.
     """
@@ -246,13 +246,13 @@ def merge_mlx_lora(
 
 
 def to_tensor(array: mx.array) -> torch.Tensor:
-    """On the CPU; int32 stays, other types become float32."""
+    """Convert to a tensor on the CPU; int32 stays, other types become float32."""
     whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
     return torch.from_numpy(np.array(whole))
 
 
 def base_identity(base: Any) -> BaseIdentity:
-    """Equals the identity of the same weights in MLX."""
+    """The base's identity, equal to that of the same weights in MLX."""
     inner = getattr(base, "model", None)
     inner = getattr(inner, "decoder", inner)
     names = ("norm", "final_layernorm", "final_layer_norm")
@@ -269,7 +269,7 @@ def base_identity(base: Any) -> BaseIdentity:
 
 
 def _uniform_lora_settings(adapter: StreamAdapter) -> LoraSettings:
-    """Rank 0 without LoRA."""
+    """The settings that all layers share; rank 0 without LoRA."""
     lora = adapter.trained_lora
     if not lora:
         return LoraSettings()
@@ -294,7 +294,7 @@ def _peft_name(name: str) -> str:
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """Not copies, by PEFT's names."""
+    """LoRA parameters, not copies, by PEFT's names."""
     return {
         f"{layout.PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
         for path, module in model.adapters.items()
@@ -303,7 +303,7 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """Not copies, by their names in a streams file; with the draft vocabulary."""
+    """Stream parameters, not copies, by name in a streams file; with the draft vocabulary."""
     own = ("stream_embeddings", "stream_init.", "root_init.", "prune_adapter.", "condition.")
     found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
     return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}
@@ -313,7 +313,7 @@ def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 def _copy_tensors(
     parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
 ) -> None:
-    """All or, if one is missing, spare or misshapen, none."""
+    """Copy all tensors; if one is missing, unknown or of another shape, copy none."""
     check_tensors(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
         parameter.copy_(to_tensor(arrays[name]))

@@ -32,12 +32,12 @@ STREAMS_WEIGHTS = "streams.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _POSITION = "node + j"
-TASK_LORA = "task_lora"  # folder of a checkpoint of scope "streams": LoRA on every row
+TASK_LORA = "task_lora"  # folder in a checkpoint of scope "streams", with LoRA on every row
 ADAPTER_PICKLE = "adapter_model.bin"
 PEFT_PREFIX = "base_model.model."
 CHECK_MODULES = "check lora_modules, or target_modules in adapter_config.json"
 
-# Settings that change what LoRA computes, and that neither side here computes.
+# Settings that change LoRA's results, and are implemented neither in PyTorch nor in MLX here.
 _UNSUPPORTED = (
     "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern",
     "exclude_modules", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
@@ -56,8 +56,8 @@ def _are_modules(value: Any) -> bool:
     return bool(value == "all-linear")
 
 
-# Settings of LoRA: PEFT's default, what is taken, and what to say of the rest. PEFT's other ways
-# to start LoRA may change the base's weights too, so that the LoRA is another model's.
+# Settings of LoRA: PEFT's default, accepted values, message for others. PEFT's other ways
+# to start LoRA may change the base's weights too, so that the LoRA belongs to another model.
 _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (None, lambda r: _is_whole(r) and r > 0, "a positive whole number"),
     "lora_alpha": (
@@ -82,12 +82,12 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """The factor of B A x."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
 def read_stream_config(path: Path) -> StreamConfig:
-    """`streams_config.json`, in which the pruning adapter has an object of its own."""
+    """Read `streams_config.json`, in which the pruning adapter has its own object."""
     values = read_json(path, "a stream checkpoint's settings")
     prune = values.pop("prune_adapter", None) or {}
     own = "an object with a rank, or null"
@@ -131,7 +131,7 @@ def stream_settings_json(config: StreamConfig) -> dict[str, Any]:
 
 
 def read_lora_settings(path: Path, num_layers: int) -> LoraSettings:
-    """PEFT's adapter_config.json. Without `layers_to_transform`, LoRA is on all layers."""
+    """Read adapter_config.json; without `layers_to_transform`, LoRA is on all layers."""
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:
         _require(not values.get(name), path, name, values.get(name), "unset")
@@ -185,7 +185,7 @@ def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    """The file's path, and the tensors by name without PEFT's ".default" before ".weight"."""
+    """Read the path, and the tensors by name, without PEFT's ".default" before ".weight"."""
     safe = folder / ADAPTER_WEIGHTS
     pickled = folder / ADAPTER_PICKLE
     if safe.exists() or not pickled.exists():
@@ -198,6 +198,6 @@ def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
 
 
 def read_pickle(path: Path) -> dict[str, mx.array]:
-    """Float32, by name; no pickled code is run."""
+    """Read float32 tensors by name; no pickled code is run."""
     check_torch()
     return {name: mx.array(t.float().numpy()) for name, t in load_pickled_tensors(path).items()}

@@ -20,7 +20,7 @@ WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]  # [V, D] and [V]
 
 
 class HeadInput(NamedTuple):
-    """What the logits of one head are the product of."""
+    """The factors of one head's logits."""
 
     states: torch.Tensor  # [..., W]
     weight: torch.Tensor  # [Vd, W]
@@ -40,17 +40,17 @@ class HeadReference(Module):
     def iterate_head_inputs(
         self,
         hidden: torch.Tensor,  # [..., D] final-normed
-        following: torch.Tensor,  # [..., H] ids; entry i stands i + 1 places after `hidden`'s token
+        following: torch.Tensor,  # [..., H] ids; entry i is i + 1 tokens after `hidden`'s token
         # the base's rows of the draft vocabulary, for heads without a matrix
         lm_head: WeightAndBias,
     ) -> Iterator[HeadInput]:
-        """What each head's logits are the product of."""
+        """Yield the factors of each head's logits."""
         raise NotImplementedError
 
     def forward(
         self, hidden: torch.Tensor, following: torch.Tensor, lm_head: WeightAndBias
     ) -> torch.Tensor:
-        """[H, ..., Vd] logits of every head, given the text itself; see `iterate_head_inputs`."""
+        """Logits [H, ..., Vd] of every head, given the text itself, as in `iterate_head_inputs`."""
         rows = self.iterate_head_inputs(hidden, following, lm_head)
         return torch.stack([nn.functional.linear(*row) for row in rows])
 
@@ -69,7 +69,7 @@ class ResidualBlock(Module):
 
 
 class MedusaReference(HeadReference):
-    """Residual blocks, then a head's own matrix or the base's LM head (Cai et al., 2024)."""
+    """Residual blocks, then the head's own matrix or the base's LM head (Cai et al., 2024)."""
 
     def __init__(self, config: MedusaConfig, draft_vocab: torch.Tensor | None = None) -> None:
         super().__init__(config, draft_vocab)
@@ -88,7 +88,7 @@ class MedusaReference(HeadReference):
         self,
         lm_head: torch.Tensor,  # [V, D]
     ) -> None:
-        """Into every head's own matrix."""
+        """Copy the LM head into every head's own matrix."""
         rows = lm_head if self.draft_vocab is None else lm_head[self.draft_vocab.long()]
         for head in self.heads:
             for matrix in head[self.config.num_layers :]:
@@ -107,7 +107,7 @@ class MedusaReference(HeadReference):
 
 
 class _RmsNorm(Module):
-    """Division by the root mean square, then a weight and a bias."""
+    """Divides by the root mean square, then applies a weight and a bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -119,17 +119,17 @@ class _RmsNorm(Module):
 
 
 def divide_by_rms(x: torch.Tensor) -> torch.Tensor:
-    """The mean of [..., D] is not subtracted."""
+    """Divide [..., D] by its root mean square, without subtracting the mean."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
 
 class MlpSpeculatorReference(HeadReference):
-    """Each stage mixes the state before with a token's embedding (arXiv 2404.19124)."""
+    """Stages that each mix the previous state with a token's embedding (arXiv 2404.19124)."""
 
     def __init__(
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:
-        """With tied weights, stages share modules."""
+        """Build the stages; with tied weights they share modules."""
         super().__init__(config, draft_vocab)
         width = config.width
         stages = range(config.n_predict)
@@ -151,7 +151,7 @@ class MlpSpeculatorReference(HeadReference):
         self,
         hidden: torch.Tensor,  # [..., D] final-normed
     ) -> torch.Tensor:
-        """What stage 0 starts from."""
+        """The state from which stage 0 starts."""
         return divide_by_rms(hidden) / math.sqrt(2) if self.config.scale_input else hidden
 
     def next_state(
@@ -161,14 +161,14 @@ class MlpSpeculatorReference(HeadReference):
         state: torch.Tensor,
         tokens: torch.Tensor,  # [...] each path's last token
     ) -> torch.Tensor:
-        """Float32 [..., inner]."""
+        """The stage's state, float32 [..., inner]."""
         mixed = self.proj[stage](state) + self.config.emb_weight * self.emb[stage](tokens)
         return nn.functional.gelu(self.ln[stage](mixed.float()))
 
     def iterate_head_inputs(
         self, hidden: torch.Tensor, following: torch.Tensor, lm_head: WeightAndBias
     ) -> Iterator[HeadInput]:
-        """Given the text's own tokens."""
+        """Yield the factors of each stage's logits, given the text's own tokens."""
         state = self.first_state(hidden)
         for stage in range(self.config.n_predict):
             state = self.next_state(stage, state, following[..., stage])
@@ -180,8 +180,7 @@ class MlpSpeculatorReference(HeadReference):
         hidden: torch.Tensor,  # [E, D] final-normed
         widths: Sequence[int],  # children of a node, by level
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Below each node its likeliest children: tokens, and log probabilities given the node
-        above.
+        """Draft each node's likeliest children: tokens, and log probabilities given the node.
 
         By level, [E, widths[0] * ... * widths[i]], the children of a node together, best first.
         """

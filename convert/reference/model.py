@@ -1,4 +1,4 @@
-"""The stream-fused language model in PyTorch: what MLX is compared with, and what is trained.
+"""The stream-fused language model in PyTorch: the reference for MLX, and the model that is trained.
 
 It drives the decoder layers of transformers' own models. Every layer with multi-stream attention
 runs twice: on the node rows, then on the stream rows, which see the keys and values that the node
@@ -41,14 +41,14 @@ class ReferenceOutput:
     """Logits of the main stream, of the speculative streams, and of the early exit."""
 
     main_logits: torch.Tensor  # [B, T, V] next token of every node row
-    stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
+    stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1: stream j, j tokens further on
     early_exit_logits: torch.Tensor | None  # [B, T, V] as layer N - Ns sees it
     draft_vocab: torch.Tensor | None = None  # [Vd] tokens of `stream_logits`; None for all
 
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The final norm's output, ready for the LM head."""
+    """Outputs of the final norm, ready for the LM head."""
 
     main: torch.Tensor  # [B, T, D]
     streams: torch.Tensor  # [B, K, G, D]
@@ -56,7 +56,7 @@ class HiddenStates:
 
 
 class LowRank(Module):
-    """x [..., in] to B A x [..., out]: zero when new, as B is zero. The names are LoRA's."""
+    """Maps x [..., in] to B A x [..., out]; zero when new, as B is zero. The names are LoRA's."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class LowRank(Module):
 
 
 def scale_to_unit_rms(embedded: torch.Tensor) -> torch.Tensor:
-    """Embeddings [..., D] with a root mean square of 1."""
+    """Scale embeddings [..., D] to a root mean square of 1."""
     return nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
 
 
 class Condition(Module):
-    """Corrects a stream by the token before its own, as `ssmlx.model.condition`; zero when new."""
+    """Corrects a stream by the token before its guess (`ssmlx.model.condition`); zero when new."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Condition(Module):
         return self.out(self.mix(normed, embedded))
 
     def mix(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """[..., rank]: embeddings of the tokens before, gated by the streams."""
+        """Embeddings of the tokens before, gated by the streams, [..., rank]."""
         return torch.sigmoid(self.gate(normed)) * self.embed(scale_to_unit_rms(embedded))
 
 
@@ -123,7 +123,7 @@ class LoraLinear(Module):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where rows stand, and what they see in layers of each sliding window."""
+    """The positions of rows, and what they see in layers of each sliding window."""
 
     positions: torch.Tensor  # [B, R]
     rotary: tuple[torch.Tensor, torch.Tensor] | None  # [B, R, Dh] each; None: learned positions
@@ -189,15 +189,15 @@ class _Decoder:
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """[V, D]; new parameters take its type and device."""
+        """The table [V, D], whose type and device new parameters take."""
         return self.module.embed_tokens.weight
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[B, R, D] of [B, R]; positions are not used here."""
+        """Embed [B, R] as [B, R, D]; positions are not used here."""
         return self.module.embed_tokens(tokens)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """cos and sin [B, R, Dh] at positions [B, R]."""
+        """The cosines and sines [B, R, Dh] at positions [B, R]."""
         tables: tuple[torch.Tensor, torch.Tensor] = self.module.rotary_emb(
             self.embedding_table, positions
         )
@@ -209,7 +209,7 @@ class _Decoder:
 
 
 class _LearnedPositions(_Decoder):
-    """OPT's parts: a table of positions is added to the embeddings, and nothing is rotated.
+    """OPT's parts: a table of positions is added to embeddings, and nothing is rotated.
 
     A stream starts from its node's hidden state, which includes the node's position; nothing is
     added for the stream.
@@ -248,10 +248,10 @@ class StreamFusedReference(Module):
         base: nn.Module,
         config: StreamConfig,
         *,
-        lora: LoraSettings = _NO_LORA,  # without layers: on those with multi-stream attention
+        lora: LoraSettings = _NO_LORA,  # without `layers`, on those with multi-stream attention
         draft_vocab: torch.Tensor | None = None,  # [Vd] int32, strictly ascending
     ) -> None:
-        """New weights are drawn from PyTorch's global generator."""
+        """Build new weights, drawn from PyTorch's global generator."""
         super().__init__()
         check_base(base, config)
         require(
@@ -300,7 +300,7 @@ class StreamFusedReference(Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> ReferenceOutput:
-        """On a whole text at once. Arguments are those of `hidden_states`."""
+        """Run a whole text at once; arguments are those of `hidden_states`."""
         hidden = self.hidden_states(input_ids, stream_rows=stream_rows, **where)
         head = self.base.lm_head
         early = hidden.early_exit
@@ -315,7 +315,7 @@ class StreamFusedReference(Module):
         self,
         hidden_streams: torch.Tensor,  # [..., D] final-normed
     ) -> torch.Tensor:
-        """[..., Vd]. The head's rows are gathered by every call: give it many states at a time."""
+        """Logits [..., Vd]. Each call gathers the head's rows: pass many states at a time."""
         head = self.base.lm_head
         vocab = self.draft_vocab
         if vocab is None:
@@ -338,7 +338,7 @@ class StreamFusedReference(Module):
         previous: torch.Tensor,  # [..., C'] tokens before the one that the stream guesses
         rows: torch.Tensor,  # [..., C, D] the LM head's rows of the candidates
     ) -> torch.Tensor:
-        """[..., C', C]: what each token before adds to the logits of a stream's candidates."""
+        """What each token before adds to the logits of a stream's candidates, [..., C', C]."""
         assert self.condition is not None
         embedded = self.decoder.module.embed_tokens(previous)
         mixed = self.condition.mix(streams[..., None, :], embedded)
@@ -352,7 +352,7 @@ class StreamFusedReference(Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """What the LM head is applied to, for losses that apply it to a few rows at a time.
+        """The inputs of the LM head, for losses that apply it to a few rows at a time.
 
         `positions` [B, T] are 0 to T - 1 unless given. `visible` [B, T, T] bool, which node row
         (second axis) sees which (third), is causal unless given; a row must see itself.
@@ -366,7 +366,7 @@ class StreamFusedReference(Module):
         input_ids: torch.Tensor,  # [B, T]
         **where: torch.Tensor | None,  # `positions` and `visible` as in `hidden_states`
     ) -> torch.Tensor:
-        """Node states [B, T, D] before layer N - Ns."""
+        """Compute node states [B, T, D] before layer N - Ns."""
         node_rows, _, anchors = self._make_call_rows(input_ids.shape, torch.arange(0), **where)
         nodes = self.decoder.embed(input_ids.to(anchors.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
@@ -382,7 +382,7 @@ class StreamFusedReference(Module):
         rootless: torch.Tensor | None = None,  # [B, K] bool: streams without the root's term
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """From layer N - Ns to the final norm, with streams on the anchors."""
+        """Run from layer N - Ns to the final norm, with streams on the anchors."""
         norm = self.decoder.norm
         node_rows, speculative_rows, anchors = self._make_call_rows(
             nodes.shape[:2], stream_rows, **where
@@ -421,7 +421,7 @@ class StreamFusedReference(Module):
         self,
         nodes: torch.Tensor,  # [..., D] of `lower_states`
     ) -> torch.Tensor:
-        """[..., D] final-normed (Speculative Streaming, section 3.2.3)."""
+        """Final-normed states [..., D] (Speculative Streaming, section 3.2.3)."""
         assert self.prune_adapter is not None
         return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
@@ -430,7 +430,7 @@ class StreamFusedReference(Module):
         roots: torch.Tensor,  # [B, K] the token after each anchor
         normed: torch.Tensor,  # [B, K, D] the anchors' final-normed states
     ) -> torch.Tensor:
-        """[B, K, 2 D], the input of `root_init`: embeddings of unit RMS, then normed states."""
+        """The input of `root_init`: embeddings of unit RMS, then normed states, [B, K, 2 D]."""
         embedded = self.decoder.module.embed_tokens(roots.to(normed.device))
         return torch.cat([scale_to_unit_rms(embedded).to(normed.dtype), normed], dim=-1)
 
@@ -439,7 +439,7 @@ class StreamFusedReference(Module):
         nodes: torch.Tensor,  # [B, K, D] before layer N - Ns
         root_inputs: torch.Tensor | None = None,  # [B, K, 2 D] of `root_states`
     ) -> torch.Tensor:
-        """Start the streams of anchors (eq. 3): [B, K * G, D], anchor by anchor."""
+        """Start the anchors' streams (eq. 3), anchor by anchor: [B, K * G, D]."""
         started = nodes
         if self.stream_init is not None:
             started = self.stream_init(nodes)
@@ -448,7 +448,7 @@ class StreamFusedReference(Module):
         if self.root_init is not None:
             assert root_inputs is not None, "these streams start from the root too"
             started = started + self.root_init(root_inputs)
-        # If values are rotated, streams have no embeddings: those of an anchor start alike.
+        # If values are rotated, streams have no embeddings: all streams of an anchor start alike.
         if self.stream_embeddings is None:
             started = started.repeat_interleave(self.config.num_streams, dim=1)
         else:
@@ -464,7 +464,7 @@ class StreamFusedReference(Module):
         visible: torch.Tensor | None = None,
         stream_visible: torch.Tensor | None = None,
     ) -> _CallRows:
-        """ValueError if `positions` or `visible` has another shape."""
+        """Lay out the call's rows; ValueError if `positions` or `visible` has another shape."""
         batch, length = shape
         device = self.decoder.embedding_table.device
         num_streams = self.config.num_streams
@@ -476,7 +476,7 @@ class StreamFusedReference(Module):
         for (what, expected), given in zip(shapes.items(), (positions, visible), strict=True):
             if given.shape != expected:
                 raise ValueError(f"{what} has shape {tuple(given.shape)}, expected {expected}")
-        # The token after the last row is not known.
+        # The token after the last row is unknown.
         known = length - (self.root_init is not None)
         anchors = torch.arange(known) if stream_rows is None else stream_rows
         anchors = anchors if num_streams else anchors[..., :0]
@@ -518,7 +518,7 @@ class StreamFusedReference(Module):
         # gets the rows' keys and values, and decides what they see; None: they see one another
         keys: _NodeKeys | None,
     ) -> torch.Tensor:
-        """Rows [B, R, D] through one of transformers' own layers."""
+        """Run rows [B, R, D] through one of transformers' own layers."""
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
         out: torch.Tensor = self.decoder.layers[index](
             hidden,
@@ -532,7 +532,7 @@ class StreamFusedReference(Module):
 
     @contextmanager
     def treating_rows_as_streams(self) -> Iterator[None]:
-        """LoRA of scope "streams" acts on rows that pass inside the block."""
+        """Apply LoRA of scope "streams" to all rows that pass inside the block."""
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:
@@ -542,7 +542,7 @@ class StreamFusedReference(Module):
                 adapter.rows_are_streams = False
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
-        """By paths below the decoder, such as "layers.3.self_attn.q_proj"."""
+        """Wrap linear modules, by paths below the decoder, such as "layers.3.self_attn.q_proj"."""
         lora = self.lora
         scope = self.config.adapter_scope
         adapters = {}
@@ -568,7 +568,7 @@ class StreamFusedReference(Module):
 
     @without_gradients
     def _check_against_base_logits(self) -> None:
-        """Finds scaled embeddings and capped logits, by the logits of four tokens."""
+        """Detect scaled embeddings and capped logits, by the logits of four tokens."""
         training = self.base.training
         device = self.decoder.embedding_table.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
@@ -576,7 +576,7 @@ class StreamFusedReference(Module):
         expected = self.base(probe, use_cache=False).logits
         try:
             found = self(probe, stream_rows=probe[0, :0]).main_logits
-        except TypeError:  # such as of a rotary embedding for each kind of layer
+        except TypeError:  # if layers of each kind have their own rotary embedding, for example
             found = torch.zeros_like(expected)
         self.base.train(training)
         tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
@@ -612,7 +612,7 @@ def stream_visibility(
     stream_rows: torch.Tensor,  # [K] or [B, K], the anchors
     num_streams: int,  # G
 ) -> torch.Tensor:
-    """[B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
+    """Which stream row sees which key (eq. 2), [B, K * G, T + K * G] bool.
 
     Stream j of a node sees what the node sees, and the node's streams 1 to j. With a root, its
     child and G = 2:
@@ -634,7 +634,7 @@ def stream_visibility(
 def anchor_indices(
     rows: torch.Tensor,  # [K], the same in every text, or [B, K]
 ) -> tuple[Any, torch.Tensor]:
-    """Indices for the first two axes of [B, T, ...]; they pick [B, K, ...]."""
+    """Indices for the first two axes of [B, T, ...], which pick [B, K, ...]."""
     if rows.dim() == 1:
         return slice(None), rows
     return torch.arange(len(rows), device=rows.device)[:, None], rows
@@ -657,7 +657,7 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
 
 
 def check_base(base: nn.Module, config: StreamConfig) -> None:
-    """The vocabulary is not compared."""
+    """Check the base against the settings, except for its vocabulary."""
     lacking = _decoder_kind(base).first_missing_part(base)
     require(
         lacking is None,

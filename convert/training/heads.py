@@ -37,9 +37,9 @@ def new_heads(
     config: HeadConfig,
     draft_vocab: np.ndarray | None,  # [Vd] int32 tokens that heads guess among; None for all
     seed: int,
-    lm_head: torch.Tensor,  # [V, D] of the base model, which Medusa's matrices start from
+    lm_head: torch.Tensor,  # [V, D] of the base model, the initial value of Medusa's matrices
 ) -> HeadReference:
-    """Seeds PyTorch's global generator with `seed`."""
+    """Make new heads; seeds PyTorch's global generator with `seed`."""
     torch.manual_seed(seed)
     model = new_reference(config, None if draft_vocab is None else torch.from_numpy(draft_vocab))
     if isinstance(model, MedusaReference):
@@ -51,7 +51,7 @@ def load_frozen_model(
     path: Path,
     lora: Path | None,  # see `merge_fine_tuning`
 ) -> StreamFusedReference:
-    """The frozen model that heads are trained for, in float32, without streams."""
+    """Load the model for which heads are trained, frozen, in float32, without streams."""
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:
         base = merge_fine_tuning(base, lora)
@@ -65,7 +65,7 @@ def load_frozen_model(
 
 
 class HeadObjective(TorchObjective):
-    """Weighted cross-entropies of every head, over the hidden states of a frozen model."""
+    """Weighted cross-entropies of all heads, over the hidden states of a frozen model."""
 
     FROZEN_PART = "frozen model"
     STORE_FILE = "hidden.states"
@@ -81,7 +81,7 @@ class HeadObjective(TorchObjective):
         device: torch.device,
         dtype: torch.dtype,  # of the frozen weights and the arithmetic
     ) -> None:
-        """Casts `frozen` to `dtype` and moves both models to the device, in place."""
+        """Cast `frozen` to `dtype`, and move both models to the device, in place."""
         frozen.to(device).requires_grad_(False)
         cast_frozen_parameters(frozen, dtype)
         vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
@@ -92,7 +92,7 @@ class HeadObjective(TorchObjective):
 
     @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        """[B, T, D] final-normed hidden states of the frozen model, in `dtype`."""
+        """Compute final-normed hidden states [B, T, D] of the frozen model, in `dtype`."""
         tokens = self.index_tensor(batch.tokens)
         nothing = torch.arange(0, device=self.device)
         with autocast_for(self.device, self.dtype):
@@ -119,9 +119,9 @@ class HeadObjective(TorchObjective):
         return self.weighted_loss(found)
 
     def _head_inputs_of_anchors(self, batch: Batch, lower: torch.Tensor) -> list[HeadInput]:
-        """By head: its states [B, K, W], and the matrix and bias that give their logits."""
+        """By head: its states [B, K, W], and the matrix and bias of its logits."""
         levels = range(self.model.config.num_levels)
-        # Where the text has ended there is no target either.
+        # After the text's end there is no target either.
         text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)
         with autocast_for(self.device, self.dtype):
             rows = self.model.iterate_head_inputs(
@@ -140,7 +140,7 @@ class HeadObjective(TorchObjective):
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A speculator's stages are given the text's own tokens before theirs."""
+        """Rank candidates; a speculator's stages receive the text's own tokens."""
         found: list[Any] = []
         for row in self._head_inputs_of_anchors(batch, lower):
             logits = nn.functional.linear(*row)
@@ -157,10 +157,10 @@ class HeadObjective(TorchObjective):
         lower: torch.Tensor,
         size: int,  # nodes of a tree, the root included
     ) -> Replay:
-        """Here an MLP speculator drafts after its own guesses, not after the text."""
+        """Replay held-out text; an MLP speculator drafts after its own guesses here."""
         if not isinstance(self.model, MlpSpeculatorReference):
             return super().replay(batch, lower, size)
-        # All answers side by side: a stage's guesses depend on the path.
+        # All answers are drafted together: a stage's guesses depend on the path.
         hidden = self._anchor_states(batch, lower)
         texts = [answer.tokens.tolist() for answer in batch.answers_with_anchors()]
         places = [0] * len(texts)

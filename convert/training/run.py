@@ -35,7 +35,7 @@ def new_streams(
     train: TrainConfig,
     draft_vocab: np.ndarray | None,  # [Vd] int32; None for all
 ) -> StreamFusedReference:
-    """Seeds PyTorch's global generator with `train.seed`."""
+    """Make a model with new streams; seeds PyTorch's global generator with `train.seed`."""
     torch.manual_seed(train.seed)
     return StreamFusedReference(
         base,
@@ -89,7 +89,7 @@ class TermRows(NamedTuple):
 
 
 class TorchObjective(Objective):
-    """The loss of eq. 5 in PyTorch, over a model and its draft vocabulary [Vd], if it has one."""
+    """The loss of eq. 5 in PyTorch, over a model and its draft vocabulary [Vd], if any."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class TorchObjective(Objective):
 
     @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        """See `Objective.lower`; streams are final-normed, and on the CPU."""
+        """Compute the states of `Objective.lower`; streams are final-normed, and on the CPU."""
         with autocast_for(self.device, self.dtype):
             states = self.model.lower_states(
                 self.index_tensor(batch.tokens), **self.row_arguments(batch)
@@ -135,7 +135,7 @@ class TorchObjective(Objective):
         lower: torch.Tensor,  # [B, T, D] on the device
         rootless: np.ndarray | None = None,  # [B, K] bool: streams without the root's term
     ) -> HiddenStates:
-        """From the insertion layer to the final norm, with streams on every anchor."""
+        """Run from the insertion layer to the final norm, with streams on every anchor."""
         anchors = self.index_tensor(batch.anchors)
         without = None if rootless is None else torch.from_numpy(rootless).to(self.device)
         with autocast_for(self.device, self.dtype):
@@ -157,7 +157,7 @@ class TorchObjective(Objective):
         lower: torch.Tensor,  # [B, T, state_size]
         step: int,  # see `Objective.loss_terms`
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Eq. 5's weighted sum, with gradients; the means by "NAME_loss" in nats per token."""
+        """Eq. 5's weighted sum, with gradients, and the means as "NAME_loss" in nats per token."""
         states = self._hidden_states_by_kind(batch, lower, self.rootless_anchors(batch, step))
         found = []
         for term in self.loss_terms(batch, step):
@@ -180,7 +180,7 @@ class TorchObjective(Objective):
     def _hidden_states_by_kind(
         self, batch: Batch, lower: torch.Tensor, rootless: np.ndarray | None = None
     ) -> dict[TermKind, torch.Tensor]:
-        """[..., D]: main and streams final-normed, pruning's as `lower` has them."""
+        """States [..., D]: main and streams final-normed, the pruning's as returned by `lower`."""
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
             streams = nodes[anchor_indices(self.index_tensor(batch.anchors))]
@@ -189,7 +189,7 @@ class TorchObjective(Objective):
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
     def weighted_loss(self, terms: Iterable[TermRows]) -> tuple[torch.Tensor, dict[str, float]]:
-        """As `loss_and_term_means`; a term without targets counts 0."""
+        """The sum and means as in `loss_and_term_means`; a term without targets counts 0."""
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
         for name, alpha, rows, weight, bias, targets in terms:
@@ -231,7 +231,7 @@ class TorchObjective(Objective):
         tokens: torch.Tensor,  # [K, G, C] candidates
         logprobs: torch.Tensor,  # [K, G, C] without a condition
     ) -> torch.Tensor:
-        """[K, G, C, C] log probabilities, given each candidate of the stream before."""
+        """Log probabilities [K, G, C, C], given each candidate of the stream before."""
         first = roots.clamp(min=0)[:, None, None].expand(-1, 1, tokens.shape[-1])
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
         with autocast_for(self.device, self.dtype):
@@ -338,7 +338,7 @@ class LinearCrossEntropy(Function):
         targets: torch.Tensor,  # [R] ids
         scale: float,  # of every row in the sum
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the gradients too, for `backward`."""
+        """Compute the sum, and already the gradients, for `backward`."""
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]
@@ -389,8 +389,8 @@ def use_stream_attention(base: nn.Module, num_streams: int) -> None:
         scaling: float | None = None,
         **settings: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Returns [B, rows, H, Dh], and None for weights, as transformers' modules expect."""
-        # As many queries as keys, or no mask: these rows are nodes.
+        """Attention [B, rows, H, Dh], and None for weights, as transformers' modules expect."""
+        # Rows with as many queries as keys, or without a mask, are nodes.
         if attention_mask is None or query.shape[2] == key.shape[2]:
             of_nodes: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **settings
@@ -428,15 +428,15 @@ def stream_attention(
     node_scores = node_scores.view(batch, heads, rows, num_nodes) + mask[..., :num_nodes]
 
     def only_stream_rows(x: torch.Tensor) -> torch.Tensor:
-        """[B * Hkv * K, G, Dh] of keys or values."""
+        """The streams' part [B * Hkv * K, G, Dh] of keys or values."""
         return x[:, :, num_nodes:].reshape(-1, num_streams, width)
 
     def by_node(x: torch.Tensor) -> torch.Tensor:
-        """[B, Hkv, groups, K, G, n] -> [B * Hkv * K, groups * G, n]."""
+        """Reshape [B, Hkv, groups, K, G, n] to [B * Hkv * K, groups * G, n]."""
         return x.transpose(2, 3).reshape(-1, groups * num_streams, x.shape[-1])
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `by_node`, as [B, H, K * G, n]."""
+        """Undo `by_node`, as [B, H, K * G, n]."""
         shape = batch, kv_heads, num_anchors, groups, num_streams, x.shape[-1]
         return x.view(shape).transpose(2, 3).reshape(batch, heads, rows, -1)
 

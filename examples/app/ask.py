@@ -17,7 +17,7 @@ QUESTIONS = ("Write a short poem about the sea.", "Why is the sky blue?")
 
 
 class Screen:
-    """On a terminal, shows the end of each growing answer on a line; then whole answers."""
+    """On a terminal, shows the end of each growing answer on its own line; then whole answers."""
 
     def __init__(self, questions: list[str]) -> None:
         self.questions = questions
@@ -43,7 +43,7 @@ class Screen:
 async def stream_answer_to_screen(
     engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: int
 ) -> None:
-    """If the task is cancelled, so is the answer."""
+    """Stream one answer; cancelling the task cancels the answer."""
     question = screen.questions[number]
     async with engine.stream(question, max_tokens=max_tokens) as segments:
         async for segment in segments:
@@ -51,7 +51,7 @@ async def stream_answer_to_screen(
 
 
 async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:
-    """If one answer fails or Ctrl-C comes, all are cancelled."""
+    """Answer all questions at once; if one fails or on Ctrl-C, all are cancelled."""
     try:
         async with asyncio.TaskGroup() as tasks:
             for number in range(len(screen.questions)):
@@ -64,7 +64,7 @@ async def answer_all_at_once(engine: ssmlx.Engine, screen: Screen, max_tokens: i
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code is 2 for a model or a setting that cannot be used, 130 for Ctrl-C."""
+    """Run the example; exit code 2 for an invalid model or setting, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description="Ask several questions at once.")
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS))
     parser.add_argument("--model", default="smollm2-135m")
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ssmlx").setLevel(logging.INFO)
-    if isinstance(sys.stdout, TextIOWrapper):  # a character that it cannot write ends nothing
+    if isinstance(sys.stdout, TextIOWrapper):  # replaces characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     screen = Screen(args.questions)
     try:

@@ -1,4 +1,4 @@
-"""What an app needs beside an answer: a time-out, a cancel button, closing, other processes.
+"""Patterns for an app: a time-out, a cancel button, closing, other processes.
 
 python examples/app/patterns.py
 python examples/app/patterns.py --model mlx-community/Qwen3-4B-4bit
@@ -27,7 +27,7 @@ class AnswerSoFar(NamedTuple):
 async def answer_within(
     engine: ssmlx.Engine, question: str, seconds: float, max_tokens: int = 256
 ) -> AnswerSoFar:
-    """Answer a question for at most some seconds; then the answer is cancelled."""
+    """Answer a question within some seconds; then the answer is cancelled."""
     pieces: list[str] = []
     try:
         async with asyncio.timeout(seconds):
@@ -43,18 +43,18 @@ async def answer_within(
 async def answer_until_enough(
     engine: ssmlx.Engine, question: str, is_enough: Callable[[str], bool]
 ) -> str:
-    """Answer until `is_enough` says so of the text so far, as a Stop button does it."""
+    """Answer until `is_enough` accepts the text so far, as for a Stop button."""
     text = ""
     async with engine.stream(question, max_tokens=2000) as answer:
         async for segment in answer:
             text += segment.text
             if is_enough(text):
-                answer.cancel()  # does not wait; the loop ends after the call that runs now
+                answer.cancel()  # does not wait; the loop ends after the running call
     return text
 
 
 async def close_engine_during_answers(engine: ssmlx.Engine, questions: Sequence[str]) -> list[str]:
-    """Close the engine once each answer has begun: they are cancelled, without errors."""
+    """Close the engine once each answer has begun: the answers are cancelled, without errors."""
     begun = [asyncio.Event() for _ in questions]
 
     async def read_to_end(number: int) -> str:
@@ -67,7 +67,7 @@ async def close_engine_during_answers(engine: ssmlx.Engine, questions: Sequence[
     reading = [asyncio.create_task(read_to_end(number)) for number in range(len(questions))]
     for event in begun:
         await event.wait()
-    await asyncio.to_thread(engine.close)  # it waits, so not on the thread of the event loop
+    await asyncio.to_thread(engine.close)  # it blocks: not on the event loop's thread
     return list(await asyncio.gather(*reading))
 
 
@@ -77,7 +77,7 @@ def answer_in_this_process(model: str, question: str, max_tokens: int) -> str:
 
 
 def answer_in_another_process(model: str, question: str, max_tokens: int) -> str:
-    """In a process that was spawned: a forked one cannot use MLX."""
+    """Answer in a spawned process, since a forked one cannot use MLX."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(answer_in_this_process, model, question, max_tokens).result()
@@ -94,7 +94,7 @@ async def print_each_pattern(model: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code is 2 for a model that cannot be loaded."""
+    """Run the example; exit code 2 for a model that cannot be loaded."""
     parser = argparse.ArgumentParser(description="Time-outs, cancelling, closing, processes.")
     parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args(argv)
@@ -108,5 +108,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":  # a spawned process imports this file, and must not run it
+if __name__ == "__main__":  # a spawned process imports this file without running it
     raise SystemExit(main())

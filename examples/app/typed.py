@@ -16,14 +16,14 @@ class Assistant:
         self,
         model: str | Path,  # a folder, a Hub name or an alias
         *,
-        # what texts may take beside the weights; None for ssmlx's default
+        # memory for texts beside the weights; None for ssmlx's default
         memory_gb: float | None = None,
     ) -> None:
         self.engine = ssmlx.Engine(model, memory_gb=memory_gb)
         self.saved_calls = 0
 
     def ask(self, question: str, adapter: str | None = None) -> str:
-        """An empty text if there is no memory for it."""
+        """Answer a question; returns an empty text if there is no memory for it."""
         config = ssmlx.GenerateConfig(max_tokens=40, temp=0.0, stop=("\n\n",))
         text = ""
         last: ssmlx.GenerationResponse | None = None
@@ -56,7 +56,7 @@ class MeasuredAnswer(NamedTuple):
 
 
 def answer_once(model: str, question: str) -> MeasuredAnswer:
-    """With the adapter that ssmlx chooses, and without an engine."""
+    """Answer with the adapter that ssmlx chooses, without an engine."""
     loaded, tokenizer = ssmlx.load(model, adapter="auto")
     prompt: list[int] = ssmlx.prompt_tokens(question, loaded, tokenizer)
     responses = list(ssmlx.stream_generate(loaded, tokenizer, prompt, max_tokens=40))

@@ -1,4 +1,4 @@
-"""`python -m examples.recipes.chat_prompts`: prompts to train and judge chat adapters with.
+"""`python -m examples.recipes.chat_prompts`: prompts to train and evaluate chat adapters.
 
 From the checkout, with the extra `torch`.
 """
@@ -62,7 +62,7 @@ def make_two_turn_chats(
     follow_ups: Sequence[str],  # one for each prompt
     batch_size: int,
 ) -> list[dict[str, Any]]:
-    """A prompt, the model's greedy answer cut to whole sentences, and a follow-up question."""
+    """Make chats of a prompt, the model's greedy answer in whole sentences, and a question."""
     encoded = continuations.encode_prompts(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
@@ -81,7 +81,7 @@ def make_two_turn_chats(
 
 
 def cut_to_whole_sentences(text: str) -> str:
-    """After its last sentence or line; all of it stays if no sentence ends."""
+    """Cut after the last sentence or line; the text stays if no sentence ends."""
     ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)|(?=\n)", text)]
     return (text[: ends[-1]] if ends and text[: ends[-1]].strip() else text).strip()
 
@@ -90,7 +90,7 @@ def split_without_near_copies(
     sampled: Sequence[str],  # the model's own prompts
     hand_written: Mapping[Split, list[str]],
 ) -> dict[str, list[str]]:
-    """Prompts that begin like a hand-written or an earlier one are left out."""
+    """Split prompts, leaving out those that begin like a hand-written or an earlier one."""
     seen = {opening_words(text) for texts in hand_written.values() for text in texts}
     fresh = []
     for text in sampled:
@@ -114,7 +114,7 @@ def split_without_near_copies(
 def sample_user_turns(
     model: Any, tokenizer: Any, count: int, *, batch_size: int, seed: int
 ) -> list[str]:
-    """As many batches as it takes, in the order in which they came."""
+    """Sample user turns in as many batches as needed, in the order of their generation."""
     from huggingface_hub.utils import tqdm
 
     sampling = Sampling(seed=seed, **SAMPLING)
@@ -127,7 +127,7 @@ def sample_user_turns(
                 model, [prefix] * batch_size, sampling, stop, batch
             ):
                 text = tokenizer.decode(answer.tokens[:-1]).strip()
-                # One that came to its own end.
+                # Only turns that the model itself ended.
                 if answer.finish_reason == "stop" and is_good_prompt(text):
                     found.setdefault(normalise_prompt(text), text)
             bar.update(min(len(found), count) - bar.n)
@@ -169,7 +169,7 @@ def _write_prompts(args: argparse.Namespace) -> None:
 
 
 def _sampled_prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
-    """Those of an earlier run with the same settings, which are kept in --out."""
+    """Sample prompts, or read those of an earlier run with the same settings in --out."""
     of = hashlib.sha256(args.model.encode()).hexdigest()[:8]
     kept = args.out / f"sampled_{of}_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
     if kept.is_file():

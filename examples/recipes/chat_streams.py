@@ -52,12 +52,12 @@ OUT gets at most eight files of at most 15 MB. A run's state comes in pieces:
 cat OUT/state-* > WORK/run/state.pt."""
 
 HELD_OUT = [Path(__file__).parents[1] / f"data/chat_{split}.jsonl" for split in ("valid", "test")]
-SEEDS = 400  # of the prompts that ship
-FILE_TOKENS = 3_000_000  # of answers
+SEEDS = 400  # for the prompts that ship
+FILE_TOKENS = 3_000_000  # of answers per file
 PIECE_BYTES = 15 * 2**20
 FIRST_ANSWER_TOKENS = 100
 PROBE_STEPS = 5
-RESERVE = 45.0  # seconds, for the last validation and what is written at the end
+RESERVE = 45.0  # seconds for the last validation and for writing the results
 TASKS = (
     "Summarize this text in two sentences:\n\n{text}",
     "What are the main points of this text?\n\n{text}",
@@ -75,7 +75,7 @@ class OwnAnswer(NamedTuple):
 
 
 def pack(answers: Sequence[OwnAnswer]) -> dict[str, np.ndarray]:
-    """Arrays for a file: all tokens in a row; and [N, 2] tokens of each prompt and answer."""
+    """Pack answers into arrays: all tokens in a row; [N, 2] tokens of prompt and answer."""
     tokens = [token for one in answers for token in (*one.prompt, *one.answer)]
     lengths = [(len(one.prompt), len(one.answer)) for one in answers]
     return {"tokens": np.array(tokens, np.uint16), "lengths": np.array(lengths, np.uint16)}
@@ -106,7 +106,7 @@ class AnswerFolder:
             self.num_tokens += sum(len(one.answer) for one in self._last)
 
     def add(self, answers: Sequence[OwnAnswer]) -> None:
-        """Write answers into the last file, or into a new one where that is full."""
+        """Write answers into the last file, or into a new one if that is full."""
         if not self.files or sum(len(a) + len(b) for a, b in self._last) >= FILE_TOKENS:
             self.files.append(self._folder / f"answers-{len(self.files):02}.npz")
             self._last = []
@@ -116,7 +116,7 @@ class AnswerFolder:
 
 
 def save(path: Path, answers: Sequence[OwnAnswer]) -> None:
-    """Write answers into a file, which is whole at every time."""
+    """Write answers into a file, which is complete at any time."""
     work = path.with_name("new.npz")
     np.savez_compressed(work, **pack(answers))  # type: ignore[arg-type]
     work.replace(path)
@@ -188,11 +188,7 @@ class Prompts:
 
 
 def make_answers(args: argparse.Namespace) -> None:
-    """Answer batches until there are --tokens tokens, or the next batch would end after --minutes.
-
-    Raises:
-        InputError: the model cannot be loaded.
-    """
+    """Answer batches, until --tokens tokens are there or the next one would exceed --minutes."""
     from ssmlx.loading.names import resolve_model
 
     deadline = time.monotonic() + 60 * args.minutes
@@ -239,11 +235,7 @@ def make_answers(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, more: Sequence[str]) -> None:
-    """Time a few steps, and train as many as fit into --minutes, in a folder of its own.
-
-    Raises:
-        InputError: there are no answers, or `convert.train` refuses its options.
-    """
+    """Time a few steps, and train as many as fit into --minutes, in a folder of its own."""
     deadline = time.monotonic() + 60 * args.minutes
     work = args.work or args.out / "work"
     make_folder(args.out)
@@ -300,7 +292,7 @@ def train(args: argparse.Namespace, more: Sequence[str]) -> None:
 
 @contextmanager
 def copying_once_a_minute(run: Path, out: Path) -> Iterator[None]:
-    """Inside the block, and at its end, bring what a run has saved into `out`, in pieces."""
+    """Copy a run's files into `out` each minute inside the block, and at its end."""
     ended = threading.Event()
 
     def copy() -> None:

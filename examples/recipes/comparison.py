@@ -1,4 +1,4 @@
-"""`python -m examples.recipes.comparison`: the drafters that `perf.compare` compares, made anew."""
+"""`python -m examples.recipes.comparison`: trains the drafters that `perf.compare` compares."""
 
 import argparse
 import hashlib
@@ -25,26 +25,26 @@ EPILOG = """Takes the steps of comparison.json, which says where DATA comes from
 the same command goes on. OUT/comparison.json is a copy that records what is finished, at which
 commit, and the SHA-256 of all data; null there accepts any file, and is filled in."""
 MANIFEST = Path(__file__).with_suffix(".json")
-EQUAL = ("data", "model", "epochs", "batch_size", "max_length", "seed")  # of a task's drafters
+EQUAL = ("data", "model", "epochs", "batch_size", "max_length", "seed")  # within a task
 
 
 @dataclass(kw_only=True)
 class Step:
-    """A command of the recipe, and whether it was run."""
+    """A command of the recipe, and the commit at which it ran."""
 
     name: str  # TASK/WHAT
     command: str  # a module and its options; DATA/ and OUT/ stand for folders
-    commit: str | None = None  # at which it was taken
+    commit: str | None = None  # at which it ran
     finished: bool = False
 
     def options(self) -> dict[str, Any]:
-        """By name, parsed by the command's own parser."""
+        """The options by name, parsed by the command's own parser."""
         module, *words = shlex.split(self.command)
         options: dict[str, Any] = vars(import_module(module).parse_args(words))
         return options
 
     def input_files(self) -> list[str]:
-        """That the command learns from or answers, by the names of the recipe."""
+        """The files that the command reads to learn or answer, by their names in the recipe."""
         folder, prompts = map(self.options().get, ("data", "prompts"))
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
@@ -58,18 +58,18 @@ class Step:
 
 
 def path_with_real_folder(name: str, args: argparse.Namespace) -> str:
-    """For a leading DATA or OUT."""
+    """Replace a leading DATA or OUT by its folder."""
     first, _, rest = name.partition("/")
     folders = {"DATA": args.data_dir.resolve(), "OUT": args.out.resolve()}
     return str(folders[first] / rest) if first in folders else name
 
 
 def check_equal_training(steps: Sequence[Step]) -> None:
-    """Drafters of one task must learn equally much."""
+    """Check that the drafters of one task are trained equally long."""
     rivals: dict[str, tuple[str, str]] = {}
     for step in steps:
         options = step.options()
-        if "epochs" in options and options.get("num_streams", True):  # no task's LoRA
+        if "epochs" in options and options.get("num_streams", True):  # not a task's LoRA
             has = ", ".join(f"{name} {options[name]}" for name in EQUAL)
             name, expected = rivals.setdefault(step.name.split("/")[0], (step.name, has))
             found = f"{step.name} has {has}"
@@ -81,7 +81,7 @@ def check_digest(
     digests: dict[str, str | None],  # SHA-256 by file name
     args: argparse.Namespace,
 ) -> None:
-    """A digest of None is filled in."""
+    """Check a file's digest; a digest of None is filled in."""
     path = ROOT / path_with_real_folder(name, args)
     expected = digests[name]
     do = "take the steps before it, or give --data-dir"
@@ -109,20 +109,20 @@ def run_module(words: Sequence[str]) -> int:
 
 
 def _run_unfinished_steps(args: argparse.Namespace) -> int:
-    """Finished steps are recorded in OUT/comparison.json; the first that fails ends it."""
+    """Run the steps, recording finished ones in OUT/comparison.json; the first failure ends it."""
     record = args.out / MANIFEST.name
     source = record if record.is_file() else MANIFEST
     manifest = read_json(source, "a manifest of steps")
     with explain_broken_result(source, PROG):
         files = manifest["files"]
         steps = [Step(**step) for step in manifest["steps"]]
-        for step in steps:  # what was set to None is to be learned from anew
+        for step in steps:  # a step runs again if a digest of its inputs is None
             step.finished &= None not in [files[name] for name in step.input_files()]
     check_equal_training(steps)
     before = manifest.setdefault("max_steps", args.max_steps)
     found = f"{args.out} holds a run with --max-steps {before}"
     require(before == args.max_steps, found, expected=f"{args.max_steps}", do="give another --out")
-    if before and source is MANIFEST:  # its prompts and answers are fewer than those first made
+    if before and source is MANIFEST:  # it has fewer prompts and answers than were first made
         files |= {name: None for name in files if name.startswith("OUT/")}
     chosen = [one for one in steps if f"{one.name}/".startswith(f"{args.only or one.name}/")]
     require(bool(chosen), f"--only {args.only}", expected="a task or a step", do="correct it")

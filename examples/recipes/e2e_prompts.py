@@ -1,4 +1,4 @@
-"""`python -m examples.recipes.e2e_prompts`: more meaning representations, as the E2E task has.
+"""`python -m examples.recipes.e2e_prompts`: more meaning representations for the E2E task.
 
 The task's training file has some 500 different ones. A fine-tuned model can answer any others, and
 its answers teach the streams (`convert.continuations --lora`).
@@ -31,14 +31,14 @@ or place nearby that only those have is taken from the values."""
 VALUES = Path(__file__).parents[1] / "data" / "e2e_values.json"
 DRY_ROUNDS = 10_000  # draws without a new prompt, until there are no more
 MORE_SHARE = 0.5  # of `VALUES`
-_UNSEEN = ("name", "near")  # what the held-out files have to themselves
+_UNSEEN = ("name", "near")  # attributes whose held-out values are not used
 _ATTRIBUTE = re.compile(r"([^,\[\]]+)\[([^\[\]]*)\](?:, |$)")
 
 Attributes = tuple[tuple[str, str], ...]  # such as (("name", "Aromi"), ("area", "riverside"))
 
 
 def parse_attributes(text: str) -> Attributes:
-    """`name[Aromi], area[riverside]` into pairs, in order."""
+    """Parse `name[Aromi], area[riverside]` into pairs, in order."""
     found = tuple(_ATTRIBUTE.findall(text))
     require(
         bool(found) and format_attributes(found) == text,
@@ -50,12 +50,12 @@ def parse_attributes(text: str) -> Attributes:
 
 
 def format_attributes(attributes: Attributes) -> str:
-    """The inverse of `parse_attributes`."""
+    """Format attributes; the inverse of `parse_attributes`."""
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 
 def read_values_not_held_out(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
-    """Values by attribute, without the names and places that held-out prompts have."""
+    """Read values by attribute, without the names and places of held-out prompts."""
     kept_back = {pair for one in held_out for pair in one if pair[0] in _UNSEEN}
     return {
         name: [value for value in values if (name, value) not in kept_back]
@@ -65,13 +65,13 @@ def read_values_not_held_out(held_out: Collection[Attributes]) -> Mapping[str, S
 
 def recombine_attributes(
     known: Sequence[Attributes],
-    most: int,  # fewer if `DRY_ROUNDS` draws in a row give nothing new
+    most: int,  # fewer are returned if `DRY_ROUNDS` draws in a row repeat earlier ones
     taken: Collection[str],  # prompts that must not be made
     seed: int,
     # further values by attribute, from which half of the draws come
     more_values: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """The attributes of a known prompt, with values of others; all different."""
+    """Combine the attributes of a known prompt with the values of others; all results differ."""
     draw = random.Random(seed)
     seen = set(taken)
     values: dict[str, list[str]] = {}

@@ -60,8 +60,8 @@ Writes bench.json and .txt into --out. What there is no time for is left out, an
 says so."""
 Now = Callable[[], float]
 CONTEXTS = (2000,)
-CONTEXT_TOKENS = 24  # about what the answers have: after its end a text is hard to guess
-MOST_ROUNDS = 12  # at each length of context
+CONTEXT_TOKENS = 24  # about the answers' own length: tokens after their end are hard to guess
+MOST_ROUNDS = 12  # for each length of context
 SAFETY = 1.3
 BAR = "{l_bar}{bar}"
 
@@ -71,13 +71,13 @@ class Part(NamedTuple):
 
     adapter: str  # a bundled name or a folder
     task: str
-    max_tokens: int  # of the longest answer
-    weight: float  # of its share of the time
-    data: Path | None = None  # None for what ships
+    max_tokens: int  # of an answer, at most
+    weight: float  # its share of the time
+    data: Path | None = None  # None for the data that ships
 
 
 ROWS_WEIGHT = 0.06
-# The last adapter is also what contexts are measured with.
+# Long contexts are measured with the last adapter.
 PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql", "sql", 64, 0.25))
 
 
@@ -86,7 +86,7 @@ def part_deadlines(
     seconds: float,
     weights: Mapping[str, float],
 ) -> dict[str, float]:
-    """When each part should end, in order and by weight; what one leaves, later ones have."""
+    """When each part should end, by weight; later parts get the time that one leaves."""
     ends = accumulate(weights.values())
     whole = sum(weights.values())
     return {name: now + seconds * end / whole for name, end in zip(weights, ends, strict=True)}
@@ -96,7 +96,7 @@ class Rounds(NamedTuple):
     """Answers of rounds, in each of which every system answers one prompt."""
 
     answers: Sequence[Mapping[str, TimedAnswer]]  # by round and by the system's name
-    is_cold: bool  # there was time only for the first round, which warms up
+    is_cold: bool  # only the first round, which warms up, fitted into the time
     longest_seconds: float  # of a round
 
 
@@ -109,7 +109,7 @@ def answer_rounds(
     label: str,
     now: Now = time.perf_counter,
 ) -> Rounds:
-    """The order of systems rotates. The warm-up counts only if there was time for no other round.
+    """Answer in rounds, with systems in rotating order; a lone first round also counts.
 
     A round begins only if the longest one so far, the warm-up included, would let it end by the
     deadline.
@@ -139,11 +139,11 @@ def measure_what_time_allows(
     args: argparse.Namespace,
     parts: Sequence[Part],  # in order; the last one also answers after long contexts
 ) -> dict[str, Any]:
-    """The machine and the first adapter in any case; the rest if it should end in time."""
-    base = resolve_model(args.model)  # before the clock: a download is no measurement
+    """Measure the machine and the first adapter, and others if they should end in time."""
+    base = resolve_model(args.model)  # before the clock starts: a download is not measured
     started = time.perf_counter()
     weights = {"rows": ROWS_WEIGHT, **{part.adapter: part.weight for part in parts}}
-    # Mostly what reading the context takes.
+    # Mostly the time to read the context.
     weights |= {str(length): 0.06 + 7e-5 * length for length in args.contexts}
     ends = part_deadlines(started, 60 * args.minutes, weights)
     result: dict[str, Any] = {
@@ -195,14 +195,14 @@ def measure_what_time_allows(
 
 
 def bench_systems(max_tokens: int) -> list[System]:
-    """All greedy."""
+    """The systems of the benchmark; all are greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens, temp=0)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens, temp=0))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 
 def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
-    """Its examples and adapter are read; the base is not."""
+    """Build a part's experiment, reading its examples and adapter, but not the base."""
     task, (folder, adapter) = TASKS[part.task], read_adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
@@ -218,9 +218,9 @@ def figures_of_rounds(
     target: Target,
     prompts: Sequence[list[int]],  # token ids of each round's prompt
     rounds: Rounds,
-    **more: Any,  # replaces figures of the same names
+    **more: Any,  # override figures of the same names
 ) -> dict[str, Any]:
-    """Figures as of `task_result`, without scores."""
+    """Compute figures as in `task_result`, without scores."""
     answers = {
         system.name: [[Kept(one[system.name], "")] for one in rounds.answers]
         for system in experiment.systems
@@ -232,7 +232,7 @@ def figures_of_rounds(
 
 
 def precision_text(target: Target) -> str:
-    """Such as `float32`, or `4-bit weights, float16`."""
+    """Describe the precision, as `float32`, or `4-bit weights, float16`."""
     dtype = str(target.plain.backbone.dtype).removeprefix("mlx.core.")
     if not is_quantised(target.mlx_model):
         return dtype
@@ -245,7 +245,7 @@ def make_context(
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
 ) -> list[int]:
-    """Exactly `length` tokens: earlier prompts with answers, cut at the front, then the prompt."""
+    """Make exactly `length` tokens: earlier prompts and answers, cut at the front; the prompt."""
     text = list(prompts[last_prompt % len(prompts)])
     number = last_prompt
     while len(text) < length:
@@ -256,7 +256,7 @@ def make_context(
 
 
 def encode_reference(example: Example, target: Target) -> list[int]:
-    """Empty if no reference is known."""
+    """Encode the reference answer; empty if none is known."""
     if not example.references:
         return []
     tokenizer = target.tokenizer
@@ -272,7 +272,7 @@ def measure_after_context(
     deadline: float,  # in seconds, on `time.perf_counter`'s clock
     context_tokens: int,
 ) -> dict[str, Any] | None:
-    """Figures; None if the model's context is too short, or one round would take too long.
+    """Measure after a long context; None if it exceeds the model's, or a round would take too long.
 
     Each answer has `CONTEXT_TOKENS` tokens, as no token ends it.
     """
@@ -294,7 +294,7 @@ def measure_after_context(
 
 
 def _measure(args: argparse.Namespace) -> int:
-    """Exit code 1 if answers with float32 weights differ from plain decoding's."""
+    """Measure and print; exit code 1 if answers in float32 differ from plain decoding's."""
     make_folder(args.out)
     result = measure_what_time_allows(args, PARTS)
     print_and_save(result, args.out / "bench", format_text_report(result))
@@ -310,7 +310,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """`contexts` is sorted and without repetitions."""
+    """Parse options; `contexts` becomes sorted, without repetitions."""
     parser = make_parser(PROG, f"{__doc__}\n{EPILOG}")
     add_model_option(parser)
     add_options(

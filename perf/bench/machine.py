@@ -1,4 +1,4 @@
-"""What calls take on this machine: rows, launches, reads, and whether caches are copied."""
+"""Measures calls on this machine: rows, launches, reads, and whether caches are copied."""
 
 import statistics
 import time
@@ -24,8 +24,8 @@ from ssmlx.settings import GenerateConfig, TreeConfig
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXT = 128  # tokens in front of the rows
-TURNS = (3, 40)  # of all numbers of rows: at least and at most
-WARM_TURNS = 1  # that do not count
+TURNS = (3, 40)  # how often all numbers of rows are timed: at least, at most
+WARM_TURNS = 1  # which do not count
 CHAINS = (200, 3200)  # tiny kernels that wait for each other
 CHAIN_TURNS = 5
 LAUNCH_STEPS = 16
@@ -40,7 +40,7 @@ def measure_machine(
     prompt: list[int],  # token ids of any text, repeated to `CONTEXT` tokens
     deadline: float,  # on `time.perf_counter`'s clock, in seconds, when the forwards should end
 ) -> dict[str, Any]:
-    """Whole forwards of trees of `ROWS` nodes, launches of kernels, and decoding steps."""
+    """Time forward passes of trees of `ROWS` nodes, launches of kernels, and decoding steps."""
     cache = make_filled_cache(model, prompt, CONTEXT, scratch_rows=max(ROWS))
 
     def forward(tree: Tree) -> mx.array:
@@ -66,7 +66,7 @@ def measure_machine(
 
 
 def weight_bits(model: StreamFusedModel) -> int:
-    """Of a weight of the last layer; the fewest, if its matrices differ."""
+    """Bits of a weight in the last layer; the fewest, if its matrices differ."""
     backbone = model.backbone
     packed = [one.bits for one in backbone.layers[-1].modules() if hasattr(one, "bits")]
     return min(packed, default=8 * backbone.dtype.size)
@@ -81,14 +81,14 @@ def make_filled_cache(
 ) -> TreeCache:
     cache = TreeCache(model.num_layers, scratch=scratch_rows)
     text = [tokens[index % len(tokens)] for index in range(num_tokens)]
-    # Room beforehand: a buffer that grows is copied, which would be timed.
+    # Allocate beforehand: a growing buffer is copied, which would be timed.
     cache.reserve(more_tokens=num_tokens, step_rows=scratch_rows)
     prefill(model, text, cache)
     return cache
 
 
 def make_typical_tree(model: StreamFusedModel, num_nodes: int) -> Tree:
-    """Each guess is half as likely as the one before, about as in trees that streams draft."""
+    """Make a tree whose guesses halve in probability, about as in trees that streams draft."""
     streams = model.num_streams
     config = TreeConfig(kind="best", size=num_nodes)
     count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
@@ -101,7 +101,7 @@ def make_typical_tree(model: StreamFusedModel, num_nodes: int) -> Tree:
 
 
 class CallTimes(NamedTuple):
-    """What calls took."""
+    """The times of calls, and their noise."""
 
     seconds: dict[int, float]  # the median of each call, by its number of rows
     noise: float  # the median over calls of `relative_quartile_spread`
@@ -109,10 +109,10 @@ class CallTimes(NamedTuple):
 
 def time_calls_in_turns(
     calls_by_rows: Mapping[int, Callable[[], mx.array]],
-    turns: int,  # that count, after `WARM_TURNS`
+    turns: int,  # which count, after `WARM_TURNS` others
     clock: Clock = time.perf_counter,  # in seconds
 ) -> CallTimes:
-    """In turns, so that what else the machine does affects all calls alike."""
+    """Time calls in turns, so that other load on the machine affects all calls alike."""
     times: dict[int, list[float]] = {rows: [] for rows in calls_by_rows}
     order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls_by_rows]
     for turn, rows in bar(order, "forwards"):
@@ -128,7 +128,7 @@ def time_calls_in_turns(
 
 
 def relative_quartile_spread(times: Sequence[float]) -> float:
-    """The distance between the first and third quartile, over the median."""
+    """The distance between the first and third quartile, divided by the median."""
     if len(times) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -136,10 +136,10 @@ def relative_quartile_spread(times: Sequence[float]) -> float:
 
 
 def seconds_per_chained_kernel() -> float:
-    """A tiny kernel's seconds in a chain of kernels that wait for each other."""
+    """Seconds per tiny kernel, in a chain of kernels that wait for each other."""
 
     def time_one_chain(length: int) -> float:
-        """Building the chain does not count."""
+        """Time a chain, without building it."""
         found = mx.array(1.0)
         for _ in range(length):
             found = found + 1
@@ -147,13 +147,13 @@ def seconds_per_chained_kernel() -> float:
         mx.eval(found)
         return time.perf_counter() - started
 
-    # The difference of two chains, so that what a launch takes once does not count.
+    # The difference of two chains cancels the fixed cost of a launch.
     short, long = (min(time_one_chain(one) for _ in range(CHAIN_TURNS)) for one in CHAINS)
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
 def kernel_trials() -> list[dict[str, Any]]:
-    """Shapes at which the fused kernel was compared with MLX's in this process."""
+    """Trials of this process in which the fused kernel was compared with MLX's."""
     return [
         {
             "rows": one.largest.rows,
@@ -167,7 +167,7 @@ def kernel_trials() -> list[dict[str, Any]]:
 
 @contextmanager
 def count_reads() -> Iterator[Counter[str]]:
-    """Reads of arrays by the host inside the block, on any thread."""
+    """Count reads of arrays by the host inside the block, on any thread."""
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[[mx.array], Any]:
@@ -185,14 +185,13 @@ def count_reads() -> Iterator[Counter[str]]:
 
 
 def sleep_and_take_all(seconds: float, tokens: Sequence[int]) -> AnswerPart:
-    """An answer that never ends, with a pause before each step."""
+    """Yield endlessly as an answer does, with a pause before each step."""
     time.sleep(seconds)
     return take_all(tokens)
 
 
 def time_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
-    """Whether MLX copies a layer's cache, because the GPU still holds it when the next step is
-    launched.
+    """Detect whether MLX copies a layer's cache, which the GPU still holds at the next launch.
 
     Then the peak without pauses is higher by a layer's cache or more, and steps take longer. Each
     way is measured twice: seconds are the lower ones, all else is of the second time. Seconds are

@@ -1,4 +1,4 @@
-"""The report of `perf.bench` as text."""
+"""Formats the report of `perf.bench` as text."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -81,7 +81,7 @@ def _learned_cost_lines(result: Result) -> list[str]:
 
 
 def _kernel_trial_text(one: Row) -> str:
-    """Rows x keys, MLX's and the kernel's microseconds, whether it is used."""
+    """Format a trial: rows x keys, microseconds of MLX and of the kernel, whether it is used."""
     shape = f"{one['rows']}x{one['keys']}"
     end = "used" if one["taken"] else "not used"
     mlx = 1e6 * one["seconds"]
@@ -91,7 +91,7 @@ def _kernel_trial_text(one: Row) -> str:
 
 
 def _adapter_table(task: Row) -> list[str]:
-    """Figures have intervals if there is more than one prompt."""
+    """Format the table; figures have intervals if there is more than one prompt."""
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
@@ -129,5 +129,5 @@ def _weights_and_peak_bytes(task: Row, row: Row) -> int:
 
 
 def prompt_tokens_per_second(context: Row, row: Row) -> float:
-    """Tokens of a context over the mean seconds until the first token."""
+    """A context's tokens over the mean seconds until the first token."""
     return float(context["tokens"] / row["first_token_seconds"]["value"])

@@ -1,4 +1,4 @@
-"""What a small hybrid and its MTP head bring, and what going back after a rejection costs."""
+"""Measures a small hybrid and its MTP head, and the cost of going back after a rejection."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ DRAFTED = 4  # tokens of the chains that are timed and replayed
 def cut_held_out_prompts(
     tokenizer: Tokenizer, sources: Sequence[Source], count: int, length: int
 ) -> list[list[int]]:
-    """Sources in turns; the cuts of a source are spread evenly over its text."""
+    """Cut prompts from the sources in turns, spread evenly over each source's text."""
     streams = [encode_into_one_row(tokenizer, source.held_out) for source in sources]
     streams = [row for row in streams if len(row) > length]
     require(
@@ -60,7 +60,7 @@ def cut_held_out_prompts(
 
 
 def relative_logit_gap_to_transformers(folder: Path, tokens: Sequence[int]) -> float:
-    """The largest absolute difference over the largest absolute logit."""
+    """The largest absolute difference of logits, over the largest absolute logit."""
     model, _ = ssmlx.load(folder, dtype="float32")
     found = np.array(model.backbone.model(mx.array([tokens])), np.float32)
     reference, _ = load_torch_model(folder)
@@ -70,7 +70,7 @@ def relative_logit_gap_to_transformers(folder: Path, tokens: Sequence[int]) -> f
 
 
 def load_torch_model(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
-    """In float32."""
+    """Load the model in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     head = Head(model.config)
     tensors = load_file(folder / "model.safetensors")
@@ -81,7 +81,7 @@ def load_torch_model(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
 
 
 class Text(NamedTuple):
-    """Token ids of a prompt, and of plain decoding's answer."""
+    """Token ids of a prompt, and of plain decoding's answer to it."""
 
     prompt: list[int]
     answer: list[int]
@@ -119,7 +119,7 @@ def accepted_share_by_level(answers: Sequence[TimedAnswer]) -> list[float]:
 
 
 def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, dict[str, Any]]:
-    """As arguments of `ssmlx.stream_generate`."""
+    """The systems, as arguments of `ssmlx.stream_generate`."""
     # A deterministic controller reads no seconds: its drafts are the same on every machine.
     head = load_mtp(model, folder)
     chains = {
@@ -143,7 +143,7 @@ def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, di
 def answer_by_all_systems(
     folder: Path, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[StreamFusedModel, list[SystemAnswers]]:
-    """Only its length ends an answer."""
+    """Answer the prompts; only the length ends an answer."""
     model, tokenizer = ssmlx.load(folder, dtype="float32")
     tokenizer.eos_token_ids = set()
     plain = GenerateConfig(decoding="plain", max_tokens=num_tokens, temp=0)
@@ -168,7 +168,7 @@ def answer_by_all_systems(
 
 
 def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any]:
-    """Shares of chains accepted up to each level; tokens per call without the prompts'."""
+    """Shares of chains accepted to each level, and tokens per call without the prompts'."""
     model, head = load_torch_model(folder)
     accepted = []  # drafted tokens accepted after each token of each answer
     for prompt, answer in texts:
@@ -190,7 +190,7 @@ def count_accepted(
     drafted: torch.Tensor,  # [R, K] chains; chain i follows token i + 1
     start: int,  # tokens of the prompt: the first root is the answer's first token
 ) -> list[int]:
-    """A count for each root whose whole chain the text could have."""
+    """Count accepted tokens for each root whose whole chain fits into the text."""
     counts = []
     for root in range(start, len(text) - drafted.shape[1]):
         chain = drafted[root - 1].tolist()
@@ -204,7 +204,7 @@ def replayed_tokens_per_call(
     accepted: Sequence[Sequence[int]],
     drafted: int,  # tokens of a call's chain
 ) -> float:
-    """Without the prompts' calls."""
+    """Tokens per call, without the prompts' calls."""
     tokens = calls = 0
     for counts in accepted:
         place = 0
@@ -257,7 +257,7 @@ def time_calls_after_chains(model: StreamFusedModel, texts: Sequence[Text]) -> d
 
 def _time_taking_back_alone(cache: Any) -> float:
     started = time.perf_counter()
-    cache.mark()  # takes back what was rejected
+    cache.mark()  # rolls back what was rejected
     mx.eval(cache.state)
     seconds = time.perf_counter() - started
     cache.forget_marks()
@@ -268,9 +268,9 @@ def _time_one_chain_call(
     model: StreamFusedModel,
     cache: Any,
     text: Sequence[int],  # goes on after what is cached
-    kept: int,  # how many of the chain's `DRAFTED` drafted tokens are right
+    kept: int,  # number of correct tokens among the chain's `DRAFTED`
 ) -> float:
-    """The accepted rows, `kept` + 1, are added to the cache."""
+    """Time the calls; the accepted rows, `kept` + 1, are added to the cache."""
     root = cache.offset
     size = model.backbone.vocab_size
     known = text[root : root + 1 + DRAFTED]
@@ -286,7 +286,7 @@ def _time_one_chain_call(
 
 
 def _time_one_plain_call(model: StreamFusedModel, cache: Any, text: Sequence[int]) -> float:
-    """The text's next token, which is then cached."""
+    """Time a call on the text's next token, which is then cached."""
     token = mx.array([text[cache.offset]], mx.int32)
     started = time.perf_counter()
     plain_call(model, token, last_tokens((), 0), cache).read_tokens()
@@ -299,7 +299,7 @@ def count_bytes_to_go_back(
     chain_rows: int,
     activation_bytes: int,  # of a number
 ) -> dict[str, int]:
-    """What recurrences need to run again over the rows of a chain, in all layers.
+    """Bytes that recurrences need to run again over the rows of a chain, in all layers.
 
     "states", in float32, are counted once, though they are read and written; "inputs" are those of
     recurrences and convolutions.
@@ -321,7 +321,7 @@ def count_weight_bytes_of_a_call(
     config: Qwen3_5TextConfig,
     bits_per_weight: float,  # scales included
 ) -> int:
-    """All but the table of embeddings."""
+    """Bytes of all weights but the table of embeddings."""
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
     numbers = sum(one.numel() for one in model.model.layers.parameters())
@@ -399,7 +399,7 @@ def measure(
     prompt_tokens: int,
     max_tokens: int,
 ) -> int:
-    """Exit code 1 if a system's answer is not plain decoding's. PyTorch has one thread then."""
+    """Measure with one PyTorch thread; exit code 1 if an answer is not plain decoding's."""
     torch.set_num_threads(1)
     make_folder(out)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

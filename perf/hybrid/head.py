@@ -36,9 +36,9 @@ class Head(nn.Module):  # type: ignore[misc]
     def join_and_project(
         self,
         embeddings: torch.Tensor,  # [B, R, D] of tokens i+1
-        hidden: torch.Tensor,  # [B, R, D] of tokens i, or what stands for them
+        hidden: torch.Tensor,  # [B, R, D] of tokens i, or what replaces them
     ) -> torch.Tensor:
-        """The layer's input [B, R, D]."""
+        """Compute the layer's input [B, R, D]."""
         parts = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
         joined: torch.Tensor = self.fc(torch.cat(parts, dim=-1))
         return joined
@@ -58,7 +58,7 @@ class Head(nn.Module):  # type: ignore[misc]
 
 
 def mask_of_stacked_steps(rows_of_step: int, num_steps: int) -> torch.Tensor:
-    """[S R, S R] true if a row sees another, of S steps of R rows, one step after the other.
+    """Mask [S R, S R], true if a row sees another, of S steps of R rows, one step after the other.
 
     A row sees what it would see when it drafts: the rows of the first step up to its own, its own
     row of the steps in between, and itself.
@@ -78,7 +78,7 @@ def run_steps(
     head: Head,
     joined_inputs: list[torch.Tensor],  # [B, R, D] of `Head.join_and_project`, for each step
 ) -> list[torch.Tensor]:
-    """[B, R, D] after the head's norm, for each step; no step reads another's output here."""
+    """Run all steps; [B, R, D] after the norm for each. No step reads another's output here."""
     rows = joined_inputs[0].shape[1]
     positions = torch.cat([torch.arange(rows) + step for step in range(len(joined_inputs))])
     mask = mask_of_stacked_steps(rows, len(joined_inputs))
@@ -116,7 +116,7 @@ def draft_chains(
     hidden: torch.Tensor,  # [1, L, D] after the model's final norm
     length: int,  # K, tokens of a chain
 ) -> torch.Tensor:  # [L - 1, K]
-    """Greedily after every token, as if each were the newest: chain i follows token i + 1."""
+    """Draft greedily after every token, as if each were the newest: chain i follows token i + 1."""
     table = model.model.embed_tokens.weight
     inputs = [head.join_and_project(F.embedding(tokens[:, 1:], table), hidden[:, :-1])]
     chains: list[torch.Tensor] = []

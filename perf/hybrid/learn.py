@@ -1,4 +1,4 @@
-"""Learning: a small hybrid of Qwen3.5's kind, and its MTP head beside it, in PyTorch."""
+"""Trains a small hybrid of Qwen3.5's kind, and its MTP head beside it, in PyTorch."""
 
 import io
 import json
@@ -30,7 +30,7 @@ WEIGHTS = {"sql": 0.3, "e2e": 0.2, "dialogsum": 0.1, "documents": 0.1, "python":
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model; the head's layer is like the model's layers of attention."""
+    """Sizes of the model; the head's layer is like the model's layers of attention."""
 
     vocab_size: int = 4096
     hidden_size: int = 384
@@ -63,7 +63,7 @@ def make_config(sizes: Sizes) -> Qwen3_5TextConfig:
 
 
 def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE vocabulary, from some of each source's text."""
+    """Train a byte-level BPE vocabulary on some of each source's text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,13 +79,13 @@ def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
 
 
 def _sample_evenly(texts: Sequence[str], max_characters: int) -> Sequence[str]:
-    """Every n-th of the texts."""
+    """Take every n-th of the texts."""
     total = sum(map(len, texts))
     return texts[:: max(1, math.ceil(total / max_characters))]
 
 
 def encode_into_one_row(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """Each text is ended by `END`."""
+    """Encode texts into one row; each ends with `END`."""
     end = tokenizer.token_to_id(END)
     ids = [id for one in tokenizer.encode_batch(list(texts)) for id in (*one.ids, end)]
     return np.array(ids, np.int32)
@@ -97,7 +97,7 @@ class Sampler:
     def __init__(
         self,
         streams: dict[str, np.ndarray],  # by source, its tokens in one row
-        weights: dict[str, float],  # in any unit; 0.1 for a source without one
+        weights: dict[str, float],  # in any unit; 0.1 for sources that are not listed
         length: int,  # tokens of a sequence
     ) -> None:
         self._streams = {name: row for name, row in streams.items() if len(row) > length}
@@ -112,7 +112,7 @@ class Sampler:
         self._length = length
 
     def draw_sequences(self, random: np.random.Generator, count: int) -> torch.Tensor:
-        """[count, length]: a source for each row, then a place in it."""
+        """Draw [count, length]: a source for each row, then a position in it."""
         names = list(self._streams)
         drawn = random.choice(len(names), size=count, p=self._shares)
         rows = [self._cut_at_random(random, self._streams[names[one]]) for one in drawn]
@@ -124,10 +124,10 @@ class Sampler:
 
 
 class Run:
-    """A model and a head that learn, and can go on where they were stopped."""
+    """The training of a model and its head, which can continue after a stop."""
 
     def __init__(self, sizes: Sizes, schedule: Schedule, sampler: Sampler) -> None:
-        """PyTorch's own random numbers are seeded."""
+        """Make new weights; seeds PyTorch's own random numbers."""
         torch.manual_seed(0)
         self.model = Qwen3_5ForCausalLM(make_config(sizes))
         self.head = Head(self.model.config)
@@ -149,11 +149,11 @@ class Run:
         return self.seconds >= self._schedule.minutes * 60
 
     def learn_from_one_batch(self) -> list[float]:
-        """The losses before it: the model's, and those of the head's two steps."""
+        """Take a step; returns the losses before it: the model's, and the head's two."""
         started = time.perf_counter()
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate_now()
-        # The batch depends on the number of steps alone.
+        # The batch depends only on the number of steps.
         tokens = self._sampler.draw_sequences(
             np.random.default_rng(self.steps), self._schedule.batch
         )
@@ -168,7 +168,7 @@ class Run:
         return [float(loss.detach()) for loss in losses]
 
     def _losses(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """The model's, then the head's two, whose gradients do not reach the model."""
+        """The model's loss, then the head's two, whose gradients do not reach the model."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(tokens, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden[:, :-1]).float()
@@ -176,13 +176,13 @@ class Run:
             return [own, *losses_of_two_steps(self.model, self.head, tokens, hidden.detach())]
 
     def _learning_rate_now(self) -> float:
-        """It rises over the first steps, then falls with a cosine of the time."""
+        """The rate rises over the first steps, then falls with a cosine of the time."""
         done = min(1.0, self.seconds / (self._schedule.minutes * 60))
         warm = min(1.0, (1 + self.steps) / self._schedule.warm_up)
         return self._schedule.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
     def save(self, folder: Path) -> None:
-        """If that fails, the earlier file stays."""
+        """Save; if that fails, the earlier file stays."""
         state = {
             "model": self.model.state_dict(),
             "head": self.head.state_dict(),
@@ -195,7 +195,7 @@ class Run:
         write_whole(folder / STATE, content.getvalue())
 
     def load_if_saved(self, folder: Path) -> None:
-        """If the file is broken, some of it may be loaded by then."""
+        """Load a saved state; a broken file may be partly loaded by then."""
         if not (folder / STATE).exists():
             return
         try:
@@ -215,7 +215,7 @@ class Run:
 
 
 def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None:
-    """A folder as Qwen3.5's are published, which mlx-lm loads; the head is in it as `mtp.`.
+    """Write a folder in Qwen3.5's published form for mlx-lm; the head is in it as `mtp.`.
 
     Norms are stored as PyTorch's modules hold them: minus one.
     """
@@ -266,7 +266,7 @@ def train_and_save(
     run: Run,
     out: Path,
     schedule: Schedule,
-    # is given a line at every 20th step, with the mean losses since the line before
+    # receives a line every 20 steps, with the mean losses since the line before
     say: Callable[[str], None],
 ) -> None:
     saved = run.seconds
@@ -286,7 +286,7 @@ def train_and_save(
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Shared ones count once."""
+    """Count parameters; shared ones count once."""
     return sum(one.numel() for one in module.parameters())
 
 
@@ -296,7 +296,7 @@ def train(
     out: Path,
     schedule: Schedule,
 ) -> None:
-    """PyTorch computes with one thread from then on."""
+    """Train; from here on PyTorch computes with one thread."""
     torch.set_num_threads(1)
     make_folder(out)
     sizes = Sizes()

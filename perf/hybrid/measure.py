@@ -1,4 +1,4 @@
-"""What a small hybrid drafts, and what going back costs it: of a folder that `train` wrote.
+"""Measures what a small hybrid of a folder by `train` drafts, and what going back costs it.
 
 Every system answers the same held-out prompts, greedily in float32, and must give plain decoding's
 tokens. Then the head's drafts are replayed by PyTorch on these answers, and calls are timed after
@@ -34,7 +34,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    """Exit code 1 if a system's answer is not plain decoding's."""
+    """Measure; exit code 1 if a system's answer is not plain decoding's."""
     needed = ("config.json", "model.safetensors", "tokenizer.json")
     require(
         all((args.model / name).is_file() for name in needed),

@@ -10,6 +10,6 @@ class Schedule:
     minutes: float = 50.0  # of learning, on the clock, all runs together
     batch: int = 8  # sequences per step
     length: int = 256  # tokens of a sequence
-    rate: float = 2e-3  # the highest, after `warm_up` steps; it falls to a tenth
+    rate: float = 2e-3  # the highest, after `warm_up` steps; then it falls to a tenth
     warm_up: int = 50
-    save_minutes: float = 3.0  # between two saves
+    save_minutes: float = 3.0  # time between two saves

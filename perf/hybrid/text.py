@@ -17,7 +17,7 @@ END = "<|endoftext|>"
 MARKDOWN = "documents"
 PYTHON = "python"
 _HELD_OUT_ONE_IN = 12
-# Characters of a file that is read; longer ones of the standard library are tables.
+# Bounds on a file's characters; longer ones in the standard library are tables.
 _SHORTEST_FILE = 200
 _LONGEST_FILE = 200_000
 
@@ -28,14 +28,14 @@ class Source:
 
     name: str
     train: list[str] = field(default_factory=list)
-    held_out: list[str] = field(default_factory=list)  # of files that no text of `train` comes from
+    held_out: list[str] = field(default_factory=list)  # no file is split between this and `train`
 
 
 def read_sources(
     data: Path,  # a folder per task, with `train.jsonl` and `test.jsonl`: `prompt` and `completion`
     documents: Path,  # its Markdown files are read, in its folders too
 ) -> list[Source]:
-    """A source for each task, by name, then one of documents and one of Python's library."""
+    """Read a source for each task, by name, then one of documents and one of Python's library."""
     tasks = sorted(path.parent for path in data.glob("*/train.jsonl"))
     require(
         bool(tasks),
@@ -63,7 +63,7 @@ def read_sources(
 
 
 def is_held_out(group: str) -> bool:
-    """About one group in twelve, always the same."""
+    """Whether a group is held out: about one in twelve, always the same ones."""
     digest = hashlib.sha256(group.encode()).digest()
     return digest[0] % _HELD_OUT_ONE_IN == 0
 
@@ -86,7 +86,7 @@ def _read_prompts_with_completions(path: Path) -> list[str]:
 
 
 def _read_and_split_files(name: str, folder: Path, files: Iterable[Path]) -> Source:
-    """Of `PYTHON`'s packages all files are held out or none."""
+    """Read and split files; all files of one of `PYTHON`'s packages are held out, or none."""
     source = Source(name)
     for path in files:
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -19,7 +19,7 @@ PROG = "perf.hybrid.train"
 
 
 def make_parser_with_texts(module: str, text: str | None) -> Parser:
-    """A parser with --data, which is required, and --documents."""
+    """Make a parser with a required --data, and with --documents."""
     parser = make_parser(module, text)
     parser.add_argument(
         "--data",

@@ -1,1 +1,1 @@
-"""What every measurement shares."""
+"""Code that all measurements share."""

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured. What cannot be found out is "unknown"."""
+"""Describes where and with what a figure was measured; unavailable values are "unknown"."""
 
 import os
 import platform
@@ -34,18 +34,18 @@ def describe_machine() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def timing_environment() -> dict[str, str]:
-    """What times depend on beside the code."""
+    """What times depend on in addition to the code."""
     found = describe_machine()
     return {name: found[name] for name in _TIMED_ON}
 
 
 def machine_load_text() -> str:
-    """Of the last minute: `1.4 of 2 cores busy when it began`."""
+    """The load of the last minute, as `1.4 of 2 cores busy when it began`."""
     return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores busy when it began"
 
 
 def _system_name() -> str:
-    """Such as "macOS 15.1" or "Debian GNU/Linux 12 (bookworm)"; else the kernel's name."""
+    """The system's name, as "macOS 15.1" or "Debian GNU/Linux 12 (bookworm)"; else the kernel's."""
     if macos := platform.mac_ver()[0]:
         return f"macOS {macos}"
     try:
@@ -55,7 +55,7 @@ def _system_name() -> str:
 
 
 def _git_commit_or_unknown() -> str:
-    """12 digits, with ", changed" if tracked files differ from the commit."""
+    """The commit's first 12 digits, with ", changed" if tracked files differ from it."""
     git = ("git", "-C", str(ROOT))
     name = command_output_or_empty(*git, "rev-parse", "--short=12", "HEAD")
     if not (ROOT / ".git").exists() or not name:

@@ -55,11 +55,11 @@ AnswersBySystem = Mapping[str, KeptAnswers]
 class Experiment:
     """Systems that answer the same prompts on the same weights, in turns."""
 
-    name: str  # of what is measured; the names of its files begin with it
+    name: str  # begins the names of the experiment's files
     # weights and systems: the target and what drafts for it; who answers
     weights: Weights
     systems: Sequence[System]
-    # examples and data: what is asked, and what that is called
+    # examples and data: the prompts, and their name
     examples: Sequence[Example]
     task: Task | None = None  # how answers are judged; None if they are only timed or compared
     data: str = ""
@@ -68,7 +68,7 @@ class Experiment:
     repeats: int = 1
     warm_up: int = 1  # answers of each system before the first that counts
     out: Path | None = None  # where `measure` keeps answers as they come
-    fresh: bool = False  # whether answers of an earlier run are forgotten
+    fresh: bool = False  # whether answers of an earlier run are discarded
 
     @property
     def fixed_trees(self) -> list[str]:
@@ -78,7 +78,7 @@ class Experiment:
         ]
 
     def load_target_and_prompts(self) -> tuple[Target, list[list[int]]]:
-        """Checks that the experiment can be run: what all systems draft with is loaded too."""
+        """Load everything that the systems draft with, which checks that the experiment can run."""
         target = Target(self.weights)
         adapter = self.weights.adapter
         template = adapter.config.prompt_template if adapter else None
@@ -94,8 +94,7 @@ class Experiment:
         return target, prompts
 
     def measure(self) -> Measured:
-        """Answers go to disk in `out` as they come; those of an earlier run with the same settings
-        are used again.
+        """Answer all prompts; reuses what an earlier run with the same settings stored in `out`.
 
         Before the first new answer, each system that lacks some answers the first prompt `warm_up`
         times, which is not kept and teaches nothing.
@@ -112,7 +111,7 @@ class Experiment:
             for name, system in systems.items()
         }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
-        # Nobody knows what a run that goes on began with.
+        # For a run that continues, the first learned costs are unknown.
         num_costs = {
             name: None
             if any(key in stores[name] for key in keys)
@@ -125,7 +124,7 @@ class Experiment:
                 said = f"{self.name}, {name}: {len(kept)} answers of an earlier run"
                 print(said, file=sys.stderr)
             for _ in range(self.warm_up if len(kept) < len(keys) else 0):
-                # What this answer would teach, the first that counts must not know.
+                # The first answer that counts must not have learned from this one.
                 config = replace(systems[name].config, deterministic=True)
                 target.answer(replace(systems[name], config=config), prompts[0])
         progress = tqdm(keys, desc=self.name, unit="prompt", disable=None)
@@ -142,11 +141,11 @@ class Experiment:
         return Measured(self, target, prompts, answers, load, num_costs)
 
     def settings_of_answers(self, system: System) -> dict[str, Any]:
-        """Everything beside the prompt that an answer and its time depend on, as JSON values."""
+        """Everything but the prompt that an answer and its time depend on, as JSON values."""
         weights = self.weights
         kind = DRAFT_MODEL if system.kind == DRAFT_ALONE else system.kind
         return {
-            # Other code may answer otherwise.
+            # Other code may give other answers.
             "code": sources_digest(),
             "base": file_stats_digest(weights.base),
             "folder": folder_digest(weights.folder),
@@ -154,7 +153,7 @@ class Experiment:
             "dtype": weights.dtype,
             "rounds": weights.rounds,
             "system": system.name,
-            # Speeds compare if systems took turns: with other systems beside it, it is another run.
+            # Speeds are comparable if systems took turns: other systems make it another run.
             "systems": [other.name for other in self.systems],
             "kind": system.kind,
             "config": asdict(system.config),
@@ -165,14 +164,14 @@ class Experiment:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """An experiment with all its answers; `load` says how busy the machine was as it began."""
+    """An experiment with all its answers; `load` says how busy the machine was at its start."""
 
     experiment: Experiment
     target: Target
     prompts: Sequence[list[int]]
     answers: AnswersBySystem
     load: str
-    # costs that each system knew as the run began; None if it learns none, or if unknown
+    # number of costs that each system knew at the run's start; None if it learns none, or unknown
     num_costs: Mapping[str, int | None] = field(default_factory=dict)
 
     def answers_of_first_repeat(self, system_name: str) -> list[Kept]:
@@ -180,7 +179,7 @@ class Measured:
 
 
 def run_result(
-    experiment: Experiment,  # its first system says the sampling
+    experiment: Experiment,  # the first system's sampling is recorded
     model_name: str,  # as the user gave it
     task_results: Sequence[Any],
 ) -> dict[str, Any]:
@@ -201,9 +200,9 @@ def run_result(
 
 def task_result(
     measured: Measured,  # mlx-lm and plain decoding are among the systems
-    **more: Any,  # replaces figures of the same names
+    **more: Any,  # override figures of the same names
 ) -> dict[str, Any]:
-    """As JSON values; the draft model alone has no row, only its seconds per call."""
+    """The task's figures as JSON values; the draft model alone has only its seconds per call."""
     experiment = measured.experiment
     weights = measured.experiment.weights
     plain_metrics = _mean_scores_of(experiment, measured.answers_of_first_repeat(PLAIN))
@@ -252,7 +251,7 @@ def _category_results(
     systems: Sequence[System],
     prices: Prices,
 ) -> list[dict[str, Any]]:
-    """Each category by its own prompts alone: the reference tree is chosen anew."""
+    """Results of each category from its own prompts; the reference tree is chosen for each."""
     of_category: dict[str, list[int]] = {}
     for index, example in enumerate(measured.experiment.examples[: len(measured.prompts)]):
         if example.category:
@@ -279,7 +278,7 @@ def _category_results(
 
 
 def _tokens_per_call(answers: KeptAnswers) -> Estimate:
-    """Of the first repeats."""
+    """Tokens per call of the first repeats."""
     first = [repeats[0].answer for repeats in answers]
     return ratio([len(one.tokens) for one in first], [one.target_calls for one in first])
 
@@ -294,7 +293,7 @@ def _system_row(
     measured: Measured,
     plain_metrics: Mapping[str, Any],  # of plain decoding, not computed again for the same tokens
 ) -> dict[str, Any]:
-    """Times are medians of repeats; tokens and calls are of the first repeat; peaks of all."""
+    """A row: times are medians of repeats; tokens and calls are the first's; peaks are of all."""
     prompts = measured.answers[system.name]
     first = measured.answers_of_first_repeat(system.name)
     plain = measured.answers_of_first_repeat(PLAIN)
@@ -341,7 +340,7 @@ def _system_row(
 
 
 def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
-    """Its levels and nodes, and the settings that shape it; empty without drafters."""
+    """Describe its levels and nodes, and the settings that shape it; empty without drafters."""
     if not drafters:
         return {}
     drafter = drafters[0]  # the first, if several may draft
@@ -353,7 +352,7 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
 
 
 def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
-    """The median over answers and repeats of the mean seconds of a target call after the first."""
+    """The median over answers of the mean seconds of a target call after the first."""
     timed = [kept.answer for repeats in answers for kept in repeats]
     times = [a.decode_seconds / (a.target_calls - 1) for a in timed if a.target_calls > 1]
     return statistics.median(times) if times else None
@@ -362,8 +361,7 @@ def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
 def speedup_figures(
     system: System, answers: AnswersBySystem, best_tree_system: str | None = None
 ) -> dict[str, Any]:
-    """Ratios of decode tokens/s and of times of whole answers ("latency_..."); above 1 the system
-    is faster.
+    """Ratios of decode tokens/s and of whole answers' times ("latency_..."); above 1 is faster.
 
     A ratio of tokens/s is None if no prompt has answers of two tokens or more by both.
     """
@@ -392,7 +390,7 @@ def speedup_figures(
 
 
 def find_differences_from_plain(measured: Measured, system: System) -> list[dict[str, Any]] | None:
-    """The first repeat that differs; None for mlx-lm when it samples, with its own noise."""
+    """Compare the first differing repeat; None for mlx-lm if it samples, with its own noise."""
     if system.kind == MLX_LM and system.config.temp:
         return None
     found = []
@@ -411,7 +409,7 @@ def describe_first_difference(
     plain: list[int],  # token ids
     other: list[int],  # token ids, not the same
 ) -> dict[str, Any]:
-    """Its "token" counts from 0; its "gap" of logits is None if sampled, or only shorter."""
+    """ "token" counts from 0; the logits' "gap" is None if sampled, or if one is only shorter."""
     experiment = measured.experiment
     place = first_difference(plain, other)
     assert place is not None
@@ -426,7 +424,7 @@ def describe_first_difference(
 
 
 def systems_parting_beyond_ties(result: Mapping[str, Any]) -> list[str]:
-    """As "task, system", those that differ from plain decoding by more than rounding."""
+    """List "task, system" of those that differ from plain decoding by more than rounding."""
     return [
         f"{task['task']}, {row['name']}"
         for task in result["tasks"]

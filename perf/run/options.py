@@ -1,4 +1,4 @@
-"""Options that the measuring commands share, and the experiment that they name."""
+"""Options that the measuring commands share, and the experiment that they describe."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ from .target import DRAFT_MODEL, MLX_LM, MTP, PLAIN, STREAMS, TEXT, System, Weig
 from .tasks import TASKS, find_data_file, make_scorer, read_examples
 
 BASE = "smollm2-135m-q4_1"
-DEFAULT = "default"  # what users get without options; with `TEXT`, on the target without streams
+DEFAULT = "default"  # the default for users; with `TEXT`, on the target without streams
 CONTROLLED = {DEFAULT: STREAMS, TEXT: TEXT}  # systems without settings, and their kinds
 # the systems that `trees` stands for
 TREES = (
@@ -49,7 +49,7 @@ def add_out_option(group: argparse._ActionsContainer) -> None:
 
 
 def split_name_and_value(item: str) -> tuple[str | None, str]:
-    """At the first "="; the name is None without "=", or if the whole is an existing path."""
+    """Split at the first "="; the name is None without "=", or if the whole is an existing path."""
     name, equals, value = item.partition("=")
     is_whole = not equals or Path(item).expanduser().exists()
     return (None, item) if is_whole else (name, value)
@@ -60,7 +60,7 @@ def check_counts(
     args: argparse.Namespace,
     *names: str,  # with underscores; a value is a number, a list of numbers or None
 ) -> None:
-    """Exit code 2 with one line."""
+    """Check that counts are positive; else exit code 2 with one line."""
     for name in names:
         value = getattr(args, name)
         least = min(value) if isinstance(value, list) else value
@@ -70,7 +70,7 @@ def check_counts(
 
 def add_experiment_options(
     parser: argparse.ArgumentParser,
-    # gets --task, which is required without it
+    # receives --task, which is required without it
     alternatives: argparse._MutuallyExclusiveGroup | None = None,
     *,
     tasks: Sequence[str] = (),  # defaults of --task, which then takes several
@@ -78,7 +78,7 @@ def add_experiment_options(
     repeats: int = 1,
     dtypes: Sequence[str] = (),  # defaults of --dtype, which then takes several
 ) -> None:
-    """The options that `build_task_experiment` reads, except --out."""
+    """Add the options that `build_task_experiment` reads, except --out."""
     data = parser.add_argument_group("data")
     shown = f" (default: {' '.join(tasks)})" if tasks else ""
     task = (alternatives or data).add_argument(
@@ -165,7 +165,7 @@ def add_experiment_options(
 
 
 def _checkpoint_metavar(kind: str) -> str:
-    """MODEL if a Hub name will do."""
+    """The metavar, MODEL if a Hub name is accepted."""
     return "MODEL" if kind in (DRAFT_MODEL, MTP) else "FOLDER"
 
 
@@ -173,7 +173,7 @@ def build_task_experiment(
     args: argparse.Namespace,  # with one --task and one --dtype
     measurement: str,  # begins the names of files, such as "compare"
 ) -> Experiment:
-    """No model is loaded, but one that is named may be downloaded.
+    """Build the experiment; loads no model, but a named one may be downloaded.
 
     Systems that lack weights, or the pruning adapter that they ask for, are left out, and named on
     standard error. If a draft model drafts, it also takes part alone.
@@ -186,7 +186,7 @@ def build_task_experiment(
             expected="--temp above 0",
             do=f"omit {flag}",
         )
-    # Under a seed, so that every drafter must write the same.
+    # Seeded, so that every drafter must write the same answer.
     seed = args.seed if args.temp else None
     sampling = SamplingConfig(temp=args.temp, top_k=args.top_k, seed=seed)
     max_tokens = args.max_tokens or task.max_tokens
@@ -239,7 +239,7 @@ def build_task_experiment(
 
 
 class _SystemParser(Parser):
-    """A parser whose errors become an `InputError` about --systems."""
+    """A parser that raises its errors as an `InputError` about --systems."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(
@@ -255,7 +255,7 @@ def parse_systems_with_baselines(
     sampling: SamplingConfig,
     max_tokens: int = 256,
 ) -> list[System]:
-    """mlx-lm and plain decoding are put first if they are missing."""
+    """Parse systems; mlx-lm and plain decoding are put first if they are missing."""
     texts = [name for text in texts for name in (TREES if text == "trees" else (text,))]
     missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
     systems: dict[str, System] = {}
@@ -271,7 +271,7 @@ def parse_systems_with_baselines(
             system.config,
             max_tokens=max_tokens,
             seed=sampling.seed,
-            **vars(sampling.numbers()),  # nothing is left to the model's generation_config.json
+            **vars(sampling.numbers()),  # overrides the model's generation_config.json
         )
         systems[system.name] = replace(system, config=config)
     return list(systems.values())
@@ -280,7 +280,7 @@ def parse_systems_with_baselines(
 def _parse_system(
     text: str,  # such as `draft-model width=2 --tree full`
 ) -> System:
-    """All but mlx-lm, plain decoding and those of `CONTROLLED` draft at every call."""
+    """Parse a system; all but mlx-lm, plain decoding, `CONTROLLED` draft at every call."""
     words = text.split()
     kind = next(iter(words), "")
     flags = [n for n, word in enumerate(words) if word[0] == "-"]
@@ -306,12 +306,12 @@ def _parse_system(
     args = parser.parse_args(words[first:])
     args.decoding = "speculative"
     args.drafter = parse_drafter_option(" ".join(words[:first]))
-    # It drafts at every call, so that a system is the same on every machine.
+    # Draft at every call, so that a system is the same on every machine.
     return System(name, kind, generate_config(args).with_default_shape())
 
 
 def _find_weights(args: argparse.Namespace) -> Weights:
-    """The adapter alone is read; what is named may be downloaded."""
+    """Find the weights that are named, which may be downloaded; loads only the adapter."""
     folder = bundled_adapters().get(TASKS[args.task].adapter or args.task)
     if args.adapter is not None:
         folder = resolve_adapter(args.adapter)

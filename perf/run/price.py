@@ -1,4 +1,4 @@
-"""What answers would take if every call took as long as such a call usually does.
+"""The price of answers: their time if every call took as long as such a call usually does.
 
 One measured answer has the noise of one answer. Its price is the sum over its calls of the median
 seconds, in the whole run, of calls of the same kind, which shows a change of a few per cent. It
@@ -19,9 +19,9 @@ from .statistics import medians_over_repeats, ratio
 from .target import MLX_LM, PLAIN, STREAMS, TEXT
 from .timing import TimedAnswer, TimedCall
 
-LEAST_SAMPLES = 5  # calls of a kind for a median of their own
-LEAST_TOKENS = 24  # of an answer that counts among those that may not be slower
-SLOWER = (0.93, 0.88)  # speeds over plain decoding's below which answers are counted
+LEAST_SAMPLES = 5  # fewest calls of a kind that give their own median
+LEAST_TOKENS = 24  # length from which an answer counts as slower or not
+SLOWER = (0.93, 0.88)  # relative to plain decoding: answers below these speeds are counted
 # Systems that launch a bare root's call before its predecessor is read, as plain decoding does.
 _LAUNCHED_AS_PLAIN = (MLX_LM, PLAIN, STREAMS, TEXT)
 
@@ -33,25 +33,25 @@ Place = Literal["steady", "entry", "exit", "first", "last", "any"]
 
 
 class CallKind(NamedTuple):
-    """What calls must share to take the same time, on the same weights."""
+    """The properties of calls that take the same time, on the same weights."""
 
     # who drafted the tree, at an entry that of the next call, or else the kind of system; `PLAIN`
     # for a bare root that plain decoding could have too
     drafter: str
-    rows: int  # that are verified; at an entry, by the next call
+    rows: int  # that are verified; for an entry, by the next call
     bucket: int  # of contexts, see `context_bucket`
     place: Place
 
 
 @dataclass(frozen=True)
 class Price:
-    """The time that an answer should take, by the median of each kind of call."""
+    """The expected time of an answer, by the median of each kind of call."""
 
     seconds: float  # of all calls, the prompt's included
     tokens: int
     calls: int  # priced calls, without the prompt's
     without_place: int  # of these, priced by the median over all places
-    by_nearest_rows: int  # of these, priced by the median of another number of rows
+    by_nearest_rows: int  # of these, priced by the median for another number of rows
 
 
 # one system's answers: for every prompt, its repeats
@@ -61,7 +61,7 @@ Prices = Mapping[str, Sequence[Sequence[Price]]]
 
 
 class KindMedian(NamedTuple):
-    """Median seconds of a kind of call, and whose calls they are of."""
+    """Median seconds of a kind of call, and the calls that it comes from."""
 
     seconds: float
     # the kind itself; the nearest number of rows; all places
@@ -70,28 +70,28 @@ class KindMedian(NamedTuple):
 
 @dataclass
 class CallSeconds:
-    """Seconds of a run's calls, by kind. All calls are added before the first price."""
+    """Seconds of a run's calls, by kind; all calls are added before the first price."""
 
     _seconds: dict[CallKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     _medians: dict[CallKind, KindMedian] = field(default_factory=dict)
 
     def add(self, kind: CallKind, seconds: float) -> None:
-        """It also counts for the place "any"."""
+        """Add a call, which also counts for the place "any"."""
         self._seconds[kind].append(seconds)
         self._seconds[kind._replace(place="any")].append(seconds)
 
     def median_of(self, kind: CallKind) -> KindMedian:
-        """What was found once is kept: calls that are added later do not change it."""
+        """The median of a kind; it is cached, and calls that are added later do not change it."""
         if kind not in self._medians:
             self._medians[kind] = self._find_median(kind)
         return self._medians[kind]
 
     def _find_median(self, kind: CallKind) -> KindMedian:
-        """The most similar kind with `LEAST_SAMPLES` calls stands for one with fewer."""
+        """Find the median; the most similar kind replaces one with too few calls."""
         own = self._seconds[kind]
         if len(own) >= LEAST_SAMPLES:
             return KindMedian(median(own), "own")
-        # The place decides more than the rows do: a last call is a draft alone.
+        # The place matters more than the rows: a last call only drafts.
         nearest = None if kind.place == "steady" else self._samples_of_nearest_rows(kind)
         if nearest is not None:
             return KindMedian(median(nearest), "rows")
@@ -105,7 +105,7 @@ class CallSeconds:
         return KindMedian(median(own), "place")
 
     def _samples_of_nearest_rows(self, kind: CallKind) -> list[float] | None:
-        """Of the kind with at least `LEAST_SAMPLES` that differs in rows alone, and least."""
+        """The samples of the kind with enough of them that differs only, and least, in rows."""
         enough = {
             one.rows: seconds
             for one, seconds in self._seconds.items()
@@ -119,7 +119,7 @@ def kinds_of_calls(
     system_kind: str,  # decides how calls are launched
     calls: Sequence[TimedCall],  # of one answer, in order, without the prompt's
 ) -> Iterator[CallKind]:
-    """By drafter, rows, bucket of contexts and place, which the neighbouring calls decide."""
+    """Classify calls by drafter, rows, bucket of contexts and place, which neighbours decide."""
     is_pipelined = system_kind in _LAUNCHED_AS_PLAIN
     rows = [call.rows for call in calls]
     for index, (call, following) in enumerate(pairwise([*calls, None])):
@@ -140,7 +140,7 @@ def kinds_of_calls(
         is_plain = is_bare and place == "steady" and system_kind != MLX_LM
         tree = following if place == "entry" else call
         drafter = PLAIN if is_plain else (tree and tree.drafter) or system_kind
-        # A backend that computes while a call is launched has the tree's time in the entry.
+        # If a backend computes during the launch, the entry includes the tree's time.
         shown = next_rows if place == "entry" else rows[index]
         yield CallKind(drafter, shown, context_bucket(call.context), place)
 
@@ -149,7 +149,7 @@ def price_answers(
     system_kinds: Mapping[str, str],  # by the system's name
     answers: Mapping[str, TimedAnswers],
 ) -> Prices:
-    """By system, prompt and repeat."""
+    """The prices, by system, prompt and repeat."""
     seconds = CallSeconds()
     for name, kind in system_kinds.items():
         for repeats in answers[name]:
@@ -171,14 +171,14 @@ def price_answers(
 
 
 def _prompt_timing_group(system_kind: str) -> str:
-    """Systems that launch calls as plain decoding does share its prompt times."""
+    """Whose prompt times a system shares: plain decoding's if it launches calls as that does."""
     return PLAIN if system_kind in _LAUNCHED_AS_PLAIN else system_kind
 
 
 def _median_prompt_seconds(
     system_kinds: Mapping[str, str], answers: Mapping[str, TimedAnswers]
 ) -> list[dict[str, float]]:
-    """By prompt and `_prompt_timing_group`."""
+    """Median seconds by prompt and `_prompt_timing_group`."""
     found = []
     for index in range(len(answers[next(iter(system_kinds))])):
         taken: dict[str, list[float]] = defaultdict(list)
@@ -204,14 +204,14 @@ def _price_answer(
 
 
 def cheapest_system(prices: Prices, names: Sequence[str]) -> str | None:
-    """By the sum of prices; a prompt's is the median of its repeats."""
+    """The system with the least sum of prices; a prompt's price is the median of its repeats."""
     return min(
         names, key=lambda name: sum(medians_over_repeats(prices[name], _seconds_of)), default=None
     )
 
 
 def price_figures(name: str, prices: Prices, best_tree_system: str | None) -> dict[str, Any]:
-    """Ratios above 1 mean that the system is cheaper, as JSON values.
+    """Figures as JSON values; ratios above 1 mean that the system is cheaper.
 
     "over_best" is over plain decoding or the best fixed tree, whichever is cheaper in all.
     "answers" counts those of `LEAST_TOKENS` tokens or more, in all repeats; "slower" those of them

@@ -1,4 +1,4 @@
-"""Where results are; answers on disk, by model, machine and version."""
+"""Stores results, and answers on disk by model, machine and version."""
 
 import hashlib
 import json
@@ -46,10 +46,10 @@ def explain_broken_result(
     path: Path,
     command: str,  # the module that writes such results
 ) -> Iterator[None]:
-    """Any exception inside the block becomes an InputError: the result is incomplete."""
+    """Raise any exception in the block as an InputError: the result is incomplete."""
     try:
         yield
-    except Exception as error:  # a broken file's can be any
+    except Exception as error:  # a broken file can raise anything
         what = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise InputError(
             f"{path} is incomplete ({what})",
@@ -76,12 +76,12 @@ class AnswerStore:
         self,
         folder: Path,
         file_prefix: str,
-        # everything that an answer depends on beside its key, as JSON values
+        # everything but its key that an answer depends on, as JSON values
         settings: Mapping[str, Any],
         *,
         fresh: bool = False,
     ) -> None:
-        """The file is locked until `file.close`."""
+        """Open and lock the file, until `file.close`."""
         path = folder / f"{file_prefix}-{short_digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
@@ -95,7 +95,7 @@ class AnswerStore:
         return self._kept[short_digest(key)]
 
     def add(self, key: Sequence[int], kept: Kept) -> None:
-        """It is on disk when this returns."""
+        """Add an answer, which is on disk when this returns."""
         self._kept[short_digest(key)] = kept
         self.file.append([short_digest(key), kept.text, asdict(kept.answer)])
 
@@ -106,7 +106,7 @@ def _timed_answer_from_json(values: Mapping[str, Any]) -> TimedAnswer:
 
 
 def file_stats_digest(folder: Path | None) -> str | None:
-    """Of names, sizes and times of change of a folder's files, not of folders in it."""
+    """A digest of names, sizes and modification times of a folder's files, not of its folders."""
     if folder is None:
         return None
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
@@ -115,7 +115,7 @@ def file_stats_digest(folder: Path | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def sources_digest() -> str:
-    """Of the sources that decide answers and their times."""
+    """A digest of the sources that decide answers and their times."""
     own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
     names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own
     sources = sorted(path for name in names for path in ROOT.glob(name))

@@ -14,7 +14,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_unflatten
 
-# MLX's layers have no types: what comes of their methods is named, and calls of them are let pass.
+# MLX's layers have no types: their methods' results are annotated, and calls of them are ignored.
 
 
 class RoundedLinear(Linear):
@@ -43,9 +43,8 @@ class RoundedEmbedding(Embedding):
         dtype: str,  # name of the type to which rows are rounded, such as "float16"
     ) -> None:
         Module.__init__(self)  # type: ignore[no-untyped-call]
-        # its name: it can be copied
         self.weight = _float32_weights(embedding)
-        self._dtype = dtype
+        self._dtype = dtype  # the name, which can be copied
 
     def __call__(
         self,
@@ -63,7 +62,7 @@ class RoundedEmbedding(Embedding):
 
 
 def _float32_weights(layer: Any) -> mx.array:
-    """Scales are cast before dequantizing, so nothing is rounded."""
+    """The weights in float32; scales are cast before dequantizing, so nothing is rounded."""
     if not isinstance(layer, QuantizedLinear | QuantizedEmbedding):
         weights: mx.array = layer.weight.astype(mx.float32)
         return weights
@@ -75,7 +74,7 @@ def replace_by_rounding_layers(
     model: Module,
     embedding_dtype: str,  # name of the type to which embeddings are rounded
 ) -> None:
-    """In place."""
+    """Replace the model's linear and embedding layers, in place."""
     updates: list[tuple[str, Module]] = []
     for path, module in model.named_modules():  # type: ignore[no-untyped-call]
         if isinstance(module, Linear | QuantizedLinear):

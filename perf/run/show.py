@@ -1,4 +1,4 @@
-"""How results are shown: tables as text, and bars with intervals."""
+"""Formats results: tables as text, and bar charts with intervals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def figure_cell(
     *,
     with_interval: bool = True,
 ) -> Cell:
-    """A figure that is None is "-"."""
+    """A cell for a figure; None is shown as "-"."""
 
     def cell(row: Row) -> str:
         if not row[name]:
@@ -62,7 +62,7 @@ def _metric_cell(name: str) -> Cell:
 
 
 def same_tokens_cell(num_prompts: int) -> Cell:
-    """The row's "same_as_plain" is None for a system whose noise is its own."""
+    """A cell for "same_as_plain", which is None for a system with its own noise."""
 
     def cell(row: Row) -> str:
         count = row["same_as_plain"]
@@ -72,7 +72,7 @@ def same_tokens_cell(num_prompts: int) -> Cell:
 
 
 def interval_text(values: Mapping[str, float], digits: int, scale: float = 1.0) -> str:
-    """Such as `1.23 [1.10, 1.40]`."""
+    """Format an interval, as `1.23 [1.10, 1.40]`."""
     return estimate_from_json({name: scale * values[name] for name in _NOTHING}).text(digits)
 
 
@@ -82,7 +82,7 @@ def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
 
 
 def measurement_notes(
-    found: Row,  # has "prompts", and perhaps "load"
+    found: Row,  # has "prompts", and sometimes "load"
 ) -> list[str]:
     few = f"fewer than {FEW} prompts: the intervals are narrower than they should be"
     lines = [few] if found["prompts"] < FEW else []
@@ -130,7 +130,7 @@ def write_bar_chart(
     result: Result,
     path: Path,  # its suffix decides the format
 ) -> None:
-    """Speed-up and tokens per call, for every task and system."""
+    """Plot speed-up and tokens per call, for every task and system."""
     tasks = result["tasks"]
     counts = [len(task["systems"]) for task in tasks]
     picture = new_figure(5.25 * len(PANELS), 1.0 + sum(1.0 + 0.36 * count for count in counts))

@@ -1,4 +1,4 @@
-"""How sure a figure is: 95 % intervals by resampling prompts.
+"""Uncertainty of figures: 95 % intervals by resampling prompts.
 
 A percentile bootstrap, seeded: the same prompts are drawn for every figure of a run.
 """
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 5000
 SEED = 0
-FEW = 30  # prompts below which an interval says too little
+FEW = 30  # number of prompts below which an interval is unreliable
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Estimate:
     high: float
 
     def text(self, digits: int = 2, *, signed: bool = False) -> str:
-        """Such as `1.23 [1.10, 1.40]`; `signed` puts a plus before numbers of at least 0."""
+        """Format as `1.23 [1.10, 1.40]`; `signed` puts a plus before numbers of at least 0."""
         form = f"{'+' if signed else ''}.{digits}f"
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
     @property
     def verdict(self) -> str:
-        """Of a difference."""
+        """Whether a difference is within noise, and otherwise its direction."""
         if self.low <= 0.0 <= self.high:
             return "within noise"
         return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
@@ -49,7 +49,7 @@ def estimate_from_json(values: Mapping[str, float]) -> Estimate:
 
 @lru_cache(maxsize=16)
 def _resampled_prompt_indices(num_prompts: int) -> NDArray[np.int64]:
-    """[RESAMPLES, prompts], the same at every call."""
+    """Indices [RESAMPLES, prompts], the same at every call."""
     return np.random.default_rng(SEED).integers(0, num_prompts, (RESAMPLES, num_prompts))
 
 
@@ -65,13 +65,13 @@ def _bootstrap_over_prompts(
 
 
 def _ratio_of_sums(pair: Any) -> Any:
-    """[2, resamples, prompts] to [resamples]; 0 if the denominator is 0."""
+    """Reduce [2, resamples, prompts] to [resamples]; 0 if the denominator is 0."""
     above, below = pair.sum(axis=-1)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
 def _ratio_of_medians(pair: Any) -> Any:
-    """[2, resamples, prompts] to [resamples]."""
+    """Reduce [2, resamples, prompts] to [resamples]."""
     above, below = np.median(pair, axis=-1)
     return above / below
 
@@ -85,14 +85,14 @@ def ratio(
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """Of [prompts]."""
+    """The mean of [prompts]."""
     return ratio(values, np.ones(len(np.asarray(values))))
 
 
 def medians_over_repeats(
     repeats_of_prompts: Sequence[Sequence[Any]], figure_of: Callable[[Any], float]
 ) -> list[float]:
-    """[prompts], each the median of its repeats."""
+    """The median of each prompt's repeats, [prompts]."""
     return [statistics.median(map(figure_of, repeats)) for repeats in repeats_of_prompts]
 
 
@@ -102,7 +102,7 @@ def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:
 
 
 def median(values: Sequence[float]) -> Estimate:
-    """Of [prompts]."""
+    """The median of [prompts]."""
     return median_ratio(values, [1.0] * len(values))
 
 
@@ -115,8 +115,8 @@ def ratio_of_median_rates(
     our_rates: Sequence[float],  # [prompts] tokens/s
     their_rates: Sequence[float],  # [prompts] tokens/s
 ) -> dict[str, float] | None:
-    """As JSON values; None if no prompt is left."""
-    # A rate is 0 for an answer of one token.
+    """The ratio as JSON values; None if no prompt is left."""
+    # The rate of an answer of one token is 0.
     pairs = [pair for pair in zip(our_rates, their_rates, strict=True) if all(pair)]
     if not pairs:
         return None

@@ -1,4 +1,4 @@
-"""One model, and all that decodes it: mlx-lm's own loop, plain decoding, and every drafter.
+"""One model, and everything that decodes it: mlx-lm's own loop, plain decoding, every drafter.
 
 All run on the very same arrays: where a copy happened to be in memory alone moved tokens/s by some
 3 %. The target is the base with the LoRA that acts on every row: for an adapter of scope "all" its
@@ -69,7 +69,7 @@ class System:
     # `MLX_LM`, its own stream_generate; `PLAIN`; a drafter; or `DRAFT_ALONE`, the draft model by
     # itself in mlx-lm's loop, to time its calls
     kind: str
-    # its settings; of those mlx-lm's loop has max_tokens, temp, top_k and seed
+    # mlx-lm's loop follows only max_tokens, temp, top_k and seed
     config: GenerateConfig
 
 
@@ -82,20 +82,20 @@ class Weights:
     rounds: bool = False  # whether products are `replace_by_rounding_layers`'s, in 16 bits
     draft_head: str = "stored"  # as `ssmlx.load` takes it
     adapter: StreamAdapter | None = None  # streams and LoRA; None for the base alone
-    folder: Path | None = None  # of the adapter
-    # what each of `CHECKPOINTS` drafts with, if given
+    folder: Path | None = None  # the adapter's folder
+    # the weights of each of `CHECKPOINTS`, if given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
-    # holds what answers teach of calls' costs; None for the user's cache folder
+    # stores learned costs of calls; None for the user's cache folder
     costs: Path | None = None
 
     @property
     def activations(self) -> str:
-        """The type of activations."""
+        """The dtype of activations."""
         return "float16" if self.dtype in PACKED else self.dtype
 
     @property
     def scope(self) -> str | None:
-        """The scope "task" is for streams beside a task's LoRA; None without an adapter."""
+        """The adapter's scope; "task" for streams beside a task's LoRA; None without an adapter."""
         if self.adapter is None:
             return None
         return "task" if self.adapter.task_lora else self.adapter.config.adapter_scope
@@ -103,7 +103,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """What systems of one kind decode with, and the draft model or heads beside it."""
+    """The model with which systems of one kind decode, and the draft model or heads beside it."""
 
     model: StreamFusedModel
     loaded: Sequence[Loaded] = ()
@@ -117,7 +117,7 @@ class Target:
     """
 
     def __init__(self, weights: Weights) -> None:
-        """Streams, heads and draft models are not loaded yet."""
+        """Load the target; streams, heads and draft models are not loaded yet."""
         self.weights = weights
         adapter = weights.adapter
         model, settings = load_weights_as(weights.dtype, weights.base)
@@ -138,7 +138,7 @@ class Target:
         self.mlx_model = model
         self.plain = StreamFusedModel(self._new_backbone())
         self._drafting: dict[str, Drafting] = {}
-        # what was answered before, by system and repeat: each is a session
+        # earlier answers by system and repeat: each of these is a session
         self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
 
     def load_drafting_once(self, kind: str) -> Drafting:
@@ -147,26 +147,26 @@ class Target:
         return self._drafting[kind]
 
     def measure_memory(self, kind: str = PLAIN) -> Memory:
-        """Of what systems of a kind decode with, beside an empty cache."""
+        """Bytes of what systems of a kind decode with, beside an empty cache."""
         own = self.load_drafting_once(kind)
         return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded)
 
     def make_new_drafters(self, system: System) -> Sequence[Drafter]:
-        """None for plain decoding, mlx-lm and the draft model alone."""
+        """Make drafters; None for plain decoding, mlx-lm and the draft model alone."""
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return ()
         own = self.load_drafting_once(system.kind)
         return make_plan(own.model, system.config, drafter=own.loaded).drafters
 
     def count_learned_call_costs(self, system: System) -> int | None:
-        """None if no controller decides, as it uses none."""
+        """Count learned costs; None if no controller decides, since then none are used."""
         if not system.config.is_controlled:
             return None
         learned, _ = learned_of(self.load_drafting_once(system.kind).model)
         return len(learned.costs.to_dict()["costs"])
 
     def count_added_parameters(self, system: System) -> int:
-        """Trained numbers."""
+        """Count trained numbers."""
         if system.kind == STREAMS and self.weights.adapter is not None:
             return count_parameters_of_streams(self.weights.adapter)
         return sum(drafter.num_parameters for drafter in self.make_new_drafters(system))
@@ -178,7 +178,7 @@ class Target:
         # a controlled system also drafts from its own earlier answers of the same repeat
         repeat: int = 0,
     ) -> TimedAnswer:
-        """The peak memory of the result is counted above what was in use before."""
+        """Answer a prompt; the result's peak memory excludes what was in use before."""
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -186,13 +186,13 @@ class Target:
         return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
 
     def decode_text(self, tokens: Sequence[int]) -> str:
-        """Without end tokens."""
+        """Decode tokens, without end tokens."""
         ends = self.tokenizer.eos_token_ids
         return str(self.tokenizer.decode([token for token in tokens if token not in ends]))
 
     @contextmanager
     def without_end_tokens(self) -> Iterator[None]:
-        """Inside the block all answers are equally long. The adapter must have streams."""
+        """Ignore end tokens inside the block, so that answers are equally long; needs streams."""
         streams = self.load_drafting_once(STREAMS).model
         ends = self.tokenizer.eos_token_ids
         config = streams.config
@@ -206,7 +206,7 @@ class Target:
             self.tokenizer.eos_token_ids = ends
 
     def _answer_by_kind(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
-        """Peak memory is not measured."""
+        """Answer a prompt, without measuring peak memory."""
         if system.kind == MLX_LM:
             return answer_with_mlx_lm(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
@@ -227,19 +227,19 @@ class Target:
         return answer_with_ssmlx(own.model, self.tokenizer, prompt, system.config, **how)
 
     def _round_products_if_asked(self, model: Module) -> Module:
-        """In place."""
+        """Replace products by rounding layers if the weights ask for it, in place."""
         if self.weights.rounds:
             replace_by_rounding_layers(model, self.weights.activations)
         return model
 
     def _new_backbone(self) -> Backbone:
-        """On the target's arrays."""
+        """Make a backbone on the target's arrays."""
         bits = resolve_draft_bits(self.weights.draft_head)
         origin = Origin(cache_dir=self.weights.costs)
         return Backbone(clone_sharing_arrays(self.mlx_model), origin, bits)
 
     def _load_drafting(self, kind: str) -> Drafting:
-        """For kinds without weights of their own it is the target alone."""
+        """Load what a kind drafts with; for kinds without own weights it is the target alone."""
         if kind == STREAMS:
             return self._make_target_with_streams()
         if kind not in CHECKPOINTS:
@@ -259,7 +259,7 @@ class Target:
         return Drafting(self.plain, [heads])
 
     def _make_target_with_streams(self) -> Drafting:
-        """It shares the target's arrays."""
+        """Make a target with streams, which shares the target's arrays."""
         adapter = self.weights.adapter
         backbone = self._new_backbone()
         assert adapter is not None
@@ -273,7 +273,7 @@ class Target:
 
 
 def load_weights_as(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
-    """The model in one of `FLOATS` or `PACKED`, and its config.json as it was.
+    """Load the model in one of `FLOATS` or `PACKED`, with its unchanged config.json.
 
     For a quantized precision, weights of other bits are dequantized first; layers whose width is
     not a multiple of `GROUP_SIZE` stay in float16.
@@ -294,7 +294,7 @@ def _is_packable(_: str, module: Module) -> bool:
 
 
 def count_parameters_of_streams(adapter: StreamAdapter) -> int:
-    """Trained numbers, with the LoRA on stream rows alone."""
+    """Count trained numbers, with the LoRA if it acts on stream rows alone."""
     lora = adapter.stream_lora.values()
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
@@ -311,9 +311,9 @@ def answer_with_mlx_lm(
     model: Any,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
-    config: GenerateConfig,  # max_tokens, temp, top_k and seed count
+    config: GenerateConfig,  # only max_tokens, temp, top_k and seed are used
 ) -> TimedAnswer:
-    """mlx-lm's own `stream_generate`, every token timed as a call; peak memory stays 0."""
+    """Answer by mlx-lm's `stream_generate`; each token is timed as a call; peak memory is 0."""
     sampler = None
     if config.temp:
         mx.random.seed(config.seed or 0)

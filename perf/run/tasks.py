@@ -1,4 +1,4 @@
-"""What is asked: tasks, their examples, and what answers to them are worth.
+"""The tasks, their examples, and the scores of answers.
 
 Scores are percentages, one for each prompt.
 """
@@ -30,10 +30,10 @@ class Task:
     name: str
     max_tokens: int
     figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")  # the names of its scores
-    test: Path | None = None  # the data that ships for it, if any
+    test: Path | None = None  # the data that ships with the package, if any
     is_judged: bool = True  # whether examples must have right answers
-    adapter: str = ""  # the bundled one; unless given, that of the task's name
-    max_prompt_tokens: int | None = None  # of a longer prompt the middle is left out
+    adapter: str = ""  # a bundled adapter; by default the one of the task's name
+    max_prompt_tokens: int | None = None  # longer prompts lose their middle
     file: str = "test.jsonl"  # in a folder of the task's name
 
 
@@ -52,7 +52,7 @@ SPEC_BENCH = Task(
 _OTHERS = (Task("e2e", 96, test=EXAMPLES / "e2e_test_100.jsonl"), Task("dialogsum", 128))
 TASKS = {task.name: task for task in (SQL, *_OTHERS, CHAT, SPEC_BENCH)}
 
-# Spec-Bench's categories whose questions are MT-Bench's: all their first turns, as one.
+# Spec-Bench's categories with MT-Bench's questions: all first turns, as one category.
 MT_BENCH = (
     "writing",
     "roleplay",
@@ -65,18 +65,18 @@ MT_BENCH = (
 )
 OTHER_CATEGORIES = ("summarization", "qa", "math_reasoning", "rag", "translation")
 _SPEC_BENCH_ROW = f'"turns", texts, and "category", one of {", ".join(MT_BENCH + OTHER_CATEGORIES)}'
-FIRST_OF_CATEGORY = 16  # questions that are asked of each of the other categories
+FIRST_OF_CATEGORY = 16  # number of questions from each of the other categories
 
 
 @dataclass(frozen=True)
 class Example:
     asked: Prompt
     references: tuple[str, ...] = ()
-    category: str = ""  # of a task that has any
+    category: str = ""  # empty for tasks without categories
 
 
 def find_data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
-    """`data`, else the task's file in `folder`, else what ships."""
+    """Find the data: `data`, else the task's file in `folder`, else the data that ships."""
     path = data or (folder / task.name / task.file if folder else task.test)
     if path is None or not path.exists():
         raise InputError(
@@ -88,7 +88,7 @@ def find_data_file(task: Task, data: Path | None, folder: Path | None = None) ->
 
 
 def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
-    """All lines are checked, also those after `count`."""
+    """Read examples; all lines are checked, also those after `count`."""
     require(
         count is None or count > 0,
         f"--count {count}",
@@ -112,7 +112,7 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
 
 
 def _read_spec_bench(path: Path) -> list[Example]:
-    """First turns, in the file's order. MT-Bench's categories are one, with all their questions."""
+    """Read first turns, in the file's order; MT-Bench's categories become one, complete."""
     found: dict[str, list[Example]] = {}
     examples = []
     for where, row in read_json_rows(path, "--data", _SPEC_BENCH_ROW):
@@ -142,26 +142,26 @@ def _check_spec_bench_row(row: Mapping[str, Any], where: str) -> SpecBenchQuesti
 
 
 def leave_out_middle(tokens: list[int], max_tokens: int) -> list[int]:
-    """So that both ends stay."""
+    """Leave out the middle of a long prompt, so that both ends stay."""
     first = max_tokens // 2
     last = max_tokens - first
     return tokens if len(tokens) <= max_tokens else [*tokens[:first], *tokens[-last:]]
 
 
 def normalise_sql(text: str) -> str:
-    """Every run of white space is one space."""
+    """Replace every run of white space by one space."""
     return " ".join(text.split())
 
 
 class ExactMatch(NamedTuple):
-    """100 if an answer is one of its references, else 0; and the same ignoring case."""
+    """Scores 100 if an answer is one of its references, else 0; and the same ignoring case."""
 
     exact: float
     any_case: float
 
 
 def exact_match(answer: str, references: Sequence[str]) -> ExactMatch:
-    """Runs of white space count as one space."""
+    """Score an answer; runs of white space count as one space."""
     found = normalise_sql(answer)
     expected = [normalise_sql(text) for text in references]
     any_case = found.casefold() in [text.casefold() for text in expected]
@@ -197,7 +197,7 @@ def make_scorer(task: Task) -> Scorer:
 
 
 def score_each_text(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
-    """[scores, prompts] in per cent; None if any example has no reference."""
+    """Scores [scores, prompts] in per cent; None if any example has no reference."""
     if not all(example.references for example in examples):
         return None
     scorer = make_scorer(task)
@@ -207,7 +207,7 @@ def score_each_text(task: Task, examples: Sequence[Example], texts: Sequence[str
 
 
 def mean_scores(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
-    """By the score's name, as JSON values; empty if any example has no reference."""
+    """Mean scores by name, as JSON values; empty if any example has no reference."""
     scores = score_each_text(task, examples, texts)
     rows = () if scores is None else zip(task.figures, scores, strict=True)
     return {name: asdict(mean(row)) for name, row in rows}
@@ -216,7 +216,7 @@ def mean_scores(task: Task, examples: Sequence[Example], texts: Sequence[str]) -
 def mean_score_differences(
     task: Task, examples: Sequence[Example], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
-    """Ours less theirs, as `mean_scores`."""
+    """Differences of scores, ours less theirs, by name as in `mean_scores`."""
     pair = [score_each_text(task, examples, texts) for texts in (ours, theirs)]
     if pair[0] is None or pair[1] is None:
         return {}

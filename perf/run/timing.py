@@ -1,4 +1,4 @@
-"""Answers on the clock, in turns."""
+"""Times answers, in turns."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from ssmlx.settings import GenerateConfig
 class TimedCall(NamedTuple):
     """One target call after the prompt's: what it verified, and how long it took."""
 
-    rows: int  # that it verified; 1 for a bare root
-    tokens: int  # that it advanced by
+    rows: int  # number of verified rows; 1 for a bare root
+    tokens: int  # number of tokens that it added
     context: int  # tokens committed before it
-    seconds: float  # since the call before it gave its tokens
-    drafter: str | None = None  # of the tree that it verified, if several may draft
+    seconds: float  # since the previous call's tokens arrived
+    drafter: str | None = None  # the drafter of the verified tree, if several may draft
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class TimedAnswer:
 
     @property
     def seconds(self) -> float:
-        """From the prompt to the last token."""
+        """Seconds from the prompt to the last token."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first, over the time that they took."""
+        """Tokens after the first, divided by their time."""
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
@@ -52,13 +52,13 @@ def answer_with_ssmlx(
     tokenizer: TokenizerWrapper,
     prompt: list[int],
     config: GenerateConfig,
-    **how: Any,  # what drafts, and earlier answers, as `stream_generate` takes them
+    **how: Any,  # drafter and earlier answers, as arguments of `stream_generate`
 ) -> TimedAnswer:
     return timed_answer_from_responses(stream_generate(model, tokenizer, prompt, config, **how))
 
 
 def timed_answer_from_responses(responses: Iterable[GenerationResponse]) -> TimedAnswer:
-    """Each response after the first becomes a call."""
+    """Build the answer; each response after the first becomes a call."""
     segments = list(responses)
     tokens = [token for one in segments for token in one.tokens]
     last = segments[-1]
@@ -73,7 +73,7 @@ def timed_answer_from_responses(responses: Iterable[GenerationResponse]) -> Time
 
 
 def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
-    """Its drafter is the one whose counts have changed; without one it verified one row."""
+    """Make a call; its drafter is the one whose counts changed; without one, it has one row."""
     drafter = None
     rows = 1
     for name, counts in segment.drafts.items():
@@ -91,7 +91,7 @@ def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> Time
 
 
 def rotate_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Every label for every prompt; the order of labels rotates by one from prompt to prompt."""
+    """Yield every label for every prompt; the order of labels rotates from prompt to prompt."""
     for index, prompt in enumerate(prompts):
         turn = index % len(labels)
         for label in (*labels[turn:], *labels[:turn]):

@@ -1,4 +1,4 @@
-"""What an adapter of `ssmlx.adapt` brings: held-out prompts decoded with it and without."""
+"""Measures an adapter of `ssmlx.adapt`: decodes held-out prompts with it and without it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def estimate_check_seconds(
     amounts: Amounts,
     prompt_tokens: int,  # of a usual prompt
 ) -> float:
-    """All prompts are answered three times, each counted at plain speed."""
+    """Seconds of the check: every prompt is answered three times, each time at plain speed."""
     answer = rates.prompt_seconds_per_token * prompt_tokens
     answer += rates.call_seconds * amounts.checked_tokens
     return len(_CHECKED) * amounts.checked * answer
@@ -68,7 +68,7 @@ def measure_adapter(
     untrained_tokens_per_call: float,  # along all `held_out`, prompts' calls counted
     dtype: str,  # as `load` takes it
 ) -> MeasuredFigures:
-    """Each way first answers a few tokens, untimed; then they take turns in alternating order."""
+    """Decode the prompts in every way, in alternating order, after a few untimed tokens."""
     options = run.options
     folder = options.adapter_folder
     found = "no training step made better guesses than untrained streams"
@@ -81,7 +81,7 @@ def measure_adapter(
     num_same = 0
     lookup_calls = 0
     checked = held_out[: amounts.checked]
-    for how in _CHECKED.values():  # what a first answer takes besides favours none
+    for how in _CHECKED.values():  # warm up: no way pays for first-time work
         time_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
     for number, row in enumerate(bar(checked, "checking")):
         turns = [*_CHECKED.items()][:: 1 if number % 2 else -1]
@@ -148,7 +148,7 @@ def write_figures_json(
     # of all rounds, as `read_round_logs` returns them
     log_entries: Sequence[Mapping[str, Any]],
 ) -> None:
-    """figures.json in the adapter's folder, which `ssmlx.upload` makes a card of."""
+    """Write figures.json into the adapter's folder; `ssmlx.upload` makes the card from it."""
     options = run.options
     rows = read_round_examples(options, len(plan.rounds) - 1, "train")
     # A revision is known only in the Hub's cache.
@@ -169,7 +169,7 @@ def write_figures_json(
             "train": plan.train.to_dict(),
         },
         "data": {
-            # A LoRA, which is part of the adapter, may have learned what is nobody else's.
+            # A LoRA, which is part of the adapter, may contain private data.
             "private": bool(options.data) or options.adapter is not None,
             "answers": len(rows),
             "tokens": sum(len(row["completion_tokens"]) for row in rows),
@@ -187,7 +187,7 @@ def write_figures_json(
 
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
-    """An adapter that was made with a LoRA is not found unless it is named."""
+    """What to do with the adapter; one made with a LoRA is found only if it is named."""
     if is_worth_using(measured):
         named = "" if options.adapter is None else f" --adapter {options.out.name}"
         return f"use it: python -m ssmlx.chat --model {options.model}{named}"

@@ -1,4 +1,4 @@
-"""What a run of `ssmlx.adapt` makes: streams and batches by what is timed, rounds by the hours."""
+"""Plans a run of `ssmlx.adapt`: streams and batches by measured times, rounds by the hours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHE_BYTES = 1 << 29  # freed memory that MLX may keep
 
 
 def make_timed_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
-    """Step costs go into this machine's cost tables too; `base` is empty."""
+    """Time candidates, plan the run with an empty `base`; step costs also go into cost tables."""
     options = run.options
     run.say(
         "timing calls with streams in the top layers, some seconds for each number of layers ..."

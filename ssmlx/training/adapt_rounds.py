@@ -60,7 +60,7 @@ def run_round(
     source: Source,
     responder: BatchResponder,
 ) -> AdaptPlan:
-    """Returns the plan with fewer passes if the answers took so long that time is short."""
+    """Run one round; returns the plan, with fewer passes if the answers took too long."""
     folder = run.options.round_folder(number)
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
@@ -91,7 +91,7 @@ def write_round_examples(
     source: Source,
     responder: BatchResponder,
 ) -> None:
-    """Have the model answer as many more prompts as a round plans, and write all rounds' examples.
+    """Have the model answer the round's new prompts, and write the examples of all rounds.
 
     Prompts are the user's first; of the rest at least a third are questions that the model makes
     up, if it has a chat template, and the others ship. The first round holds out its first greedy
@@ -106,7 +106,7 @@ def write_round_examples(
     known = {tuple(row["prompt_tokens"]) for row in (*old, *valid)}
 
     def new(asked: Sequence[TokenisedPrompt]) -> list[TokenisedPrompt]:
-        """Prompts that no earlier round has, in order."""
+        """The prompts, in order, that no earlier round has asked."""
         return [one for one in asked if tuple(one.tokens) not in known]
 
     def part_file(name: str) -> closing[PartFile]:
@@ -155,7 +155,7 @@ def write_round_examples(
 
 
 def _duplicate_key(row: Mapping[str, Any]) -> str:
-    """What no training example may share with a held-out one."""
+    """A key that no training example may share with a held-out one."""
     return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
@@ -165,8 +165,7 @@ def train_round(
     number: int,  # of the round, counted from 0
     source: Source,
 ) -> None:
-    """Write the streams with the most tokens per call on held-out answers; none if no validation
-    beats the start.
+    """Train and write the streams with the most tokens per call; none if none beats the start.
 
     A later round starts from the adapter that is there, the first one from new weights.
     """
@@ -226,7 +225,7 @@ def train_round(
 
 
 def forecast_line(costs: StepCosts, validation: Validation) -> str:
-    """What the streams bring as they are now, with the fastest tree; replays held-out answers."""
+    """Forecast the present streams with the fastest tree, by replayed held-out answers."""
     tokens = validation.tokens_per_call_by_tree_size(tuple(costs))
     nodes, speedup = fastest_tree(costs, tokens)
     forecast = (

@@ -1,4 +1,4 @@
-"""What a run of `ssmlx.adapt` is: its options, its plan on disk, its model and its prompts."""
+"""A run of `ssmlx.adapt`: its options, its plan on disk, its model and its prompts."""
 
 from __future__ import annotations
 
@@ -58,23 +58,23 @@ class Amounts:
 class AdaptOptions:
     """What the user asks of a run of `ssmlx.adapt`."""
 
-    model: str  # as it was named
+    model: str  # as the user gave it
     path: Path  # its folder
     out: Path  # the run's folder
     adapter: Path | None = None  # the folder of the LoRA that the model is to have
     data: tuple[Path, ...] = ()  # files of prompts
-    hours: float = 1.0  # in all, those of earlier rounds among them
+    hours: float = 1.0  # in total, earlier rounds included
     memory_gb: float | None = None
     seed: int = 0
     amounts: Amounts = Amounts()
 
     @property
     def memory(self) -> int:
-        """In bytes."""
+        """The memory limit in bytes."""
         return default_memory_bytes() if self.memory_gb is None else int(self.memory_gb * 2**30)
 
     def round_folder(self, number: int) -> Path:
-        """Rounds are counted from 0, folders from 1."""
+        """The folder of round `number`; rounds count from 0, their folders from 1."""
         return self.out / f"round-{number + 1}"
 
     @property
@@ -93,7 +93,7 @@ class TokenisedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The loaded base model, its tokenizer, and the prompts that it will answer, tokenised."""
+    """The loaded base model, its tokenizer, and the tokenised prompts that it will answer."""
 
     base: dict[str, Any]  # its settings
     backbone: Backbone
@@ -101,7 +101,7 @@ class Source:
     answering: nn.Module  # mlx-lm's model with this LoRA
     tokenizer: TokenizerWrapper
     dtype: str  # as `load` takes it
-    training: RunOptions  # of every round but for its folders and intervals
+    training: RunOptions  # of every round, except its folders and intervals
     files: list[TokenisedPrompt]
     shipped: list[TokenisedPrompt]
 
@@ -112,10 +112,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptPlan:
-    """What a run makes, and what was timed for it; written to its folder, and read to go on."""
+    """What a run makes, and the timings behind it; stored so that the run can continue."""
 
-    settings: dict[str, Any]  # must be the same when it goes on
-    base: dict[str, str]  # what the model is called, and its folder, as they were given last
+    settings: dict[str, Any]  # must be the same when the run continues
+    base: dict[str, str]  # the model's name and folder, as last given
     train: TrainConfig  # its `num_msa_layers` is the number of layers with streams, chosen by time
     step_costs: StepCosts
     rates: Rates
@@ -124,7 +124,7 @@ class AdaptPlan:
 
     @classmethod
     def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
-        """KeyError or TypeError if a value is missing or of another form."""
+        """Read a plan; KeyError or TypeError if a value is missing or has the wrong type."""
         if not path.exists():
             return None
         values = read_json(path, "the plan of a run")
@@ -174,25 +174,25 @@ class AdaptPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptRun:
-    """What stays the same while one process begins an adapter, or goes on with one."""
+    """What stays the same while one process starts or continues an adapter."""
 
     options: AdaptOptions
     prompts: Sequence[dict[str, Any]]  # rows of the user's files of prompts
     settings: dict[str, Any]  # as `fixed_settings` gives them
     prog: str  # the command, for records
-    say: Say  # is given each line for the user
+    say: Say  # receives each line for the user
     wait: Callable[[], None]  # called between steps; its time is no part of the run's
     clock: Clock
 
     def save_plan(self, plan: AdaptPlan) -> AdaptPlan:
-        """With the time spent until now."""
+        """Write the plan, with the time spent so far."""
         plan = replace(plan, spent=self.clock.spent)
         plan.write(self.options.out / PLAN_FILE)
         return plan
 
 
 def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What must stay the same when a run goes on; not its hours, nor the model's name or folder."""
+    """The settings that must not change when a run continues; hours, model name and folder may."""
     settings: dict[str, Any] = {
         "seed": options.seed,
         "memory": options.memory_gb,
@@ -207,7 +207,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
 
 
 def find_run_folder(options: AdaptOptions) -> Path:
-    """A model that was moved or renamed goes on with the run that was begun for its weights."""
+    """The run's folder; a moved or renamed model continues the run that its weights began."""
     if (options.out / PLAN_FILE).exists() or not read_adapt_runs():
         return options.out
     settings = fixed_settings(
@@ -256,7 +256,7 @@ def load_source(run: AdaptRun) -> Source:
 
 
 def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
-    """By the base model's own module paths."""
+    """Load the LoRA, by the base model's own module paths."""
     adapter = load_adapter(folder)
     require(
         not isinstance(adapter, StreamAdapter),
@@ -274,9 +274,9 @@ def tokenise_fitting_prompts(
     prompts: Sequence[dict[str, Any]],
     source: Source,
 ) -> list[TokenisedPrompt]:
-    """In order, without those that are too long. Templates get a fixed date."""
+    """Tokenise the prompts, without those that are too long; templates get a fixed date."""
     context = source.backbone.context_length or 2**30
-    # There must be room for the longest answer in the context.
+    # The context must have room for the longest answer.
     most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
     found = []
     for number, one in enumerate(prompts, 1):
@@ -296,7 +296,7 @@ def read_round_examples(
     number: int,
     name: str,  # "train" or "valid"
 ) -> list[dict[str, Any]]:
-    """An empty list for round -1, before the first."""
+    """Read a round's examples; round -1, before the first, has none."""
     if number < 0:
         return []
     path = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
@@ -305,7 +305,7 @@ def read_round_examples(
 
 
 def read_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Steps are counted on from the round before."""
+    """Read the logs of rounds as one; each continues the step numbers of the one before."""
     entries: list[dict[str, Any]] = []
     for folder in folders:
         behind = entries[-1]["step"] if entries else 0

@@ -1,4 +1,4 @@
-"""`ssmlx.adapt`: a model learns to draft for itself, in a folder where a stopped run goes on.
+"""`ssmlx.adapt`: a model learns to draft for itself; a stopped run continues in its folder.
 
 `adapt` reads the prompts and loads the model, plans by what it measures, has the model answer,
 trains streams on the answers in one round or more, and decodes held-out prompts with the adapter.
@@ -45,11 +45,11 @@ def adapt(
     options: AdaptOptions,
     *,
     prog: str,  # the command's module, for records
-    say: Say,  # is given each line for the user
+    say: Say,  # receives each line for the user
     # called between steps; returns once the machine may be used; its time does not count
     wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make an adapter in `options.out`, or go on with a run that was stopped there.
+    """Make an adapter in `options.out`, or continue a stopped run there.
 
     A finished run with the same hours is left as it is, and its verdict printed again; with more
     hours it gets another round. An interrupt (KeyboardInterrupt) writes the time spent into the
@@ -87,12 +87,12 @@ def adapt(
 
 
 def _stored_run(options: AdaptOptions) -> StoredRun | None:
-    """None if there is none yet, or if it is not in `adapters_home`."""
+    """The stored plan; None if there is none, or if the folder is not in `adapters_home`."""
     return next((run for run in read_adapt_runs() if run.folder == options.out), None)
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
-    """What a run has kept of its first round that has not ended, or else of its last."""
+    """Describe a run's unfinished round, or its last one if all are finished."""
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     open_rounds = [n for n, folder in enumerate(folders) if not (folder / ENDED_FILE).exists()]
     number = open_rounds[0] if open_rounds else len(folders) - 1
@@ -115,7 +115,7 @@ def _save_progress(run: AdaptRun) -> None:
 def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> None:
     options = run.options
     plan, base_dtype, base_bits = _make_rounds(run, plan)
-    mx.clear_cache()  # of the base model, which is loaded once more with the adapter
+    mx.clear_cache()  # the base model is loaded again with the adapter
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     log = read_round_logs(folders)
     picture = options.out / PICTURE_FILE
@@ -138,7 +138,7 @@ class _MadeRounds(NamedTuple):
 
 
 def _make_rounds(run: AdaptRun, plan: AdaptPlan | None) -> _MadeRounds:
-    """From here on MLX's cache of freed memory is limited to `CACHE_BYTES`."""
+    """Run the rounds; from here on MLX's cache of freed memory is limited to `CACHE_BYTES`."""
     options = run.options
     mx.set_cache_limit(CACHE_BYTES)
     run.say(f"loading {options.model} ...")

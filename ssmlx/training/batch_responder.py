@@ -1,4 +1,4 @@
-"""What a model asks and answers by itself, many texts at once, by mlx-lm's `BatchGenerator`."""
+"""Generates a model's own questions and answers, many at once, with mlx-lm's `BatchGenerator`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .questions import is_good_prompt, normalise_prompt, user_turn_prefix
 
 PREFILL_AT_ONCE = 8
 _MIN_P = 0.02
-_TRIES = 6  # a wanted question, and after so many rounds a found one: else a model gives up
+_TRIES = 6  # per wanted question, and after `_ROUNDS` per good one; then the model gives up
 _ROUNDS = 10
 
 
@@ -41,9 +41,7 @@ class NumberedAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchResponder:
-    """Answers many prompts at once with mlx-lm's `BatchGenerator`: each request greedily, or
-    sampled where its `temp` is above 0.
-    """
+    """Answers many prompts at once with mlx-lm's `BatchGenerator`; sampled if `temp` is above 0."""
 
     model: nn.Module  # mlx-lm's
     tokenizer: TokenizerWrapper
@@ -54,7 +52,7 @@ class BatchResponder:
     def stream_answers(
         self, requests: Sequence[NumberedPrompt], max_tokens: int
     ) -> Iterator[NumberedAnswer]:
-        """At most `batch_size` are decoded at once; `wait` is called after each token."""
+        """Decode at most `batch_size` at once; yield answers as they end; call `wait` per token."""
         if not requests:
             return
         generator: Any = BatchGenerator(
@@ -80,8 +78,8 @@ class BatchResponder:
             generator.close()
 
     def _make_seeded_sampler(self, request: NumberedPrompt) -> Callable[[mx.array], mx.array]:
-        """Draws [B] from log probabilities [B, V], after min-p."""
-        # Noise depends on the seed, the request's number and how often it was drawn.
+        """A sampler that draws [B] from log probabilities [B, V], after min-p."""
+        # Noise depends on the seed, the request's number and the number of earlier draws.
         key = mx.random.key(self.seed * 1_000_003 + request.number)
 
         def draw(logprobs: mx.array) -> mx.array:
@@ -93,11 +91,11 @@ class BatchResponder:
 
     def answer_missing(
         self,
-        requests: Sequence[NumberedPrompt],
+        requests: Sequence[NumberedPrompt],  # each with a different number
         max_tokens: int,
-        part: PartFile,  # has, and gets, answers as [number, tokens]
+        part: PartFile,  # stores answers as [number, tokens]
     ) -> list[list[int]]:
-        """In the order of `requests`, whose numbers differ."""
+        """Decode what `part` lacks; return all answers in the order of `requests`."""
         known = dict(part.done)
         left = [request for request in requests if request.number not in known]
         made = self.stream_answers(left, max_tokens)
@@ -110,12 +108,12 @@ class BatchResponder:
         self,
         wanted: int,
         max_tokens: int,  # a text that has not ended by then is dropped
-        part: PartFile,  # has, and gets, questions as [number, text]
+        part: PartFile,  # stores questions as [number, text]
     ) -> list[str]:
-        """Users' questions, by continuing the chat template's user turn at temperature 1.
+        """Make up users' questions, by continuing the chat template's user turn at temperature 1.
 
-        Fewer than `wanted` if good ones are rare: it stops after six tries per wanted question, or
-        earlier if after ten rounds fewer than one in six is good.
+        Returns fewer than `wanted` if good ones are rare: it stops after six times `wanted` or
+        `batch_size` tries, whichever is more, or once ten rounds had less than one good in six.
         """
         prefix = user_turn_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)

@@ -1,4 +1,4 @@
-"""Settings of a training run: each field has its bounds and the help that `--help` prints."""
+"""Settings of a training run; each field has its bounds and its text for `--help`."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class TrainConfig:
     )
     condition_rank: int = setting(
         0,
-        "rank of the condition: what a drafted token tells a stream about the token after it. It "
-        "is trained beside the streams; 0 trains none",
+        "rank of the condition: how a drafted token changes the stream's next guess. It is trained "
+        "beside the streams; 0 trains none",
         least=0,
         most=_MAX_RANK,
     )
@@ -121,7 +121,7 @@ class TrainConfig:
     epochs: float = setting(3.0, "passes over the data", above=0, most=1e6)
     batch_size: int = setting(16, "examples per step", least=1, most=2**16)
     learning_rate: float = setting(5e-4, "highest learning rate of AdamW", above=0, most=1)
-    # They are added to hidden states some hundred times their first size.
+    # They are added to hidden states that are some hundred times as large as new embeddings.
     embedding_rate: float = setting(
         20.0,
         "learning rate of stream embeddings, in multiples of --learning-rate",
@@ -217,7 +217,7 @@ class TrainConfig:
         object.__setattr__(self, "stream_init_rank", rank)
 
     def with_default_draft_vocab_size(self, model_vocab_size: int) -> TrainConfig:
-        """A draft vocabulary pays if the model has at least twice as many tokens."""
+        """Fill in an unset size: a draft vocabulary pays if the model has twice as many tokens."""
         if self.draft_vocab_size is not None:
             return self
         pays = self.num_streams > 0 and model_vocab_size >= 2 * DRAFT_VOCAB_SIZE
@@ -230,18 +230,18 @@ class TrainConfig:
 
     @property
     def keeps_streams(self) -> bool:
-        """The condition alone is trained, so hidden states of streams never change."""
+        """Whether hidden states of streams never change, since the condition alone is trained."""
         return self.train_only == "condition"
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """alpha_1 to alpha_gamma of eq. 5: a single weight is repeated for all streams."""
+        """alpha_1 to alpha_gamma of eq. 5; a single weight applies to all streams."""
         weights = self.stream_weights
         return weights if len(weights) == self.num_streams else weights * self.num_streams
 
     @classmethod
     def from_dict_ignoring_unknown(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """From JSON values, which newer or older versions may have written."""
+        """Build from JSON values, which a newer or older version may have written."""
         names = {f.name for f in fields(cls)}
         known: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names
@@ -290,7 +290,7 @@ class RunOptions:
         least=1,
         most=MAX_TREE_NODES,
     )
-    cache_gb: float = setting(8.0, least=0)  # disk that the frozen layers' results may take
+    cache_gb: float = setting(8.0, least=0)  # GB of disk for the frozen layers' results
     max_steps: int | None = setting(
         None, "save and stop after this many steps (default: at the end of the run)", least=1
     )

@@ -44,9 +44,9 @@ class Example:
     """A text to learn from: a prompt and an answer, or a conversation with several answers."""
 
     tokens: np.ndarray  # [T] ids, prompt first
-    start: int  # the first token of the answer, at least 1
+    start: int  # index of the answer's first token, at least 1
     turns: tuple[tuple[int, int], ...] = ()  # of several answers: where each begins and ends
-    is_cut: bool = False  # whether its end was left out
+    is_cut: bool = False  # whether its end was cut off
 
     @property
     def num_answer(self) -> int:
@@ -67,8 +67,7 @@ class _PromptAndAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns lines of training data into token ids, see
-    `encode_row`."""
+    """Turns lines of training data into token ids, by `encode_row`."""
 
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
@@ -78,9 +77,9 @@ class Encoder:
     def encode_row(
         self,
         row: Mapping[str, Any],
-        where: str = "the row",  # the file and the line, which begin each message
+        where: str = "the row",  # the file and line, which each message begins with
     ) -> Example | None:
-        """The example, its end cut to fit `max_length`; None if its prompt alone does not fit."""
+        """Encode a row, cut to `max_length`; None if the prompt alone is too long."""
         prompt, answer = self._encode(row, where)
         empty = "answer" if prompt else "prompt"
         require(
@@ -122,7 +121,7 @@ class Encoder:
         if not turns[-1].get("tool_calls"):
             return _PromptAndAnswer(prompt, self._encode_answer(turns[-1]["content"]))
         # What the template writes after the first end token is cut.
-        # How a model calls a tool, its template alone knows.
+        # Only the template knows how the model calls a tool.
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         require(
             whole[: len(prompt)] == prompt,
@@ -137,14 +136,14 @@ class Encoder:
         return _PromptAndAnswer(prompt, answer)
 
     def _encode_answer(self, text: str) -> list[int]:
-        """Without special tokens, except the end token."""
+        """Encode an answer without special tokens, except the end token."""
         check_text(text)
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
 
 def _turns_of(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The last turn is the assistant's."""
+    """Read the row's turns; the last one is the assistant's."""
     if "completion" in row and ("prompt" in row or "messages" not in row):
         asked = require_text_field(row, "prompt", where)
         answer = require_text_field(row, "completion", where, may_be_blank=True)
@@ -182,7 +181,7 @@ def read_examples(
     # yields the rows again, with a progress bar
     progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None,
 ) -> list[Example]:
-    """Templates that ask for the date get a fixed one, so that runs repeat."""
+    """Read examples; templates that ask for the date get a fixed one, so runs are repeatable."""
     rows = read_json_rows(path, "--data", f"a JSON object a line, with {_FORMS}")
     examples = []
     for where, row in (progress or iter)(rows):
@@ -242,21 +241,21 @@ def draft_vocab_indices(
 
 @dataclass(frozen=True)
 class Packing:
-    """Joins examples as turns of a conversation, and says what streams see."""
+    """Joins examples as turns of a conversation, and computes what streams see."""
 
-    num_tokens: int  # of a conversation at most
+    num_tokens: int  # at most, in a conversation
     frame: TokensBetweenTurns
     window: int  # `StreamConfig.stream_window`
 
     def pack(self, examples: Sequence[Example]) -> list[Example]:
-        """In order; an example that is longer than `num_tokens` is a conversation alone."""
-        found: list[list[Example]] = [[]]
+        """Join examples, in order, into conversations; one longer than `num_tokens` stays alone."""
+        found: list[list[Example]] = []
         for example in examples:
-            turns = [*found[-1], example]
-            if len(turns) > 1 and len(self.join_as_turns(turns).tokens) > self.num_tokens:
-                found.append([example])
+            longer = [*found[-1], example] if found else []
+            if longer and len(self.join_as_turns(longer).tokens) <= self.num_tokens:
+                found[-1] = longer
             else:
-                found[-1] = turns
+                found.append([example])
         return [self.join_as_turns(turns) for turns in found]
 
     def join_as_turns(self, examples: Sequence[Example]) -> Example:
@@ -269,8 +268,8 @@ class Packing:
         opening = list(self.frame.opening)
         for example in examples:
             own = example.tokens.tolist()
-            # What stands before a prompt's first turn, such as a system prompt, is the first
-            # example's alone.
+            # Text before a prompt's first turn, such as a system prompt, is taken from the first
+            # example only.
             opens = [n for n in range(example.start) if size and own[n : n + size] == opening]
             if text:
                 # The template's closing, which is not learned; the answer may end with its first
@@ -282,7 +281,7 @@ class Packing:
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
 
     def first_visible_tokens(self, text: Example, start: int, end: int) -> list[int]:
-        """The first token after the attention sinks that streams of each anchor see."""
+        """For each anchor, the first token after the attention sinks that its streams see."""
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
 
@@ -316,7 +315,7 @@ class Batch:
     ends: np.ndarray
     # [B, T] of packed texts: the first token after the sinks that streams of each anchor see
     firsts: np.ndarray | None = None
-    whole: Batch | None = None  # of which it is the part of one of many ranks
+    whole: Batch | None = None  # the batch of all ranks, if this is one rank's part
 
     @property
     def positions(self) -> np.ndarray:
@@ -328,7 +327,7 @@ class Batch:
     @property
     def causal_visible(self) -> np.ndarray:
         """[B, T, T] bool, which node row (second axis) sees which (third axis)."""
-        # Padding before the text sees itself alone. Packed examples see earlier ones of their text.
+        # Padding before the text sees only itself. Packed examples see earlier ones of their text.
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
         own = columns[None, None, :] >= self.pads[:, None, None]
@@ -344,7 +343,7 @@ class Batch:
         return np.asarray(hide_outside_window(self.causal_visible, self.positions, self.firsts))
 
     def part_of_rank(self, rank: int, num_ranks: int) -> Batch:
-        """A rank without texts gets the first text, without targets."""
+        """One rank's part; a rank without texts gets the first text, without targets."""
         rows = np.arange(rank, len(self.tokens), num_ranks)
         share = min(1, len(rows))
         rows = rows if share else np.zeros(1, int)
@@ -369,7 +368,7 @@ class Batch:
         return np.where(at < np.take_along_axis(self.ends, self.anchors, axis=1), found, -1)
 
     def answers_with_anchors(self) -> Iterator[BatchAnswer]:
-        """Row by row; of packed texts several in a row."""
+        """Yield the answers row by row; a packed text has several."""
         for row, ends in enumerate(self.ends):
             place = 0
             for end in np.unique(ends[ends > 0]):
@@ -380,10 +379,10 @@ class Batch:
 
 def collate(
     examples: Sequence[Example],
-    indices: np.ndarray,  # [B] which of them
+    indices: np.ndarray,  # [B] indices of `examples`
     packing: Packing | None = None,
 ) -> Batch:
-    """Side by side, so that answers begin in one column; packed texts begin in column 0."""
+    """Align texts so that answers start in one column; packed texts start in column 0."""
     texts = [examples[one] for one in indices]
     if packing is not None:
         texts = packing.pack(texts)
@@ -409,12 +408,12 @@ def draw_epoch_batches(
     seed: int,
     epoch: int,  # counted from 0
 ) -> list[np.ndarray]:
-    """Depends on the arguments alone, so that a stopped run goes on with the same batches."""
+    """Draw an epoch's batches; they depend only on the arguments, so a stopped run repeats them."""
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(examples))
     batches = []
     for first in range(0, len(order), batch_size * _POOL):
-        # Texts of like length stand together: within a pool, sorted by the answer's length, then
+        # Texts of similar length share a batch: within a pool, sorted by the answer's length, then
         # the prompt's.
         pool = order[first : first + batch_size * _POOL]
         sizes = [(examples[i].num_answer, examples[i].start) for i in pool]
@@ -433,7 +432,7 @@ class BatchPlan:
         seed: int,
         rank: int = 0,
         num_ranks: int = 1,
-        # joins the examples of half of each epoch's batches, drawn at random
+        # joins examples in half of each epoch's batches, drawn at random
         half_packing: Packing | None = None,
     ) -> None:
         self._examples = examples
@@ -458,7 +457,7 @@ class BatchPlan:
         return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
     def _choose_packed_half(self) -> None:
-        """Half of the epoch's batches, rounded up, have their examples shuffled among them."""
+        """Mark half of the epoch's batches, rounded up, as packed, and shuffle their examples."""
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         batches = self._batches
         chosen = rng.permutation(len(batches))[: (len(batches) + 1) // 2]
@@ -470,7 +469,7 @@ class BatchPlan:
 
 
 def batches_by_length(examples: Sequence[Example], batch_size: int) -> list[Batch]:
-    """For passes without learning; the shortest first."""
+    """Batches of similar length, the shortest first, for passes without learning."""
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens))
     starts = range(0, len(order), batch_size)
     return [collate(examples, np.array(order[i : i + batch_size])) for i in starts]

@@ -59,8 +59,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """One optimiser step on this process's part of a batch, gradients clipped; returns "step",
-        "rate", "NAME_loss".
+        """Take one optimiser step on this process's part of a batch, with clipped gradients.
 
         The losses are those before the step, in nats per token. If the gradient is not finite, no
         step is taken and InputError raised.
@@ -72,19 +71,19 @@ class Trainer(ABC):
 
     @abstractmethod
     def read(self, path: Path) -> tuple[str, Any]:
-        """The identity and state that `write` has written; any exception if broken."""
+        """Read what `write` has written: identity and state. Broken files raise any exception."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
         """Set weights, optimiser and step to those of a state that `read` returned."""
 
     def save(self, path: Path, identity: str) -> None:
-        """An older file stays if writing fails."""
+        """Write the state; if that fails, an older file stays."""
         work = path.with_name("new." + path.name)
         try:
             self.write(work, identity)
             work.replace(path)
-        except (OSError, RuntimeError) as error:  # MLX's and PyTorch's of a full disk
+        except (OSError, RuntimeError) as error:  # raised by MLX and PyTorch if the disk is full
             raise unwritable_error(path, error) from error
         finally:
             work.unlink(missing_ok=True)
@@ -96,7 +95,7 @@ class Trainer(ABC):
         # what another run has other than this one, for the message; may be empty
         differing_options: str = "",
     ) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         if not path.exists():
             return
         try:
@@ -119,7 +118,7 @@ class Trainer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that a training run is made of, read and checked, see `read_job`."""
+    """Everything that a training run consists of, read and checked by `read_job`."""
 
     options: RunOptions
     train: TrainConfig
@@ -152,7 +151,7 @@ def _make_identities(
     start_folders: Sequence[Path | None],  # weights that training starts from
     other_settings: Sequence[Any],  # JSON values
 ) -> Identities:
-    """Digests of all that decides a run's result, and of what decides its frozen part's states.
+    """Digests of what decides a run's result, and of what decides its frozen part's states.
 
     Runs share the frozen part's states if they differ only above the insertion layer. The base
     model's name decides nothing.
@@ -177,7 +176,7 @@ def _digest(job: Job, *values: Any) -> str:
 
 
 def _make_lower(job: Job, objective: Objective, identity: str) -> Lower:
-    """The frozen part's states of a batch of training examples, stored if `cache_gb` allows."""
+    """A function for the frozen part's states of a batch, which are stored if `cache_gb` allows."""
     tokens = sum(len(example.tokens) for example in job.examples)
     size = tokens * objective.state_size * objective.state_bytes
     if size > job.options.cache_gb * 2**30:
@@ -191,10 +190,10 @@ def _make_lower(job: Job, objective: Objective, identity: str) -> Lower:
 
 
 def read_base_settings(folder: Path) -> dict[str, Any]:
-    """config.json of a base model; its "text_config" overrides the rest."""
+    """Read a base model's config.json; its "text_config" overrides the rest."""
     path = folder / "config.json"
     settings = read_json(path, "a model folder")
-    settings = {**settings, **(settings.get("text_config") or {})}  # of a model that also sees
+    settings = {**settings, **(settings.get("text_config") or {})}  # of a model with vision
     for name in _SIZES:
         require(
             isinstance(settings.get(name), int),
@@ -211,7 +210,7 @@ def read_job(
     # its settings, draft vocabulary and template stay, if `train` trains a part of it
     start: StreamAdapter | None = None,
 ) -> Job:
-    """The model is downloaded if missing; its weights are only digested, not loaded."""
+    """Read and check a run's inputs; downloads a missing model, whose weights are only digested."""
     path = resolve_model(options.model)
     base = read_base_settings(path)
     train = train.with_default_draft_vocab_size(base["vocab_size"])
@@ -228,7 +227,7 @@ def read_job(
         examples = read_examples(file, encoder, lambda lines: bar(lines, file_name))
         low = min(int(example.tokens.min()) for example in examples)
         high = max(int(example.tokens.max()) for example in examples)
-        require(  # ids that a file gives as they are may be another model's
+        require(  # token ids in a file may be those of another model
             low >= 0 and high < base["vocab_size"],
             f"{file} has the token id {low if low < 0 else high}",
             expected=f"0 to {base['vocab_size'] - 1}, the model's",
@@ -303,7 +302,7 @@ def run_to_end(
     # not called for the validation before the first step
     after_validation: Callable[[Validation], None] = lambda validation: None,
 ) -> None:
-    """Take the steps of a run that are left; log, validate, save, and write what was trained.
+    """Take the remaining steps of a run; log, validate, save, and write what was trained.
 
     The run goes on from the state in its folder. Log entries of steps after the saved state are
     deleted.
@@ -390,7 +389,7 @@ def _describe_differing_options(
     path: Path,  # of the settings that the stopped run has written
     settings: Mapping[str, Any],
 ) -> str:
-    """Such as "--num-streams 4 and not 5"; empty if none differs or old settings are unreadable."""
+    """What differs, as "--num-streams 4 and not 5"; empty if old settings are unreadable."""
     try:
         old = read_json(path, "the settings of a run")
         now = {**settings, **settings["train"]}
@@ -438,7 +437,7 @@ def require_same_lora_scale(
 
 
 def require_task_lora_kept(source: Path, *, start_has_it: bool, run_has_it: bool) -> None:
-    """Whether the start's LoRA and the run's are the same is not compared."""
+    """Refuse a task's LoRA of other settings than the start's; their weights are not compared."""
     require(
         run_has_it or not start_has_it,
         f"the streams in {source} draft beside the LoRA of a task",
@@ -462,7 +461,7 @@ def require_same_stream_design(source: Path, found: StreamConfig, wanted: Stream
 def require_run_has_start_shapes(
     source: Path, start_arrays: Mapping[str, Any], run_arrays: Mapping[str, Any]
 ) -> None:
-    """The run may have more arrays."""
+    """Check that the run has the start's arrays, in their shapes; it may have more."""
     for name, array in start_arrays.items():
         here = list(run_arrays[name].shape) if name in run_arrays else None
         require(

@@ -61,7 +61,7 @@ Weights = dict[str, mx.array]  # what is trained, by its name in the adapter's f
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Where some rows of a batch stand, and which keys they see."""
+    """The positions of some rows of a batch, and the keys that they see."""
 
     positions: mx.array  # [B, R]
     mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
@@ -86,7 +86,7 @@ class Layout:
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
-        """Each group has the streams of at most `_ANCHORS_AT_ONCE` anchor columns."""
+        """Lay out a batch; a group has the streams of at most `_ANCHORS_AT_ONCE` columns."""
         positions = mx.array(batch.positions)
         nodes = Rows(positions, mx.array(batch.causal_visible[:, None]), positions)
         cuts = range(0, batch.anchors.shape[1] if num_streams else 0, _ANCHORS_AT_ONCE)
@@ -125,7 +125,7 @@ def _stream_rows(
 
 
 class _LayerCache:
-    """Takes the place of mlx-lm's cache for one layer; holds the keys and values of one pass."""
+    """Replaces mlx-lm's cache for one layer and one pass; holds that pass's keys and values."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _LayerCache:
         keys: mx.array,  # [B, Hkv, R, Dh]
         values: mx.array,  # [B, Hkv, R, Dh]
     ) -> tuple[mx.array, mx.array]:
-        """What this pass sees: [B, Hkv, R, Dh]; of stream rows [B, Hkv, T + R, Dh], nodes first."""
+        """What this pass sees: [B, Hkv, R, Dh]; stream rows see T + R, nodes first."""
         if self._rotation is not None:
             values = self._rotation.rotate_streams(values)
         if self._nodes is not None:
@@ -156,7 +156,7 @@ class _LayerCache:
 
 
 class LastStates(NamedTuple):
-    """What the last layer gives, before the final norm."""
+    """The last layer's output, before the final norm."""
 
     nodes: mx.array  # [B, T, D]
     streams: mx.array  # [B, K * G, D], anchor by anchor; [B, 0, D] without streams
@@ -192,7 +192,7 @@ class TrainedModel:
 
     @property
     def adapter(self) -> StreamAdapter:
-        """The adapter with the weights that are bound now, in float32."""
+        """The adapter with the currently bound weights, in float32."""
         return replace_weights(self._adapter, self.weights)
 
     def measure_and_write(self, folder: Path, validation: Validation) -> Path:
@@ -207,7 +207,7 @@ class TrainedModel:
         self,
         weights: Weights,  # may be traced arrays of a gradient
     ) -> None:
-        """Weights that are not given return to their first values, not to those bound last."""
+        """Bind weights; those that are not given return to their first values."""
         self.weights = weights
         every = {**self._start, **weights}
         for path, module in self._loras.items():
@@ -217,7 +217,7 @@ class TrainedModel:
         self._fused.streams = replace(streams_from_tensors(every), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
-        """[B, T, D] node states before the insertion layer."""
+        """Compute node states [B, T, D] before the insertion layer."""
         batch, length = layout.tokens.shape
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
@@ -231,7 +231,7 @@ class TrainedModel:
         layout: Layout,
         rootless: np.ndarray | None = None,  # [B, K] bool: streams without the root's term
     ) -> LastStates:
-        """Node rows, and then their streams, from the insertion layer on."""
+        """Run the nodes, and then their streams, from the insertion layer to the last layer."""
         started = nodes
         views = []
         for index in range(self.config.insertion_layer, self.config.num_layers):
@@ -261,7 +261,7 @@ class TrainedModel:
         self,
         nodes: mx.array,  # [..., D] before the insertion layer
     ) -> mx.array:  # [..., D] before the final norm
-        """What the LM head takes after the final norm (Speculative Streaming, section 3.2.3)."""
+        """Compute the early exit's states (Speculative Streaming, section 3.2.3)."""
         assert self._streams.prune is not None
         return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
 
@@ -283,7 +283,7 @@ class TrainedModel:
         roots: mx.array,  # [A] the token after each anchor
         count: int,  # C, candidates of a stream
     ) -> tuple[mx.array, mx.array]:
-        """Tokens [A, G, C], best first, and log probabilities of `rank_stream_tokens`."""
+        """Tokens [A, G, C], best first, and the log probabilities of `rank_stream_tokens`."""
         return DraftVocab(self._fused).rank_stream_tokens(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
@@ -292,7 +292,7 @@ class TrainedModel:
 
 
 def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
-    """Float32 arrays by their names in the adapter's files; never the draft vocabulary."""
+    """Float32 arrays by their names in the adapter's files, without the draft vocabulary."""
     # "streams" includes their condition and LoRA on stream rows.
     lora = adapter.stream_lora if part else adapter.trained_lora
     weights = {**stream_tensors(adapter.streams), **lora_tensors(lora)}
@@ -316,7 +316,7 @@ def bind_adapter(
     adapter: StreamAdapter,
     source: Path,  # the adapter's folder, for messages
 ) -> None:
-    """What `adapter` lacks keeps the model's weights; so does the draft vocabulary."""
+    """Bind an adapter's weights; those that it lacks stay, and so does the draft vocabulary."""
     require_same_base(adapter, model.backbone)
     start_has_it = bool(adapter.task_lora)
     run_has_it = bool(model.adapter.task_lora)
@@ -337,7 +337,7 @@ def measure_and_write_adapter(
     adapter: StreamAdapter,
     validation: Validation,
 ) -> Path:
-    """Records tokens per call of trees of `RECORDED_TREE_SIZES` in the adapter's settings."""
+    """Write the adapter, with the tokens per call of trees of `RECORDED_TREE_SIZES`."""
     config = replace(
         adapter.config,
         tokens_per_call=validation.tokens_per_call_by_tree_size(RECORDED_TREE_SIZES) or None,
@@ -348,7 +348,7 @@ def measure_and_write_adapter(
 
 
 def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
-    """New weights change no guess before they are trained; recorded tokens per call are dropped."""
+    """Add new weights, which change no guess; the recorded tokens per call are dropped."""
     streams = adapter.streams
     size = adapter.config.hidden_size
     condition = streams.condition or draw_condition(train, size)
@@ -365,18 +365,18 @@ def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> S
 
 
 def draw_root_init(train: TrainConfig, hidden_size: int) -> LowRank | None:
-    """f's term of the root token and the last hidden state (eq. 3), [2 D] to [D]; zero at first."""
+    """Draw f's term of root token and last hidden state (eq. 3), [2 D] to [D]; zero at first."""
     rng = np.random.default_rng([train.seed, 2])
     return draw_low_rank(rng, train.root_init_rank or 0, 2 * hidden_size, hidden_size)
 
 
 def draw_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
-    """The second factor is zero."""
+    """Draw a low-rank pair whose second factor is zero."""
     return LowRank(_uniform(rng, rank, inputs, inputs), mx.zeros((size, rank))) if rank else None
 
 
 def draw_condition(train: TrainConfig, hidden_size: int) -> Condition | None:
-    """The last factor is zero, so it changes no guess until it is trained."""
+    """Draw a condition whose last factor is zero: it changes no guess until it is trained."""
     rank = train.condition_rank
     rng = np.random.default_rng([train.seed, 1])
     if not rank:
@@ -386,7 +386,7 @@ def draw_condition(train: TrainConfig, hidden_size: int) -> Condition | None:
 
 
 def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> mx.array:
-    """[rows, columns] float32 between -1 and 1 over the square root of `inputs`."""
+    """Draw [rows, columns] float32 between -1 and 1, over the square root of `inputs`."""
     bound = inputs**-0.5
     return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
 
@@ -398,7 +398,7 @@ def new_adapter(
     draft_vocab: np.ndarray | None,  # [Vd] int32 tokens; None for all
     task_lora: Loras | None = None,  # on every row, of the model that the streams draft for
 ) -> StreamAdapter:
-    """Alike on every machine. Changes no answer: second factors of low-rank pairs are zero."""
+    """Draw a new adapter, the same on every machine; zero second factors change no answer."""
     rng = np.random.default_rng(train.seed)
     size = config.hidden_size
     scale = train.lora_alpha / train.lora_rank

@@ -50,19 +50,19 @@ def linear_cross_entropy(
     def surrogate_and_losses(
         rows: mx.array, wanted: mx.array, weights: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """A scalar with the loss's gradient, but not its value; the rows' cross-entropies."""
+        """A scalar with the loss's gradient but not its value, and the rows' cross-entropies."""
         logits = logits_of(rows).astype(mx.float32)
         losses, probs = cross_entropies_and_probs(mx.stop_gradient(logits), wanted)
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
     def sum_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """The sum, each row's loss [R] and the sum's gradient [R, D]."""
+        """The sum, each row's loss [R], and the sum's gradient [R, D]."""
         losses: list[mx.array] = []
         gradients: list[mx.array] = []
         for rows in split_rows(len(hidden), vocab_size):
             part = hidden[rows]
-            if losses:  # the last chunk's logits are done with first, however MLX orders its work
+            if losses:  # free the last chunk's logits first, whatever order MLX chooses
                 part = mx.depends([part], [losses[-1], gradients[-1]])[0]
             (_, own), gradient = mx.value_and_grad(surrogate_and_losses)(
                 part, targets[rows], scales[rows]
@@ -87,7 +87,7 @@ def cross_entropies_and_probs(
     logits: mx.array,  # [R, V] float32
     targets: mx.array,  # [R] token ids
 ) -> tuple[mx.array, mx.array]:
-    """[R] in nats, and [R, V]."""
+    """Cross-entropies [R] in nats, and probabilities [R, V]."""
     rows = len(logits)
     whole = logits.shape[1] // _BLOCK * _BLOCK
     top = logits.max(axis=-1, keepdims=True)
@@ -106,7 +106,7 @@ def load_trainable_base(
     dtype: str,  # as `load` takes it
     name: str = Origin.name,  # of the model in messages, as the user gave it
 ) -> Backbone:
-    """Float32 or bfloat16, in which small gradients survive; quantized weights stay so."""
+    """Load in float32 or bfloat16, which keep small gradients; quantized weights stay so."""
     # Quantized weights stay so for "stored", and on a GPU for "auto".
     packed = read_json(path / "config.json", "a model folder").get("quantization") is not None
     if dtype == "auto" and resolve_dtype(dtype) == "stored" and not packed:
@@ -136,7 +136,7 @@ class MlxObjective(Objective):
         self.state_bytes = model.backbone.dtype.size
 
     def lower(self, batch: Batch) -> mx.array:
-        """See `Objective.lower`; evaluated. Streams are before the final norm."""
+        """Compute the states of `Objective.lower`, evaluated; streams are before the final norm."""
         layout = self._layout(batch)
         states = self.model.lower(layout)
         if self.train.keeps_streams:  # streams before the norm, in the columns of their anchors
@@ -160,8 +160,7 @@ class MlxObjective(Objective):
         lower: mx.array,  # [B, T, state_size]
         step: int,  # see `loss_terms`
     ) -> tuple[mx.array, list[mx.array]]:
-        """Eq. 5's weighted sum, and the means of `loss_terms` in order, in nats per token; 0
-        without targets.
+        """Eq. 5's weighted sum, and the means of `loss_terms` in nats per token, 0 without targets.
 
         Of one rank's part of a batch, both are partial sums that add up over the ranks.
         """
@@ -187,7 +186,7 @@ class MlxObjective(Objective):
     def _hidden_states_by_kind(
         self, batch: Batch, lower: mx.array, rootless: np.ndarray | None = None
     ) -> dict[TermKind, mx.array]:
-        """Before the final norm: [B, T, D] of nodes, [B, K * G, D] of streams, anchor by anchor."""
+        """States before the final norm: nodes [B, T, D], streams [B, K * G, D] anchor by anchor."""
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
@@ -201,7 +200,7 @@ class MlxObjective(Objective):
     def read_losses_by_name(
         self, batch: Batch, step: int, means: list[mx.array]
     ) -> dict[str, float]:
-        """Reads the means of `loss_and_term_means` from the device."""
+        """Read the means of `loss_and_term_means` from the device."""
         values = to_list(mx.stack(means)) if means else []
         names = [f"{term.name}_loss" for term in self.loss_terms(batch, step)]
         return dict(zip(names, values, strict=True))
@@ -237,7 +236,7 @@ class MlxObjective(Objective):
         # by a term's name: its targets in the whole batch, over all ranks
         whole_targets: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
-        """Of terms that share a head; rows without a target are left out."""
+        """The weighted sum of terms that share a head; rows without a target are left out."""
         rows = []
         targets = []
         scales = []
@@ -251,7 +250,7 @@ class MlxObjective(Objective):
                 own = model.apply_condition(own, mx.array(term.previous[there]))
             rows.append(own)
             targets.append(term.targets[there].astype(np.int32))
-            # Of each row in the sum, so that the sum is the weighted mean.
+            # The weight of each row, so that the sum is the weighted mean.
             scale = term.weight / whole_targets[term.name]
             scales.append(np.full(term.num_targets, scale, np.float32))
         return linear_cross_entropy(
@@ -288,7 +287,7 @@ class Adam:
 
     @property
     def state(self) -> dict[str, mx.array]:
-        """The moments and the step count, by "m NAME", "v NAME" and "step"."""
+        """The moments and the step count, as "m NAME", "v NAME" and "step"."""
         arrays: dict[str, mx.array] = {}
         for names, _, optimizer in self._groups:
             arrays["step"] = optimizer.state["step"]
@@ -339,7 +338,7 @@ class MlxTrainer(Trainer):
         """Gradients of eq. 5, and the terms' means in nats, of the whole batch on every rank."""
         gradient_of = mx.value_and_grad(self.objective.loss_and_term_means)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
-        self.objective.model.bind(self.weights)  # in the place of what MLX traced with
+        self.objective.model.bind(self.weights)  # replace the arrays that MLX traced with
         return self._sum_over_ranks(gradients, means)
 
     def _sum_over_ranks(
@@ -369,7 +368,7 @@ class MlxTrainer(Trainer):
 
     @property
     def _state(self) -> dict[str, mx.array]:
-        """All arrays that a run goes on from, by name."""
+        """All arrays from which a run can continue, by name."""
         weights = {f"weight {name}": array for name, array in self.weights.items()}
         return {**self.optimizer.state, **weights}
 
@@ -383,7 +382,7 @@ class MlxTrainer(Trainer):
         return metadata.get("identity", ""), arrays
 
     def resume(self, path: Path, identity: str, differing_options: str = "") -> None:
-        """Ranks other than 0 take rank 0's state, whatever they have read."""
+        """Continue from rank 0's state, whatever other ranks have read."""
         super().resume(path, identity, differing_options)
         if self._group is None:
             return

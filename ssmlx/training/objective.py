@@ -53,8 +53,8 @@ class Term:
 
     name: str  # what the log calls it, without "_loss"
     kind: TermKind
-    rows: np.ndarray  # [B, k] places in these, batch and rows flattened
-    targets: np.ndarray  # [B, k] ids, or places in the draft vocabulary; -1 if a row has none
+    rows: np.ndarray  # [B, k] indices into these, batch and rows flattened
+    targets: np.ndarray  # [B, k] ids, or indices in the draft vocabulary; -1 if a row has none
     weight: float  # alpha
     previous: np.ndarray | None = None  # [B, k] the token before, of `GIVEN`; None for other kinds
 
@@ -64,20 +64,20 @@ class Term:
 
 
 class Objective(ABC):
-    """The loss of eq. 5 over a model, and what its streams guess. Each trainer implements it.
+    """The loss of eq. 5 over a model, and what its streams guess; each trainer implements it.
 
     B texts of T tokens, K anchors at most, G streams, C candidates of each stream.
     """
 
-    FROZEN_PART: ClassVar[str] = "frozen layers"  # what `lower` computes, for a progress bar
-    STORE_FILE: ClassVar[str] = "lower.states"  # in a run's folder, with what `lower` gives
-    # distinguishes what `lower` gives from states before the insertion layer
+    FROZEN_PART: ClassVar[str] = "frozen layers"  # label of `lower`'s progress bar
+    STORE_FILE: ClassVar[str] = "lower.states"  # in a run's folder, with what `lower` returns
+    # distinguishes what `lower` returns from states before the insertion layer
     LOWER_KIND: ClassVar[tuple[str, ...]] = ()
     train: TrainConfig
     vocab_size: int
     draft_vocab: np.ndarray | None  # [Vd] tokens that streams may guess; None for all
     hidden_size: int
-    state_bytes: int  # of one number of what `lower` gives, 2 or 4
+    state_bytes: int  # bytes of one number of what `lower` returns, 2 or 4
 
     @property
     def draft_vocab_size(self) -> int:
@@ -95,7 +95,7 @@ class Objective(ABC):
 
     @abstractmethod
     def lower(self, batch: Batch) -> Any:
-        """The frozen part's states, which no step changes: [B, T, state_size].
+        """Compute the frozen part's states, which no step changes: [B, T, state_size].
 
         These are hidden states before the insertion layer. If the condition alone is trained, they
         are the streams' last hidden states, in the columns of their anchors.
@@ -111,7 +111,7 @@ class Objective(ABC):
 
     @abstractmethod
     def mean_losses(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """The mean of each term by "NAME_loss", in nats per token."""
+        """Compute each term's mean as "NAME_loss", in nats per token."""
 
     @abstractmethod
     def rank_candidates(
@@ -130,13 +130,13 @@ class Objective(ABC):
         """
         if not self.train.teaches_rootless_starts:
             return None
-        # Multiples of the golden ratio spread evenly, and keep no time with `STRIDE`.
+        # Multiples of the golden ratio spread evenly, and are not in step with `STRIDE`.
         places = np.arange(batch.anchors.shape[1]) + _PLACES_A_STEP * step
         rootless = places * _GOLDEN_RATIO % 1 < self.train.root_dropout
         return np.tile(rootless, (len(batch.tokens), 1))
 
     def loss_terms(self, batch: Batch, step: int) -> list[Term]:
-        """The terms of eq. 5 that `train` asks for; `step` decides which anchors `STRIDE` picks."""
+        """The terms of eq. 5 that `train` uses; `step` decides which anchors `STRIDE` picks."""
         train = self.train
         found = []
         node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)
@@ -163,7 +163,7 @@ class Objective(ABC):
         return found
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
-        """`count` candidates of each stream, by answer as `Batch.answers_with_anchors`."""
+        """Guess `count` candidates of each stream, for each of `Batch.answers_with_anchors`."""
         tokens, logprobs = self.rank_candidates(batch, lower, count)
         return [
             Guesses(tokens[row, places], logprobs[row, places], answer)
@@ -171,18 +171,18 @@ class Objective(ABC):
         ]
 
     def replay(self, batch: Batch, lower: Any, size: int) -> Replay:
-        """Decoding the answers with best trees of `size` nodes; the prompts' calls are counted."""
+        """Replay the answers with best trees of `size` nodes; the prompts' calls are counted."""
         return replay(self.guesses(batch, lower, self.num_candidates_for_tree(size)), size)
 
     def num_candidates_for_tree(self, size: int) -> int:
-        """How many candidates of each stream the best tree of `size` nodes may need."""
+        """The most candidates of each stream that the best tree of `size` nodes may need."""
         tree = TreeConfig(size=size, width=self.draft_vocab_size)
         count = count_candidates(tree, self.train.num_streams, conditional=self.is_conditional)
         return min(count, self.draft_vocab_size)
 
 
 class Validation:
-    """Held-out examples: their losses, and the target calls that decoding them would take."""
+    """Measures held-out examples: their losses, and the target calls that they would take."""
 
     def __init__(
         self,
@@ -194,14 +194,14 @@ class Validation:
     ) -> None:
         self._objective = objective
         self._tree_size = tree_size
-        # Guessing takes most of the time, so guesses for the larger trees are kept.
+        # Guessing takes most of the time, so guesses for the larger trees are cached.
         self._largest = keep_guesses_to_size
         self._guesses: list[Guesses] = []
         # The frozen layers' results stay in memory.
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
     def measure(self) -> dict[str, float]:
-        """Of "tokens_per_call" the prompts' calls are counted; losses are in nats per token."""
+        """Measure losses in nats per token, and "tokens_per_call", prompts' calls included."""
         sums: dict[str, float] = {}
         replays: list[Replay] = []
         self._guesses = []
@@ -225,7 +225,7 @@ class Validation:
         return replay(found, self._tree_size)
 
     def tokens_per_call_by_tree_size(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Without the prompts' calls, at least 1; from the last measurement's guesses if kept."""
+        """Tokens per call without the prompts' calls, at least 1; reuses cached guesses."""
         objective = self._objective
         if not objective.train.num_streams:
             return {}
@@ -238,14 +238,14 @@ class Validation:
 
 
 def split_rows(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Slices of rows whose float32 logits take some 64 MB."""
+    """Slices of rows whose float32 logits take about 64 MB."""
     size = max(1, _CHUNK_LOGITS // vocab_size)
     for first in range(0, num_rows, size):
         yield slice(first, first + size)
 
 
 class LowerStore:
-    """The frozen layers' results of all examples, [tokens of all examples, state_size], in a file.
+    """A file of the frozen layers' results for all examples, [tokens of all examples, state_size].
 
     A second file beside it records how much is done, and the `identity` of the layers and the data.
     Files of another identity or size are deleted and begun anew.
@@ -279,7 +279,7 @@ class LowerStore:
         self._states: np.ndarray = np.memmap(path, _BITS[objective.state_bytes], "r", shape=shape)
 
     def fill_missing(self, label: str = "") -> None:
-        """Progress is recorded every 16 batches, so that a stopped run goes on from there."""
+        """Compute what is missing; progress is recorded every 16 batches for a later run."""
         batches = batches_by_length(self._examples, _BATCH_SIZE)
         done = self._read_progress().get("batches", 0)
         if done == len(batches):
@@ -304,19 +304,19 @@ class LowerStore:
             file.write(states[pad : pad + length].tobytes())
 
     def read_batch(self, batch: Batch) -> Any:
-        """[B, T, state_size] of a batch that is not packed; zeros at its padding."""
+        """Read [B, T, state_size] of a batch that is not packed; padding is zero."""
         out = np.zeros((*batch.tokens.shape, self._objective.state_size), self._states.dtype)
         for row, (index, pad, length) in enumerate(self._row_places(batch)):
             out[row, pad : pad + length] = self._states[index : index + length]
         return self._objective.from_bits(out)
 
     def _row_places(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
-        """By row: the index of its first state in the file, its padding, its length."""
+        """For each row: the index of its first state in the file, its padding, its length."""
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
     def _read_progress(self) -> dict[str, Any]:
         try:
             return dict(json.loads(self._mark.read_text()))
-        except (OSError, ValueError, TypeError):  # none, or cut off
+        except (OSError, ValueError, TypeError):  # missing or truncated
             return {}

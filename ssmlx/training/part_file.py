@@ -1,4 +1,4 @@
-"""The finished part of a long run, after which a stopped one goes on."""
+"""Stores the finished part of a long run, so that a stopped one can continue."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class PartFile:
             raise
 
     def append(self, value: list[Any]) -> None:
-        """Once this returns, the list survives a kill."""
+        """Append a list, which survives a kill once this returns."""
         self._append_line(value)
         self.done.append(value)
 
@@ -51,14 +51,14 @@ class PartFile:
         self._file.close()
 
     def _append_line(self, value: Any) -> None:
-        """Waits until the disk has it."""
+        """Append a line, and wait until it is on disk."""
         with naming_file(self.path):
             self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def _read_lists(self, settings: dict[str, Any]) -> int:
-        """Fills `done`; returns the bytes of whole lines."""
+        """Fill `done`; return the length in bytes of the whole lines."""
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
@@ -83,7 +83,7 @@ class PartFile:
 
 
 def count_lists(path: Path) -> int:
-    """Without locking the file."""
+    """Count the lists in a file, without locking it."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

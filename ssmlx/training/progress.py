@@ -1,4 +1,4 @@
-"""How far a run of `ssmlx.adapt` has come, what of it is kept, and how long it will still take."""
+"""The progress of a run of `ssmlx.adapt`: what is stored, and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .mlx_trainer import read_saved_step
 from .part_file import count_lists
 
 ENDED_FILE = "ended"  # of a round's folder
-ANSWERS_FILE = "answers.part"  # likewise
+ANSWERS_FILE = "answers.part"  # of a round's folder
 QUESTIONS_FILE = "questions.part"
 
 
 @dataclass
 class Clock:
-    """Seconds that a run took, in earlier processes (`before`) and in this one, without waiting."""
+    """Counts the seconds of a run, in this and earlier processes (`before`), without waiting."""
 
     before: float = 0.0
     _started: float = field(default_factory=time.monotonic)
@@ -28,7 +28,7 @@ class Clock:
         return self.before + time.monotonic() - self._started - self._waited
 
     def exclude_waiting(self, wait: Callable[[], None]) -> Callable[[], None]:
-        """`wait`, whose seconds do not count as spent."""
+        """Wrap `wait` so that its seconds do not count as spent."""
 
         def waits() -> None:
             started = time.monotonic()
@@ -39,7 +39,7 @@ class Clock:
 
 
 class StepPace:
-    """Estimates the time left of a training from the steps that this process has taken."""
+    """Estimates the time left of a training from the steps of this process."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class StepPace:
             self._first = self._clock.spent, step
 
     def seconds_left(self, step: int) -> float:
-        """0 before this process has taken a step."""
+        """The estimated time left; 0 before this process has taken a step."""
         if self._first is None or step <= self._first[1]:
             return 0.0
         spent, first = self._first
@@ -63,7 +63,7 @@ class StepPace:
 
 
 def format_duration(seconds: float) -> str:
-    """Such as "40 s", or from one and a half minutes on "4 min"."""
+    """Format seconds, as "40 s", or as "4 min" from one and a half minutes on."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
@@ -73,7 +73,7 @@ def describe_round_progress(
     num_steps: int,  # training steps that it is to take
     state_file: str,
 ) -> str:
-    """What a stopped round has kept: all, answers and training steps, answers, or questions."""
+    """Describe what a stopped round has: everything, answers and steps, answers, or questions."""
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
     step = read_saved_step(folder / state_file)

@@ -1,4 +1,4 @@
-"""What a model is asked, to learn from its own answers: prompts that ship, and its own questions.
+"""Prompts to answer for training: prompts that ship, and the model's own questions.
 
 Prompts that ship are hand-written templates, filled in (`questions.txt`, Apache-2.0). A model's own
 questions are its continuations of its chat template's user turn (Magpie, Xu et al. 2024).
@@ -27,7 +27,7 @@ DRY_ROUNDS = 20  # without a new prompt, until the lists count as used up
 NUMBERS = {"a": (2, 12), "b": (24, 480), "c": (3, 20), "d": (13, 99)}
 OPENING_WORDS = 8
 
-# Of a prompt that the model makes up itself.
+# Bounds on a prompt that the model makes up itself.
 SHORTEST = 8  # characters
 LONGEST = 400
 LEAST_ASCII = 0.97  # of the characters
@@ -36,13 +36,13 @@ _MARKER = "\u2063user text\u2063"
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
-# Prompts that ship, by their use; splits share nothing.
+# Prompts that ship, by use; splits share neither templates nor list items.
 WRITTEN: Mapping[Split, int] = {"train": 2700, "valid": 100, "test": 100}
 Lists = dict[str, list[str]]  # what goes into each slot; "templates", "plain" prompts, "follow-ups"
 
 
 def read_question_lists() -> Lists:
-    """The lines of each section."""
+    """Read the lines of each section."""
     lists: Lists = {}
     for line in LISTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -53,7 +53,7 @@ def read_question_lists() -> Lists:
 
 
 def split_question_lists() -> dict[Split, Lists]:
-    """Shuffled lines by section; the same for every seed: what is held out stays held out."""
+    """Shuffle and split lines by section, in the same way for every seed."""
     rng = random.Random(0)
     splits: dict[Split, Lists] = {split: {} for split in SPLITS}
     for name, items in read_question_lists().items():
@@ -66,7 +66,7 @@ def split_question_lists() -> dict[Split, Lists]:
 
 
 def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
-    """Different prompts in random order: at most half plain, then every template in turn."""
+    """Draw different prompts in random order: at most half plain, then every template in turn."""
     found = {
         normalise_prompt(text): sometimes_make_casual(text, rng)
         for text in lists["plain"][: count // 2]
@@ -93,7 +93,7 @@ def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
 
 
 def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
-    """Each slot `{name}` gets a random item of the list `name`, or a number of `NUMBERS`."""
+    """Fill each slot `{name}` with a random item of the list `name`, or a number of `NUMBERS`."""
 
     def choose(match: re.Match[str]) -> str:
         name = match[1]
@@ -104,7 +104,7 @@ def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
 
 
 def sometimes_make_casual(text: str, rng: random.Random) -> str:
-    """One prompt in four is changed to what somebody in a hurry types."""
+    """Change at most one prompt in four to what a user in a hurry types."""
     draw = rng.random()
     if draw < 0.10:
         return text.lower() if len(text) < 120 else text
@@ -118,7 +118,7 @@ def sometimes_make_casual(text: str, rng: random.Random) -> str:
 
 
 def draw_shipped_prompts(seed: int) -> dict[Split, list[str]]:
-    """Splits share no template and no list item."""
+    """Draw prompts for each split; splits share no template and no list item."""
     lists = split_question_lists()
     return {
         split: draw_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
@@ -127,7 +127,7 @@ def draw_shipped_prompts(seed: int) -> dict[Split, list[str]]:
 
 
 def opening_words(text: str) -> str:
-    """Near copies share them."""
+    """The text's first words, by which near copies are found."""
     return " ".join(normalise_prompt(text).split()[:OPENING_WORDS])
 
 
@@ -143,13 +143,13 @@ def user_turn_prefix(
 
 
 def normalise_prompt(text: str) -> str:
-    """Prompts that differ in case, spaces and punctuation alone become equal."""
+    """Remove differences of case, spaces and punctuation, to compare prompts."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.findall(r"\w+", folded))
 
 
 def is_good_prompt(text: str) -> bool:
-    """Whether a sampled text can stand as a user's prompt."""
+    """Whether a sampled text can serve as a user's prompt."""
     ascii_share = sum(map(str.isascii, text)) / max(len(text), 1)
     words = normalise_prompt(text).split()
     return (

@@ -12,14 +12,14 @@ from ..report import new_figure, write_figure
 
 LOG_FILE = "log.jsonl"
 PICTURE_FILE = "curves.png"
-_WINDOW = 20  # steps whose mean is drawn
+_WINDOW = 20  # number of steps whose mean is plotted
 
 
 class Record:
-    """A training run's log: a file with a JSON object a line, each of a step."""
+    """A training run's log: a file with one JSON object per line, one for each step."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        """Entries of steps after `step`, the last saved one, are deleted from the file."""
+        """Open the log, deleting entries of steps after `step`, the last saved one."""
         self._path = path
         kept = [entry for entry in read_log_entries(path) if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
@@ -34,7 +34,7 @@ class Record:
 
 
 def read_log_entries(path: Path) -> list[dict[str, Any]]:
-    """Up to the first line that is not JSON: a kill may have cut it short."""
+    """Read entries up to the first line that is not JSON: a kill may have truncated it."""
     if not path.exists():
         return []
     entries = []
@@ -76,7 +76,7 @@ def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> Non
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
-    """The mean of the last `_WINDOW` entries in training; on held-out text, dashed, each value."""
+    """Plot training losses as means of `_WINDOW` steps, held-out losses dashed, as they are."""
     names = sorted({key for e in entries for key in e if key.endswith("_loss")})
     for name in (name for name in names if not name.startswith("valid_")):
         steps, values = _steps_and_values(entries, name)

@@ -1,4 +1,4 @@
-"""Held-out text replayed: how many tokens a target call would advance.
+"""Replays held-out text: how many tokens would a target call advance?
 
 The text stands for what the target would have said, so one forward over it predicts every step: at
 the last accepted token the streams draft a tree, the text decides how much is accepted, and the
@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Guesses:
-    """What the streams guess at every token of an answer of A tokens, C candidates a stream."""
+    """The streams' guesses at every token of an answer of A tokens, C candidates per stream."""
 
     tokens: np.ndarray  # [A, G, C] the C likeliest tokens of each stream, best first
     # [A, G, C] their log probabilities, or [A, G, C, C] given each of the stream before, those of
@@ -54,12 +54,12 @@ class Replay:
         return self.num_tokens / max(1, self.num_calls)
 
     def without_prompts(self, prompts: int) -> "Replay":
-        """Less one call and one token for each prompt."""
+        """Subtract one call and one token for each prompt."""
         return Replay(self.num_tokens - prompts, self.num_calls - prompts)
 
 
 def replay(guesses: Sequence[Guesses], size: int) -> Replay:
-    """With best trees of `size` nodes, the root included; a prompt's call gives one token."""
+    """Replay best trees of `size` nodes, the root included; a prompt's call gives one token."""
     levels = guesses[0].tokens.shape[1] if guesses else 0
     after = count_calls(
         [depths_within(smallest_tree_sizes(one, levels, size), size) for one in guesses]
@@ -68,10 +68,10 @@ def replay(guesses: Sequence[Guesses], size: int) -> Replay:
 
 
 def count_calls(
-    # of each answer [A]: how many tokens of a draft after each token agree with it
+    # for each answer [A]: number of drafted tokens after each token that agree with it
     depths: Sequence[Ints],
 ) -> Replay:
-    """Each call gives one token and those of its draft that agree."""
+    """Count calls; each gives one token, and those of its draft that agree."""
     tokens = calls = 0
     for held in depths:
         place = 0
@@ -87,13 +87,13 @@ def depths_within(
     needed: Ints,  # [A, levels] as `smallest_tree_sizes` gives it
     limit: int,  # nodes, the root included
 ) -> Ints:
-    """[A] how many of the answer's tokens after each token the best tree of `limit` nodes has."""
+    """For each of A tokens, how many that follow are in the best tree of `limit` nodes."""
     depths: Ints = (needed <= limit).sum(axis=1).astype(np.int32)
     return depths
 
 
 def answer_slots(guesses: Guesses) -> Ints:
-    """[A, G] which candidate of each stream, counted from 0, is the answer's token."""
+    """Which candidate (from 0) of each stream is the answer's token, [A, G]."""
     length, streams, _ = guesses.tokens.shape
     places = np.arange(length)[:, None] + 1 + np.arange(streams)
     # Stream j (1 to G) at token a of the answer guesses token a + j.
@@ -103,7 +103,7 @@ def answer_slots(guesses: Guesses) -> Ints:
 
 
 class AnswerPath(NamedTuple):
-    """Where an answer's own tokens stand among the candidates."""
+    """Positions of an answer's own tokens among the candidates."""
 
     # [A, G] as `answer_slots`; `NEVER` also if the stream before has `NEVER` and
     # candidates depend on it
@@ -124,7 +124,7 @@ def find_answer_path(guesses: Guesses) -> AnswerPath:
 
 
 def smallest_tree_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
-    """[A, levels] nodes of the smallest best tree that has the answer's tokens down to each level.
+    """Nodes of the smallest best tree with the answer's tokens down to each level, [A, levels].
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
     The root counts.
@@ -143,8 +143,7 @@ def path_scores_covering_best_tree(
     edges: Floats,  # [A, G, C or 1, C], see `Guesses.edges`
     size: int,  # nodes, the root included
 ) -> Floats:
-    """[A, n] log probabilities of paths, among them those of every node below the root of the best
-    tree.
+    """Log probabilities [A, n] of paths, with those of all non-root nodes of the best tree.
 
     The tree grows as `ssmlx.model.tree.grow_conditional_tree` does it, level by level.
     """

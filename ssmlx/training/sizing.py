@@ -1,4 +1,4 @@
-"""Which streams a model should have, and how many answers fit into the hours, as measured here."""
+"""Chooses the streams for a model, and how many answers fit into the hours, as measured here."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
 
 NUM_STREAMS = 4
-# Shares of the layers that may have streams, and the share of accepted drafts that is left with
+# Shares of the layers that may have streams, and the share of accepted drafts that remains with
 # them on SmolLM2-135M: perf/figures/ablation.png.
 LAYER_SHARES: Mapping[float, float] = {2 / 30: 0.75, 4 / 30: 0.82, 8 / 30: 1.0}
 TIMED_SIZES = (2, 4, 8, 16)  # nodes of the trees whose calls are timed
-# Tokens per call by nodes of the adapter `chat`, on held-out answers. They only decide between
-# geometries: forecasts use what the adapter itself shows.
+# Tokens per call of the adapter `chat` by nodes, on held-out answers. They only decide between
+# geometries: forecasts use the adapter's own figures.
 _USUAL_TOKENS: Mapping[int, float] = {2: 1.59, 4: 1.98, 8: 2.28, 16: 2.5}
 _TIMED_CONTEXT = 128
-# Plain calls that the head of a draft vocabulary takes if nothing was timed, about as on
+# Cost of a draft vocabulary's head in plain calls, if nothing was timed; about as on
 # SmolLM2-135M.
 _DRAFT_HEAD_COST = 0.05
-RESERVE = 0.12  # share of the time for what turns out to take longer
+RESERVE = 0.12  # share of the time kept in reserve for underestimates
 MOST_VALIDATIONS = 10  # of a round's training, each with a forecast of its speed-up
 _LEAST_VALIDATIONS = 2
 _VALIDATION_SHARE = 0.15  # of the hours that validations may take, if that leaves the least
 # At least this share of the hours goes to answers and training, and of the passes over the answers:
-# less would not pay for what a run takes beside them.
+# less would not pay for the run's other work.
 _LEAST_SHARE = 0.5
-_QUESTION_SHARE = 0.15  # of the time of answers, that the model's own questions take
-_USUAL_SHARE = 0.75  # of the tokens that an answer may have, that it has
+_QUESTION_SHARE = 0.15  # share of the answers' time for the model's own questions
+_USUAL_SHARE = 0.75  # usual length of an answer, as a share of its maximum
 _MOST_EPOCHS = 3
 _BATCHES = (16, 8, 4, 2, 1)
 _ANSWERS_AT_ONCE = (32, 16, 8, 4, 1)
@@ -62,7 +62,7 @@ _PROBED_TOKENS = 16
 _WEIGHTS_SHARE = 2 / 3
 _MEMORY_SHARE = 0.7  # of the machine's, by default
 
-StepCosts = Mapping[int, float]  # plain calls that a call with n nodes takes, by n
+StepCosts = Mapping[int, float]  # by n: cost of a call with n nodes, in plain calls
 
 
 def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
@@ -81,7 +81,7 @@ def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
 
 
 def candidate_layers(num_layers: int) -> dict[int, float]:
-    """By number of top layers with streams: the share of accepted drafts that is left with them."""
+    """For each number of top layers with streams: the share of accepted drafts that remains."""
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
@@ -94,8 +94,7 @@ def time_candidate_streams(
     seconds: float,  # for each number of layers
     lora: Loras | None = None,  # on every row of the model
 ) -> dict[int, StepCosts]:
-    """What a call costs does not depend on what the streams have learned, so untrained ones are
-    timed.
+    """Time calls with untrained streams: training does not change what a call costs.
 
     The costs are written to this machine's cost tables: of adapters of these sizes, if answers have
     not taught them yet; and of the base model, for `forecast_speedup_of_adapting`.
@@ -120,12 +119,12 @@ def time_candidate_streams(
 
 
 def _untrained_cost_name(num_layers: int) -> str:
-    """In the base model's cost table."""
+    """The name in the base model's cost table."""
     return f"untrained streams in {num_layers} layers"
 
 
 def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
-    """By timed calls with untrained streams, else by the cost of rows; None if none was timed."""
+    """Forecast by timed calls of untrained streams, or by costs of rows; None without either."""
     frozen = learned_of(base_model)[0].costs.frozen(0)
     known = frozen.known
     rows = {n for name, n in known if name == ROWS and n in TIMED_SIZES}
@@ -135,7 +134,7 @@ def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
         name = _untrained_cost_name(num_layers)
         costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
         if not costs and rows:
-            # Streams go through the top layers in a pass of their own, after the rows.
+            # Streams run through the top layers in their own pass, after the rows.
             second = num_layers / depth * frozen.calls((ROWS, 1 + NUM_STREAMS)) + _DRAFT_HEAD_COST
             costs = {n: frozen.calls((ROWS, n)) + second for n in rows}
         if costs:
@@ -144,7 +143,7 @@ def forecast_speedup_of_adapting(base_model: StreamFusedModel) -> float | None:
 
 
 def forecast_unfinished_run_speedup(run: StoredRun) -> float | None:
-    """By the adapter's recorded tokens per call and the run's timed costs; None if missing."""
+    """Forecast by recorded tokens per call and the run's timed costs; None if either is missing."""
     try:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
         curve = {int(n): float(tokens) for n, tokens in values["tokens_per_call"].items()}
@@ -160,36 +159,36 @@ def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
 
 
 def _expected_speedup(costs: StepCosts, kept: float) -> float:
-    """Over plain decoding, if drafts are accepted `kept` times as often as `chat`'s."""
+    """Speed-up over plain decoding, if `kept` times as many drafts are accepted as `chat`'s."""
     return fastest_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
 
 
 def fastest_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
-    """Its nodes, and its speed as a multiple of plain decoding's."""
+    """The fastest tree's nodes, and its speed as a multiple of plain decoding's."""
     speeds = {n: tokens_per_call[n] / cost for n, cost in costs.items()}
     nodes = max(speeds, key=speeds.__getitem__)
     return nodes, speeds[nodes]
 
 
 def _placeholder_vocab(train: TrainConfig) -> np.ndarray | None:
-    """Which tokens a draft vocabulary has changes no time."""
+    """Any draft vocabulary of the right size: which tokens it has does not change times."""
     size = train.draft_vocab_size
     return np.arange(size, dtype=np.int32) if size else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What was measured here: seconds, batch sizes and memory of answers and training steps."""
+    """Measured on this machine: seconds, batch sizes and memory of answers and training."""
 
-    answer_tokens_per_second: float  # of all answers that are made at once
+    answer_tokens_per_second: float  # of all simultaneous answers together
     train_seconds_per_token: float  # of learning a token of an answer
     frozen_seconds_per_token: float  # of the layers below the streams'
-    batch_size: int  # examples of a step, as many as the memory allows
+    batch_size: int  # examples per step, as many as fit into memory
     answers_at_once: int
-    memory: int  # bytes that all this takes at most
+    memory: int  # most bytes that all this takes
     prompt_seconds_per_token: float = 0.0  # of reading a prompt
     call_seconds: float = 0.0  # of a plain call of one text
-    validate_seconds: float = 0.0  # of a held-out answer each time
+    validate_seconds: float = 0.0  # per held-out answer and validation
 
 
 def default_memory_bytes() -> int:
@@ -198,7 +197,7 @@ def default_memory_bytes() -> int:
 
 
 def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int) -> str:
-    """As `load` takes it: "auto", dequantized on the CPU, or "stored", quantized."""
+    """Choose a dtype for `load`: "auto", dequantized on the CPU, or "stored", quantized."""
     # MLX's CPU backend multiplies quantized weights slowly: they are dequantized if there is room.
     bits = (settings.get("quantization") or {}).get("bits", 16)
     stored = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
@@ -215,9 +214,9 @@ def measure_rates(
     most_bytes: int,  # peak of MLX's memory
     lora: Loras | None = None,
 ) -> Rates:
-    """On random texts of the longest prompt and answer."""
+    """Measure on random texts of the longest prompt and answer."""
     rng = np.random.default_rng(train.seed)
-    # Of tokens that streams learn, as nearly all of an answer's are.
+    # Counts tokens that streams learn, which are nearly all of an answer's.
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
@@ -257,11 +256,11 @@ def measure_rates(
 
 @dataclass(frozen=True, kw_only=True)
 class _AnswerTimes:
-    """How fast a model answers, with how many answers at once, and in how much memory."""
+    """How fast a model answers, with how many simultaneous answers, and in how much memory."""
 
-    at_once: int  # answers
+    at_once: int  # number of simultaneous answers
     tokens_per_second: float  # of all these, after their prompts
-    memory: int  # bytes that they take
+    memory: int  # bytes for all these
     prompt_seconds: float  # of reading one of the longest prompts
     call_seconds: float  # of a plain call of one text
 
@@ -272,12 +271,12 @@ def _time_answers(
     answer_tokens: int,  # of the longest answer
     most_bytes: int,
 ) -> _AnswerTimes:
-    """Speed is measured over 16 sampled tokens each, after the prompt's last 8 tokens."""
+    """Time 16 sampled tokens of each answer, after the prompt's last 8 tokens."""
     # The first calls take longer.
     list(responder.stream_answers([NumberedPrompt(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
-    # Memory and a prompt's time: 1 and 3 answers of a tenth of the longest one.
+    # Measure memory and a prompt's time with 1 and 3 answers of a tenth of the longest one.
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
         texts = [NumberedPrompt(number, prompt) for number in range(count)]
@@ -290,7 +289,7 @@ def _time_answers(
     with _measure() as spent:
         found = list(replace(responder, batch_size=at_once).stream_answers(texts, _PROBED_TOKENS))
     few, many = _PROBED
-    # What texts share is their calls, which take about the same; so the rest is their prompts.
+    # Texts share their calls, which take about the same time; the rest is their prompts'.
     of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
     return _AnswerTimes(
         at_once=at_once,
@@ -311,7 +310,7 @@ class _Usage:
 
 @contextmanager
 def _measure() -> Iterator[_Usage]:
-    """Both are set at the block's end. MLX's freed memory is given back first."""
+    """Measure the block's seconds and peak, set at its end; frees MLX's unused buffers first."""
     spent = _Usage()
     start = time.perf_counter()
     mx.clear_cache()
@@ -322,7 +321,7 @@ def _measure() -> Iterator[_Usage]:
 
 
 class _FittingBatch(NamedTuple):
-    """How many texts a batch has, and the bytes that it should take."""
+    """The number of texts in a batch, and the bytes that it should take."""
 
     size: int
     num_bytes: int
@@ -332,9 +331,9 @@ def _largest_fitting_batch(
     sizes: Sequence[int],  # the largest first
     peaks: Mapping[int, int],  # measured bytes by batch size, of exactly two, the smaller first
     most_bytes: int,
-    what: str,  # is done in such batches, for the message
+    what: str,  # what such batches do, for the message
 ) -> _FittingBatch:
-    """By a line through two measured sizes."""
+    """Choose the largest batch that fits, by a line through two measured sizes."""
     (low, few), (high, many) = peaks.items()
     used = {size: int(few + (many - few) * (size - low) / (high - low)) for size in sizes}
     fitting = [size for size in sizes if used[size] <= most_bytes]
@@ -351,14 +350,14 @@ def _largest_fitting_batch(
 class Round:
     """How many answers a round makes, how often it trains on them, and how long it should take."""
 
-    hours: float  # those of rounds before it among them
-    answers: int  # likewise
+    hours: float  # earlier rounds included
+    answers: int  # earlier rounds included
     epochs: float
     answer_seconds: float
     train_seconds: float
     validations: int = MOST_VALIDATIONS
     other_seconds: float = 0.0  # of validations, and of the figures at the end
-    spent_before: float = 0.0  # seconds of the run, when the round was planned
+    spent_before: float = 0.0  # seconds that the run had taken when this round was planned
 
     @property
     def seconds(self) -> float:
@@ -366,17 +365,17 @@ class Round:
 
 
 def plan_round(
-    hours: float,  # in all; only what exceeds those of the round before is planned
+    hours: float,  # in total; only hours beyond the previous round's are planned
     rates: Rates,
     prompt_tokens: int,  # of a usual prompt
     answer_tokens: int,  # of the longest answer
-    before: Round | None = None,  # its answers are trained on again
+    before: Round | None = None,  # the previous round, whose answers are trained on again
     *,
-    held_out: int = 0,  # answers that each validation scores
+    held_out: int = 0,  # number of answers in each validation
     check_seconds: float = 0.0,  # that the check of the finished adapter takes
     spent_seconds: float = 0.0,  # that the run has taken so far
 ) -> Round:
-    """How many new answers, and how many passes over all answers, fit into the hours.
+    """Plan how many new answers, and how many passes over all answers, fit into the hours.
 
     The longer making an answer takes beside a pass over it, the more passes, 1 to 3.
     """
@@ -394,7 +393,7 @@ def plan_round(
     validations = min(MOST_VALIDATIONS, max(_LEAST_VALIDATIONS, fitting))
     # One more is before the first step.
     other_seconds = (1 + validations) * each + check_seconds
-    # Of a first round, what was spent has measured all this.
+    # A first round has spent this time on measuring.
     left = given - other_seconds - (0.0 if before else spent_seconds)
     seconds = (1 - RESERVE) * max(left, _LEAST_SHARE * given)
     new = max(0, int((seconds - old * train_seconds) / (make_seconds + train_seconds)))
@@ -415,7 +414,7 @@ def cut_passes_to_hours(
     before: Round | None,  # its hours and seconds do not count
     spent_seconds: float,  # that the run has taken so far
 ) -> Round:
-    """Fewer passes if answers took so long that the hours would not suffice; at least half."""
+    """Use fewer passes if answers took too long for the hours; at least half of them."""
     given = 3600 * (planned.hours - (before.hours if before else 0.0))
     since = spent_seconds - (planned.spent_before if before else 0.0)
     left = given - planned.other_seconds - since

@@ -1,4 +1,4 @@
-"""A window: choose an adapter, ask, watch the answer come; stop it."""
+"""A window in which a user chooses an adapter, asks, watches the answer grow, and can stop it."""
 
 import asyncio
 
@@ -48,21 +48,21 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.ask_button.enabled = True
 
     def _load_engine(self) -> ssmlx.Engine:
-        """On the calling thread."""
+        """Load the engine on the calling thread."""
         cache = self.paths.cache
         return ssmlx.Engine(
             MODEL, ADAPTERS, cache_dir=cache, progress=self._show_or_refuse_download
         )
 
     def _show_or_refuse_download(self, done_bytes: int, total_bytes: int) -> None:
-        """Called on the thread that loads; closing the window ends the download."""
+        """Called on the loading thread with a download's progress; closing the window ends it."""
         if self._is_closing:
             raise ssmlx.InputError("the window is closed", expected="it open", do="start again")
         text = f"Downloading the model: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
         self.loop.call_soon_threadsafe(setattr, self.status, "text", text)
 
     async def ask(self, widget: toga.Widget) -> None:
-        """One answer at a time; an error becomes the status line."""
+        """Answer one question at a time; an error is shown in the status line."""
         question = self.question.value.strip()
         if question and self.ask_button.enabled:
             self.question.value = ""
@@ -92,17 +92,17 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
     ) -> ssmlx.Answer[ssmlx.GenerationResponse]:
         """Begin an answer, without waiting for its tokens."""
         assert self.engine is not None
-        if adapter == CHAT:  # a conversation; the other adapters know of single questions
+        if adapter == CHAT:  # a conversation; the other adapters answer single questions
             return self.chat.reply(question)
         return self.engine.stream(question, adapter=adapter, max_tokens=MAX_TOKENS)
 
     def stop(self, widget: toga.Widget) -> None:
-        """The text so far stays."""
+        """Stop the answer; its text so far stays."""
         if self._answer is not None:
             self._answer.cancel()
 
     async def on_exit(self) -> bool:
-        """A download under way is ended."""
+        """Wait until loading ends, a download included, and close the engine."""
         self._is_closing = True
         if self._loading is not None:
             await asyncio.wait([self._loading])
