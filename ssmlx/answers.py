@@ -1,8 +1,8 @@
 """Answers that any thread reads, segment by segment, while one thread decodes.
 
-A decoding loop lives on the MLX thread, a call at a time, and whoever reads an answer only asks for
-its next segment. Nobody asks ahead, and requests are served in order: so answers that are read at
-the same time take turns, call by call.
+A decoding loop lives on the MLX thread, a call at a time, and a reader of an answer only asks for
+its next segment. Readers do not ask ahead, and requests are served in order: so answers that are
+read at the same time take turns, call by call.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Segment = TypeVar("Segment")
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Stands for a segment when a turn processed a piece of the prompt and gave no text."""
+    """Takes the place of a segment when a turn processed a piece of the prompt and gave no text."""
 
     done: int  # tokens
     total: int
@@ -48,7 +48,7 @@ class _SegmentSource(Generic[Segment]):
                 return None
             raise
         if getattr(segment, "finish_reason", None):
-            self.close()  # now, for nobody need ask for what comes after the last segment
+            self.close()  # now, because no one requests anything after the last segment
         return segment
 
     def close(self) -> None:
@@ -62,8 +62,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     """An answer's segments, one for each call of the model: to iterate, or to iterate `async`.
 
     Any thread and any event loop may read on where another one stopped, and any may `cancel`; two
-    at once are refused by a RuntimeError. At most a step ahead is computed before somebody asks for
-    it. An answer that nobody holds any more is cancelled. If a step fails, reading raises the
+    at once are refused by a RuntimeError. At most a step ahead is computed before a reader asks
+    for it. An answer without references is cancelled. If a step fails, reading raises the
     error, and the answer is over.
 
         with ssmlx.stream_generate(model, tokenizer, prompt) as answer:
@@ -72,8 +72,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     The functions of this package make answers.
 
     Args:
-        segments: computes the segments; only the MLX thread touches and closes it. Between them may
-            stand how much of the prompt was processed.
+        segments: computes the segments; only the MLX thread touches and closes it. It may also
+            yield how much of the prompt was processed.
         progress: called with (tokens processed, tokens in all) of the prompt, on the thread that
             reads.
     """
@@ -189,7 +189,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
     @contextmanager
     def _exclusive_reading(self) -> Iterator[None]:
-        """Let nobody else read the answer inside the block."""
+        """Refuse other readers of the answer inside the block."""
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("another thread or task is already reading this answer")
         try:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from threading import Event, Thread
 from typing import Any
 
-# Called with (number done, number in all) as work goes on; whoever takes it says what is counted.
+# Called with (number done, number in all) as work goes on; the receiver says what is counted.
 Progress = Callable[[int, int], None]
 
 # Whether bars are shown, if standard error is a terminal.

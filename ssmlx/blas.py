@@ -118,7 +118,8 @@ def _files_in(package: str, folder: str, pattern: str) -> Iterator[Path]:
 
 @lru_cache(maxsize=1)
 def blas_name() -> str:
-    """For example "OpenBLAS 0.3.33 (SkylakeX)", with the core that its kernels are for."""
+    """The BLAS that MLX uses, such as "OpenBLAS 0.3.33 (SkylakeX)", with the core that its kernels
+    are for."""
     if sys.platform == "darwin":
         return "Accelerate"
     if _openblas is None:
@@ -150,7 +151,8 @@ class OpenBlasThreads:
         self._others_busy = math.inf  # seconds, at the last look; infinite if unknown
 
     def adjust(self) -> None:
-        """Not to be called by two threads at once; products may run meanwhile."""
+        """Set the number of threads by what other processes leave idle. Not to be called by two
+        threads at once; products may run meanwhile."""
         now = monotonic()
         passed = now - self._looked
         if _openblas is None or self._most == 1 or passed < self._SECONDS:
@@ -184,7 +186,7 @@ def _usable_cores() -> set[int]:
 
 
 def num_usable_cores() -> int:
-    """Cores that the process may keep busy; a container's control group may give it less time."""
+    """Cores that the process may keep busy; a container's control group may allow it less time."""
     return max(1, int(min(len(_usable_cores()), *_cores_of_cgroups())))
 
 
@@ -213,7 +215,8 @@ class Machine(NamedTuple):
 
 @lru_cache(maxsize=1)
 def this_machine() -> Machine:
-    """For example ("Apple M4", "gpu") or ("x86_64, 2 cores", "cpu, OpenBLAS 0.3.33 (SkylakeX)")."""
+    """This machine, such as ("Apple M4", "gpu") or ("x86_64, 2 cores", "cpu, OpenBLAS 0.3.33
+    (SkylakeX)")."""
     # Found once a process, by MLX's default device when it is first called.
     import mlx.core as mx
 

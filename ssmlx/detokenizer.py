@@ -59,11 +59,11 @@ class Detokenizer:
         return piece
 
     def held_back_text(self) -> str:
-        """As it is if no token follows; it stays held back."""
+        """The text that is held back, as it is if no token follows; it stays held back."""
         return self._decode([*self._context, *self._tokens])[self._given :]
 
     def _num_certain(self, text: str) -> int:
-        """How many characters of `text`, from its beginning, no later token can change."""
+        """How many characters at the beginning of `text` no later token can change."""
         # A character may be unfinished; some tokenizers clean spaces, or mark line ends.
         count = len(text.rstrip(_UNFINISHED))
         for is_held_back, pattern in (
@@ -86,7 +86,8 @@ class Detokenizer:
         return str(self._tokenizer.decode(tokens)) if tokens else ""
 
     def _token_name(self, token: int) -> str | None:
-        """None if the tokenizer has no such token, as in padded vocabularies."""
+        """The tokenizer's name for a token; None if it has no such token, as in padded
+        vocabularies."""
         try:
             name = self._tokenizer.convert_ids_to_tokens(token)
         except (IndexError, KeyError, ValueError, OverflowError):

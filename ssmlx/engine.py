@@ -62,9 +62,9 @@ class Engine:
                 print(segment.text, end="")
 
     Any thread and any event loop may ask. Answers of `stream` that are open at once take turns,
-    call by call, or share calls with a row each, whichever should bring more tokens
+    call by call, or share calls with a row each, if that should bring more tokens
     (`generation.batching`). Replies of a `chat` take turns with them, and never share calls. Every
-    adapter stands on the one base, whose weights they share, so each answer may have another one
+    adapter uses the one base, whose weights they share, so each answer may have another one
     and nothing is switched between them.
 
     Args:
@@ -120,7 +120,7 @@ class Engine:
         self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self._is_own_cache = prompt_cache is None
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
-        # Those that count in the memory pool; whoever made them may drop them.
+        # Those that count in the memory pool; their owners may drop them.
         self._counted: weakref.WeakSet[PromptCache] = weakref.WeakSet()
         named = [*adapters] if adapter is None else [adapter, *adapters]
         self._default = named[0] if named else AUTO_ADAPTER
@@ -131,7 +131,7 @@ class Engine:
         self.prompt_cache.identify(self.model(NO_ADAPTER))
         self._count_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
-        self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
+        self._wiring = wired_weights()  # last: an engine that was refused leaves no memory wired
         run_on_mlx_thread(self._wiring.__enter__)
 
     def _new_batches(self) -> Batches:
@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def adapters(self) -> list[str]:
-        """The adapters that are loaded, by the names that they were first asked for by."""
+        """The adapters that are loaded, keyed by the name first used."""
         return self._adapters.names
 
     def stream(
@@ -327,14 +327,14 @@ class Engine:
         progress: Progress | None = None,
         prompt_cache: PromptCache | None = None,
     ) -> Answer[ScoredPrompt]:
-        """How likely each token of a prompt is after those before it: an answer of one segment.
+        """Score a prompt: how likely each token is after those before it, in one segment.
 
         The whole prompt is processed as the answer is read, whatever is known of it. Its memory is
         claimed now.
 
         Args:
             question, adapter, progress: as `stream` takes them.
-            top: how many of the likeliest tokens are wanted in each place.
+            top: how many of the likeliest tokens are wanted at each position.
             prompt_cache: where the prompt is kept, now that it is processed, for an answer to begin
                 with; nowhere unless given.
 
@@ -401,7 +401,7 @@ class Engine:
         chat_options: Mapping[str, Any],
         prompt: Sequence[int],  # from `_encode_question`
     ) -> int:
-        """How many tokens of a prompt the next one of its conversation will begin with too."""
+        """The number of first tokens that the conversation's next prompt will share."""
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
         if not prompt or not isinstance(turns[0], Mapping):
             return len(prompt) - 1

@@ -1,8 +1,8 @@
 """`InputError`, the one exception for a user's mistake, and how untrusted text is shown in
 messages.
 
-Whatever reads what a user gives raises it, so docstrings inside the package do not repeat it; those
-of `ssmlx.__all__` say when.
+All code that reads a user's input raises it, so docstrings inside the package do not repeat it;
+those of `ssmlx.__all__` say when.
 """
 
 import copyreg
@@ -33,8 +33,8 @@ class InputError(ValueError):
         self.do = do
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By pickle's own rule it would be made anew from its line alone, which fails, and a pool of
-        # processes that cannot read what a worker raised waits for ever.
+        # pickle would call the class with the line alone, which fails, and a pool of processes that
+        # cannot read what a worker raised waits for ever.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def at(self, where: str) -> "InputError":
@@ -140,14 +140,15 @@ def require(ok: bool, found: str, *, expected: str, do: str) -> None:
 def unwritable_error(
     path: object, error: Exception, do: str = "choose another place"
 ) -> InputError:
-    """Says why `path` cannot be written; the caller raises it."""
+    """The error for a `path` that cannot be written; the caller raises it."""
     found = f"cannot write {path} ({getattr(error, 'strerror', None) or first_line(error)})"
     return InputError(found, expected="a place that can be written", do=do)
 
 
 @contextmanager
 def naming_file(path: object) -> Iterator[None]:
-    """Some have no file name, that of a full disk for example."""
+    """Inside the block, give an OSError without a file name that of `path`: that of a full disk has
+    none."""
     try:
         yield
     except OSError as error:
@@ -157,7 +158,8 @@ def naming_file(path: object) -> Iterator[None]:
 
 
 def missing_package_error(what: str, error: Exception, extra: str) -> InputError:
-    """Says which extra of ssmlx installs what cannot be imported; the caller raises it."""
+    """The error for a package that cannot be imported, with the extra of ssmlx that installs it;
+    the caller raises it."""
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
         expected=f"the packages of the extra {extra}",

@@ -18,7 +18,7 @@ _JsonError = json.JSONDecodeError
 
 
 def to_json(value: Any) -> Any:
-    """JSON values of a settings object, of its fields and of theirs."""
+    """A settings object as JSON values, with its fields and theirs."""
     if is_dataclass(value):
         # A field may have another name in JSON, by its metadata.
         named = {one.metadata.get("json", one.name): one.name for one in fields(value)}
@@ -32,25 +32,51 @@ def from_json(
     kind: Any,  # a settings class, or an annotation of one of its fields
     value: Any,
 ) -> Any:
-    """The inverse of `to_json`; missing fields have their defaults, unknown ones are ignored.
+    """The value of that kind for one of JSON, as `to_json` makes it.
 
-    Broken values raise TypeError, ValueError (as InputError is) or AttributeError.
+    Missing fields have their defaults, unknown ones are ignored. A value of another kind raises
+    InputError, a missing field without a default TypeError.
     """
     if is_dataclass(kind):
+        _require_kind(isinstance(value, Mapping), value, "an object")
         hints = get_type_hints(kind)
         named = {one.metadata.get("json", one.name): one.name for one in fields(kind)}
         given = {own: value[name] for name, own in named.items() if name in value}
-        built = {own: from_json(hints[own], one) for own, one in given.items()}
+        built = {}
+        for own, one in given.items():
+            try:
+                built[own] = from_json(hints[own], one)
+            except InputError as error:
+                raise error.at(own) from error
         return kind(**built)  # type: ignore[operator]
     origin = get_origin(kind)
     inner = get_args(kind)
-    if origin in (Union, UnionType):
+    if origin in (Union, UnionType):  # of one kind and None
         return None if value is None else from_json(inner[0], value)
-    if origin is tuple:
+    if origin is tuple:  # of one kind, any number of them
+        _require_kind(isinstance(value, list), value, "a list")
         return tuple(from_json(inner[0], one) for one in value)
-    if origin in (dict, abc.Mapping):
+    if origin in (dict, abc.Mapping):  # by texts
+        _require_kind(isinstance(value, Mapping), value, "an object")
         return {name: from_json(inner[1], one) for name, one in value.items()}
-    return kind(value) if kind in (int, float, str) else value
+    if kind in _KINDS:
+        allowed, expected = _KINDS[kind]
+        _require_kind(type(value) in allowed, value, expected)
+        return kind(value)
+    return value
+
+
+# The types that a value of JSON may have for a field of each type.
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a text"),
+}
+
+
+def _require_kind(ok: bool, value: Any, expected: str) -> None:
+    require(ok, f"it is {found_in_json(value)}", expected=expected, do="correct it")
 
 
 def build_settings(
@@ -60,7 +86,7 @@ def build_settings(
     *,
     do: str = "copy or convert it again",
 ) -> _Settings:
-    """A settings class from the JSON values under its fields' names; a null counts as missing."""
+    """A settings class from JSON values by its fields' names; null counts as missing."""
     own: Any = kind
     given = {
         one.name: tuple(value) if isinstance(value, list) else value
@@ -77,7 +103,8 @@ def parse_json(
     text: str | bytes,
     make_object: Callable[[list[tuple[str, Any]]], Any] | None = None,  # as `object_pairs_hook`
 ) -> Any:
-    """As `json.loads`, but all that it raises are ValueErrors that say what is wrong."""
+    """The value of a JSON text, as `json.loads`; every error is a ValueError that says what is
+    wrong."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError as error:
@@ -178,5 +205,5 @@ def read_json(
 
 
 def json_digest(values: Any) -> str:
-    """16 hexadecimal digits, whatever the order of keys."""
+    """The digest of JSON values, 16 hexadecimal digits, whatever the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

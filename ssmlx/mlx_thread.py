@@ -31,7 +31,7 @@ it. Never reset; tests of forks fork."""
 
 
 class Closable(Protocol):
-    """What is open until it is closed, as an answer is."""
+    """An object that is open until it is closed, as an answer is."""
 
     def close(self) -> None:
         """End it, on the MLX thread."""
@@ -57,7 +57,7 @@ def unless_forked(end: Callable[Params, None]) -> Callable[Params, None]:
 
 
 def claim_process() -> None:
-    """MLX computes in this process from now on. To be called before it does; as often as wanted."""
+    """Note that MLX computes in this process; to be called before it does, any number of times."""
     global _computing_process
     # It would wait for ever for threads that the fork did not copy.
     require(
@@ -75,7 +75,7 @@ class _Task(Generic[Result]):
 
     future: Future[Result]
     call: Callable[[], Result]
-    device: mx.Device  # the default one of whoever asks
+    device: mx.Device  # the caller's default device
 
     def run(self) -> None:
         try:
@@ -163,8 +163,7 @@ one process share it. Never reset: it stops with the process."""
 
 def _keep_open_alive() -> None:
     """In a forked process, keep what the parent has open alive for ever."""
-    # Python runs a generator's end when nobody holds it any more, and these ends would wait for
-    # MLX.
+    # Python runs a generator's end when its last reference goes, and these ends would wait for MLX.
     for one in THREAD.open:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
@@ -178,7 +177,7 @@ def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
 
 
 def on_mlx_thread(task: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Have a function run on the MLX thread, whoever calls it; see `run_on_mlx_thread`."""
+    """Have a function run on the MLX thread, from any calling thread; see `run_on_mlx_thread`."""
 
     @wraps(task)
     def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError, require
-from .settings import allowed_values, key_of
+from .settings import allowed_values, key_of, setting_types
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,16 @@ class Key:
         return f"{self.name}={self.shown}"
 
     @classmethod
-    def of_field(cls, one: Field[Any]) -> Key:
+    def of_field(cls, settings: type, one: Field[Any]) -> Key:
         """The key of a setting; its bounds are the settings class's to check."""
-        allowed = allowed_values(one)
+        allowed = allowed_values(settings, one)
         assert allowed is not None  # a number or a choice
-        kind = str(one.type)
         shown = "" if one.default is None else str(one.default)
         if allowed.choices:
             others = [word for word in allowed.choices if word != one.default]
             shown = "|".join([shown, *others] if shown else others)
             return cls(key_of(one), shown, f"one of {shown}", _one_of(allowed.choices))
-        if "Sequence" in kind:
+        if setting_types(settings)[one.name].is_row:
             expected = "whole numbers with commas between"
             return cls(key_of(one), shown or "N,N,...", expected, _parse_int_list)
         if allowed.whole:
@@ -44,7 +43,8 @@ class Key:
 
     @classmethod
     def of_path(cls, text: str) -> Key:
-        """The key of a file, a folder or a name on the Hub, as help shows it: "model=MODEL"."""
+        """The key of a file, a folder or a name on the Hub, given as help shows it:
+        "model=MODEL"."""
         name, _, shown = text.partition("=")
         return cls(name, shown, "a path or a name", _with_home_folder)
 

@@ -19,7 +19,7 @@ from .turns import ROLES, Message, normalise_turns
 _APPLY = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _NO_TEMPLATE_ARGS = {*_APPLY, "messages"} - {"tools", "documents"}
 
-# What the model may call, as chat templates take it: JSON schemas of functions.
+# What the model may call, as chat templates read it: JSON schemas of functions.
 Tools = Sequence[Any]
 
 # A line of a file: "prompt", a text, or "messages", the turns of a chat; and "tools", if there are
@@ -109,7 +109,7 @@ def as_messages(prompt: Prompt) -> Any:
 
 
 def last_user_text(prompt: Prompt) -> str:
-    """Empty if there is none."""
+    """The text of the user's last turn; empty if there is none."""
     said = [turn["content"] for turn in as_messages(prompt) if turn["role"] == "user"]
     return str(said[-1]) if said else ""
 
@@ -218,8 +218,9 @@ def chat_tokens(
             text.
         tools: what the model may call: JSON schemas, or functions with types and docstrings.
         template_args: what else the template reads, such as {"enable_thinking": False}.
-        add_generation_prompt: whether an answer starts after them.
-        continues: whether the last turn is left open, for the answer to go on from.
+        add_generation_prompt: whether the prompt opens an assistant's turn after them.
+        continues: whether the last turn is left open for the answer to continue; then no other is
+            opened.
 
     Returns:
         Token ids, including the template's special ones.
@@ -243,7 +244,7 @@ def chat_tokens(
     more = dict(template_args or {})
     _check_template_args(tokenizer, more)
     more |= {"tools": list(tools)} if tools else {}
-    more["add_generation_prompt"] = add_generation_prompt
+    more["add_generation_prompt"] = add_generation_prompt and not continues
     if continues:
         more["continue_final_message"] = True
     text = render_turns(tokenizer, messages, **more)
@@ -260,7 +261,8 @@ class TokensBetweenTurns:
 
 
 def find_tokens_between_turns(tokenizer: TokenizerWrapper) -> TokensBetweenTurns:
-    """None if the template refuses a user's, an assistant's and a user's turn."""
+    """The tokens between turns; none if the template refuses a user's, an assistant's and a user's
+    turn."""
     # Tokens are split after the last end token and the blank tokens that follow it.
     if not tokenizer.has_chat_template:
         return TokensBetweenTurns()
@@ -286,10 +288,11 @@ def find_tokens_between_turns(tokenizer: TokenizerWrapper) -> TokensBetweenTurns
 
 
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:
-    """Refuse names that the chat template does not read: Jinja ignores them silently."""
+    """Refuse names that do not occur as a word in the chat template, since Jinja ignores them
+    silently, and those that `apply_chat_template` itself takes."""
     text = getattr(tokenizer, "chat_template", None)
     for name in given:
-        # If the template is code, nobody can tell what it reads.
+        # What a template reads that is code is not known.
         is_read = not isinstance(text, str) or re.search(rf"\b{re.escape(name)}\b", text)
         require(
             bool(is_read) and name not in _NO_TEMPLATE_ARGS,
@@ -358,7 +361,8 @@ def encode_user_text(
 
 
 def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """With the tokenizer's special tokens, unless the text begins with the start token's text."""
+    """The tokens of a text, with the tokenizer's special tokens unless the text begins with the
+    start token's text."""
     check_text(text)
     bos = tokenizer.bos_token
     add_special_tokens = bos is None or not text.startswith(bos)
@@ -366,7 +370,7 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Tokenizers refuse half of a surrogate pair, which bytes that are not UTF-8 may be read as."""
+    """Refuse lone surrogates, which invalid UTF-8 can decode to, as tokenizers do."""
     found = f"the text is {quoted(text)}"
     require(isinstance(text, str), found, expected="a str", do="decode the bytes to text")
     try:

@@ -36,7 +36,7 @@ Template = str | Callable[..., str]  # Jinja's text, or code of mlx-lm's in its 
 # turn, as JSON (or in the variable, beside such a turn); in `xml_tools`.
 ToolsPlace = Literal["variable", "system turn", "xml_tools"]
 
-# No template has these, whatever case it writes in.
+# Words that no template has, in whatever case it writes.
 _WORD = "73919462"
 _LONG = 12  # characters of a text that is not found in a prompt by chance
 _KEY = "k5501837"
@@ -59,7 +59,7 @@ _ANSWERED: Message = {"role": "assistant", "content": "Yes."}
 
 
 def _call(number: int, **arguments: Any) -> Mapping[str, Any]:
-    """A call that shares no word with anything else."""
+    """A message's call that shares no word with anything else."""
     function = {"name": f"find{number}640215", "arguments": arguments}
     return {"id": f"call1234{number}", "type": "function", "function": function}
 
@@ -104,7 +104,8 @@ class TemplateForm:
                 raise TurnError(place, f"is {quoted(role)}", f"one of {', '.join(ROLES)}")
 
     def with_known_roles(self, turns: Sequence[Message]) -> list[dict[str, Any]]:
-        """The developer's turns become the system's unless the template names a developer."""
+        """Turns in which the developer's are the system's, unless the template names a
+        developer."""
         names_developer = "developer" in (self.quoted_words or ())
         named = [
             {**turn, "role": "system"}
@@ -158,7 +159,7 @@ class TemplateForm:
 
 
 def _with_written_calls(turn: dict[str, Any], format: AnswerFormat) -> dict[str, Any]:
-    """Calls become text, after what is said beside them."""
+    """Turns whose calls are written into the text, after what is said beside them."""
     calls = turn.pop("tool_calls", None)
     if not calls:
         return turn
@@ -207,7 +208,7 @@ def _try(
     turns: Sequence[Message],
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Empty if the template refuses the turns."""
+    """What the template renders; empty if it refuses the turns."""
     own = form.fit(turns, None)
     given: Any = {"tools": [_TOOL]} if variables is None else variables
     try:
@@ -227,7 +228,7 @@ def _try(
 def _with_parts_if_needed(
     template: Template, form: TemplateForm, role: str, turns: Sequence[Message]
 ) -> TemplateForm:
-    """Parts for `role`, if `_WORD` is shown only as a part."""
+    """The form with parts for `role`, if `_WORD` is shown only as a part."""
     other = replace(form, roles_with_parts=form.roles_with_parts | {role})
     is_lost = _WORD not in _try(template, form, turns) and _WORD in _try(template, other, turns)
     return other if is_lost else form
@@ -240,7 +241,7 @@ def _score_arguments(text: str) -> int:
 
 
 def _with_form_of_calls(template: Template, form: TemplateForm) -> TemplateForm:
-    """What the template makes of calls, of two in a turn, and of texts beside them."""
+    """The form with how the template shows calls, two in a turn, and texts beside them."""
 
     def shows(turns: Sequence[Message], *calls: Mapping[str, Any]) -> bool:
         text = _try(template, form, turns).lower()
@@ -262,13 +263,13 @@ def _with_form_of_calls(template: Template, form: TemplateForm) -> TemplateForm:
 
 
 def _words_of(call: Mapping[str, Any]) -> list[str]:
-    """Any of these shows that a call is shown, if only in part."""
+    """The words any of which shows that a call is shown, if only in part."""
     arguments = call["function"]["arguments"]
     return [call["function"]["name"], *arguments, *arguments.values()]
 
 
 def _with_form_of_thoughts(template: Template, form: TemplateForm) -> TemplateForm:
-    """Thoughts as parts, if the template shows them so and in no field."""
+    """The form with thoughts as parts, if the template shows them so and in no field."""
     turns = [_ASKED, {**_ANSWERED, "reasoning_content": _WORD}, _ASKED]
     if _WORD in _try(template, form, turns):
         return form
@@ -350,7 +351,7 @@ def has_unknown_calls(tokenizer: TokenizerWrapper) -> bool:
 
 
 def _form_of(tokenizer: TokenizerWrapper, tools: Sequence[Any]) -> TemplateForm:
-    """A model may have a template of its own for turns with tools."""
+    """The form of the model's template; a model may have another one for turns with tools."""
     code = tokenizer._chat_template
     if code is None and tokenizer.chat_template is None:  # a tokenizer with a renderer of its own
         return TemplateForm()
@@ -369,7 +370,8 @@ def _require_place_for_tools(form: TemplateForm, tools: Sequence[Any]) -> None:
 def _apply_template(
     tokenizer: TokenizerWrapper, turns: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    # Not by mlx-lm's wrapper of the tokenizer, which sets `enable_thinking` in every prompt.
+    """The text that the template renders; raises whatever the template raises. It is called on
+    mlx-lm's private fields, since mlx-lm's wrapper sets `enable_thinking` in every prompt."""
     if tokenizer._chat_template is not None:
         return str(tokenizer._chat_template(turns, **variables))
     return str(tokenizer._tokenizer.apply_chat_template(turns, tokenize=False, **variables))

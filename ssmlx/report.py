@@ -14,7 +14,7 @@ Columns = Mapping[str, Callable[[Any], str]]
 def align_rows(
     rows: Sequence[Sequence[str]],  # one or more, all with as many cells
 ) -> list[str]:
-    """Lines of equal columns, the first one flush left, the others right."""
+    """The rows as lines with aligned columns, the first one flush left, the others right."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -49,7 +49,7 @@ def write_figure(
     caption_below: str,  # is broken into lines
     path: Path,
 ) -> None:
-    """The format is that of the path's suffix."""
+    """Write a figure, in the format of the path's suffix."""
     if caption_below:
         width = int(15.5 * figure.get_figwidth())
         figure.supxlabel(fill(caption_below, width), x=0.01, ha="left", fontsize=8)

@@ -161,7 +161,7 @@ class ChatSession:
 
     def _clear(self) -> None:
         self.free_memory()
-        # Those of a shared prompt cache stay, and are taken for the model of now.
+        # Those of a shared prompt cache stay, and are reused for the current model.
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
@@ -214,7 +214,7 @@ class ChatSession:
 
     @property
     def memory(self) -> Memory:
-        """Where the memory goes: at the end of the last answer that was read to its end, or now.
+        """Memory by part: at the end of the last answer that was read to its end, or now.
 
         Raises:
             InputError: the session is closed.
@@ -293,7 +293,7 @@ class ChatSession:
         )
 
     def _require_idle(self) -> None:
-        """Two replies would write the same cache and history. MLX thread."""
+        """Require that no reply is open: two would write the same cache and history. MLX thread."""
         self._check_open()
         reply = self._reply()
         require(
@@ -459,5 +459,5 @@ class ChatSession:
 
 
 def _seconds(last: GenerationResponse) -> float:
-    """Of a whole answer, its prompt included."""
+    """Seconds of a whole answer, its prompt included."""
     return max(last.prefill_seconds + last.decode_seconds, 1e-9)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, Self, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from .errors import quoted, require
 
@@ -24,8 +26,8 @@ Attention = Literal["auto", "mlx", "fused"]
 DraftHead = Literal["auto", "stored", "8bit"]
 MtpHidden = Literal["after", "before"]
 MtpNorms = Literal["auto", "raw", "shifted"]
-"""How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
-multiplied with, "shifted" by one, as mlx-lm's converter writes them; "auto" has to be found out."""
+"""How weights of norms are stored. "raw": one less than they multiply by, as in Qwen's own files;
+"shifted": one already added, as mlx-lm converts them; "auto": detected from those of the layer."""
 
 DECODINGS = get_args(Decoding)
 STREAM_INITS = get_args(StreamInit)
@@ -44,8 +46,8 @@ MAX_DRAFT_TOKENS = 256
 MAX_MTP_TOKENS = 16
 MAX_LOGPROBS = 100
 PREFILL_STEP_SIZE = 512
-# More would be a slip of the hand, and fill the memory; below the least temperature, float32 is
-# infinite.
+# Larger values are mistakes that would fill the memory. Logits divided by a temperature below
+# `MIN_TEMP` may be infinite in float32.
 MAX_LAYERS = 1000
 MAX_SIZE = 2**24
 MAX_CONTEXT = 2**16
@@ -56,15 +58,15 @@ MAX_PENALTY = 1000
 MAX_BIAS = 10_000
 
 
-# An edge's log probability is held in this range: below zero by more than float32 rounding, so
-# that a child always scores less than its parent and the best nodes are closed under ancestors.
+# An edge's log probability is clipped to this range. It is below zero by more than float32 rounds,
+# so a child always scores less than its parent, and the ancestors of the best nodes are among them.
 MIN_EDGE_LOGPROB = -20.0
 MAX_EDGE_LOGPROB = -1e-3
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that a setting may have; with `choices` nothing else is asked."""
+    """The values that a setting may have; with `choices` the bounds are not looked at."""
 
     least: float = -math.inf
     above: float = -math.inf
@@ -75,9 +77,9 @@ class Allowed:
     choices: tuple[Any, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """NaN and infinity are not allowed, and bool is no number."""
-        if self.choices:
-            return value in self.choices
+        """Whether `value` is allowed; NaN and infinity never are, and bool is not a number."""
+        if self.choices:  # 1 == True
+            return any(isinstance(value, type(one)) and value == one for one in self.choices)
         if not isinstance(value, Integral if self.whole else Real) or isinstance(value, bool):
             return False
         number: Any = value
@@ -86,7 +88,7 @@ class Allowed:
         return inside and is_finite and not 0 < number < self.smallest
 
     def in_words(self) -> str:
-        """For messages, such as "1 to 256" or "one of a, b"."""
+        """The allowed values for messages, such as "1 to 256" or "one of a, b"."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.smallest:
@@ -107,34 +109,67 @@ def setting(
     default: Any = MISSING,  # without one, the field is required
     help: str = "",  # what `--help` says of it; a field without one is no option
     *,
-    # what gives it, if not `--` and the field's name: another flag, "--tree-size", or a word of a
-    # flag's value, "--prune threshold={}"; in a `DrafterConfig` a key of that drafter, "tokens={}"
+    # What gives the value; by default `--` and the field's name. Four forms: another flag,
+    # "--tree-size"; a word of a flag's value, "--prune threshold={}"; a key of all drafters or of
+    # one, "--drafter epsilon={}" and '--drafter "streams head={}"'; and in a `DrafterConfig`, a key
+    # of that drafter, "tokens={}".
     option: str = "",
     metavar: str = "",  # what `--help` shows for the value
-    group: str = "",  # the group of options that it stands in; commands name one without a group
-    needs: str = "",  # what it would do nothing without, such as "--temp above 0"
+    group: str = "",  # the title of its group of options; a command chooses one if it is empty
+    needs: str = "",  # what it has no effect without, such as "--temp above 0"
     wire: tuple[str, ...] = (),  # its names in a request to the server
     **allowed: Any,  # fields of `Allowed`, of numbers and choices
 ) -> Any:
-    """A field of a settings class, and all that is known of it: checks, messages, options, keys of
-    --drafter and fields of requests are made of this."""
+    """Make a field of a settings class with all that is known of it: checks, messages, options,
+    keys of --drafter and fields of requests are made of this."""
     about = {"help": help, "option": option, "metavar": metavar, "group": group}
     more = {"needs": needs, "wire": wire, "allowed": Allowed(**allowed)}
     return field(default=default, metadata=about | more)
 
 
-def allowed_values(one: Field[Any]) -> Allowed | None:
-    """None for texts, mappings and whatever else is neither a number nor a choice."""
+class SettingType(NamedTuple):
+    """What a field's annotation says of its values."""
+
+    item: Any  # the type of a value, or of each value in `container`; of a Mapping's values
+    container: type | None  # tuple, or Sequence or Mapping of `collections.abc`
+    is_optional: bool  # whether it may be None
+
+    @property
+    def is_row(self) -> bool:
+        return self.container in (tuple, abc.Sequence)
+
+
+@cache
+def setting_types(settings: type) -> dict[str, SettingType]:
+    """The types of a settings class's fields, by name."""
+    return {name: _setting_type(hint) for name, hint in get_type_hints(settings).items()}
+
+
+def _setting_type(hint: Any) -> SettingType:
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    own = next(one for one in arms if one is not NoneType)
+    container: Any = get_origin(own)
+    if container not in (tuple, abc.Sequence, abc.Mapping):
+        return SettingType(own, None, NoneType in arms)
+    inner = get_args(own)
+    item = inner[1] if container is abc.Mapping else inner[0]
+    return SettingType(item, container, NoneType in arms)
+
+
+def allowed_values(settings: type, one: Field[Any]) -> Allowed | None:
+    """The values that a field of `settings` may have; None for texts, mappings and all else that is
+    neither a number nor a choice."""
     allowed: Allowed | None = one.metadata.get("allowed")
-    kind = str(one.type)
-    is_number = ("int" in kind or "float" in kind) and not kind.startswith("Mapping")
+    kind = setting_types(settings)[one.name]
+    is_number = kind.item in (int, float) and kind.container is not abc.Mapping
     if allowed is None or not (allowed.choices or is_number):
         return None
-    return replace(allowed, whole="int" in kind)
+    return replace(allowed, whole=kind.item is int)
 
 
 def option_template(one: Field[Any]) -> str:
-    """What gives a setting, with {} for its value: "--top-p {}", "--penalty repetition={}"."""
+    """The option that gives a setting, with {} for its value: "--top-p {}", or
+    "--penalty repetition={}"."""
     option: str = one.metadata["option"] or "--" + one.name.replace("_", "-")
     return option if "{}" in option else option + " {}"
 
@@ -151,17 +186,16 @@ def check_settings(
     found: str = "{option}",  # what was found: {option} is option and value, beside {name}, {value}
     do: str | None = None,  # None: to choose an allowed value
 ) -> None:
-    """Check every field that `setting` made: numbers, whole if the annotation has "int", and
-    choices; None if it has "None". Of a tuple or sequence every item is checked."""
+    """Check the numbers and choices of every field that `setting` made; of a tuple or sequence,
+    each one."""
     for one in fields(config):
-        allowed = allowed_values(one)
+        kind = setting_types(type(config))[one.name]
+        allowed = allowed_values(type(config), one)
         values = getattr(config, one.name)
-        kind = str(one.type)
-        if allowed is None or (values is None and "None" in kind):
+        if allowed is None or (values is None and kind.is_optional):
             continue
         option = option_template(one)
-        is_row = isinstance(values, list | tuple) and kind.startswith(("tuple", "Sequence"))
-        for value in values if is_row else [values]:
+        for value in values if kind.is_row and isinstance(values, list | tuple) else [values]:
             shown = {"option": option.format(value), "name": one.name, "value": value}
             number = "a whole number" if allowed.whole else "a number"
             default = "choose one of them" if allowed.choices else f"choose {number} in that range"
@@ -189,8 +223,8 @@ class StreamConfig:
     # rank of what the root token and the last hidden state before it add to f; 0 if streams
     # start from f alone
     root_init_rank: int = setting(0, least=0, most=MAX_SIZE)
-    # whether they were also trained without that, as they start by `schedule=fused`, whose pass
-    # decides the root
+    # whether they were also trained without that: with `schedule=fused` they start before the root
+    # is known
     starts_without_root: bool = setting(False, choices=(False, True))
     # theta, the rank of the early-exit adapter; 0 if there is none
     prune_rank: int = setting(0, least=0, most=MAX_SIZE)
@@ -204,20 +238,19 @@ class StreamConfig:
     prompt_template: str | None = None
     end_token_ids: tuple[int, ...] = ()  # tokens that end an answer, beside the tokenizer's own
     base_model: str = ""  # name of the model that the adapter was trained on
-    # what tells streams apart: "embeddings", P_j of eq. 3; "value_rotation", their values in
-    # attention, turned by eq. 7 (appendix B), without any parameters.
+    # what distinguishes streams: "embeddings", P_j of eq. 3; "value_rotation", their values in
+    # attention, rotated by eq. 7 (appendix B), without any parameters.
     stream_design: StreamDesign = setting("embeddings", choices=STREAM_DESIGNS)
-    # epsilon of eq. 7, radians by which each stream's values are turned further than its
-    # predecessor's; 0 for embeddings. The paper holds it to pi / (2 N) at most, N being the
-    # longest sequence and its streams together, which is tiny; here any angle up to pi / 2
-    # will do.
+    # epsilon of eq. 7, radians by which each stream's values are rotated further than its
+    # predecessor's; 0 for embeddings. The paper bounds it by pi / (2 N), N being the longest
+    # sequence and its streams together, which is tiny; here any angle up to pi / 2 is allowed.
     rotation_step: float = setting(0.0, least=0, most=math.pi / 2)
     # Vd, tokens that streams draft from; 0 for the whole vocabulary
     draft_vocab_size: int = setting(0, least=0, most=MAX_SIZE)
-    # how many of the last tokens streams see at most, beside the first few of a text
+    # most last tokens that streams see, beside the first few of a text
     stream_window: int = setting(256, least=2, most=MAX_CONTEXT)
-    # by nodes of the best tree, what it advances by on text such as the adapter was trained for;
-    # None if it was not measured. It is a forecast, so adapters that differ in it are equal.
+    # by nodes of the best tree, tokens that a call advances by on text such as the adapter was
+    # trained for; None if not measured. It is a forecast, so adapters that differ in it are equal.
     tokens_per_call: Mapping[int, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -280,13 +313,13 @@ class StreamConfig:
         return streams
 
     def to_dict(self) -> dict[str, Any]:
-        """`tokens_per_call` only if it is known."""
+        """The settings as streams_config.json has them; `tokens_per_call` only if it is known."""
         unknown = ["tokens_per_call"] if self.tokens_per_call is None else []
         return {name: value for name, value in vars(self).items() if name not in unknown}
 
 
 def _check_and_sort_tokens_per_call(values: Any) -> dict[int, float] | None:
-    """Sorted by nodes, with numbers for JSON's text keys."""
+    """`tokens_per_call` checked and sorted by nodes, with numbers for JSON's text keys."""
     if values is None:
         return None
     pairs = dict(values).items() if isinstance(values, Mapping) else [("", 0.0)]
@@ -347,8 +380,8 @@ class TreeConfig:
         check_settings(self)
 
     def no_wider_than(self, num_tokens: int) -> TreeConfig:
-        """With at most `num_tokens` children a level, as many as can be drafted; its `width` is a
-        number."""
+        """A copy with at most `num_tokens` children a level, as many as can be drafted; its `width`
+        is a number."""
         width = self.full_width if self.kind == "full" else self.width or num_tokens
         return replace(self, width=min(width, num_tokens))
 
@@ -393,7 +426,8 @@ class PruneConfig:
     kind: PruneKind = setting(
         "off",
         "remove unlikely nodes before the upper layers. budget: keep the M likeliest; threshold=P: "
-        f"keep nodes with a probability of at least P ({PRUNE_THRESHOLD}) given their parent",
+        "keep nodes with a probability of at least P given their parent (default P: "
+        f"{PRUNE_THRESHOLD})",
         choices=get_args(PruneKind),
         option="--prune",
         metavar="HOW",
@@ -414,7 +448,7 @@ class PruneConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """What settings of a drafter have in common: a field's option, "tokens={}", is a key of it."""
+    """Base class of drafter settings; a field's option, "tokens={}", is a key of that drafter."""
 
     def __post_init__(self) -> None:
         listed = (name for name, one in DRAFTERS.items() if one.settings is type(self))
@@ -424,10 +458,11 @@ class DrafterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLookupConfig(DrafterConfig):
-    """What prompt lookup drafts: tokens that followed the text's end where it stood before.
+    """What prompt lookup drafts: the tokens that followed an earlier occurrence of the text's last
+    tokens.
 
     Attributes:
-        ngram: most tokens of the text's end that are looked up; shorter ends follow, down to one.
+        ngram: most last tokens of the text that are looked up; then fewer, down to one.
         num_draft_tokens: tokens that are drafted after each match.
         size: nodes of the tree that the matches form, the root included.
         reference: token ids of an expected text, such as a request's `prediction`, to look up in
@@ -486,10 +521,10 @@ class MtpConfig(DrafterConfig):
 
     Attributes:
         num_draft_tokens: tokens of the chain, each a call of the head.
-        hidden: which hidden states the head reads: after the final norm ("after"), as Qwen's were
-            trained, or before it ("before"); of its own, after its norm or before it.
-        norms: how the weights of its norms are stored: less one ("raw"), or as they multiply
-            ("shifted"); "auto" finds out by those of its layer.
+        hidden: which hidden states the head reads: those after the final norm ("after"), as Qwen's
+            heads were trained, or before it ("before"). The states that it reads of its own earlier
+            steps are those after or before its own norm.
+        norms: how the weights of its norms are stored, see `MtpNorms`.
     """
 
     num_draft_tokens: int = setting(3, least=1, most=MAX_MTP_TOKENS, option="tokens={}")
@@ -502,9 +537,9 @@ class SpeculatorTreeConfig(DrafterConfig):
     """The tree that an MLP speculator drafts (arXiv 2404.19124).
 
     Attributes:
-        widths: branches at each stage, as many stages as are given; None for the speculator's own.
-        candidates: k, the likeliest whole paths, which are kept with the nodes on them; None for
-            the speculator's own, unless `size` is given.
+        widths: branches at each stage, for as many stages; None for the speculator's own widths.
+        candidates: k, how many of the likeliest whole paths are kept, with the nodes on them; None
+            for the speculator's own number, unless `size` is given.
         size: the likeliest nodes to keep instead, the root included.
     """
 
@@ -541,12 +576,13 @@ DRAFTERS = {
         "heads.SpeculatorDrafter", SpeculatorTreeConfig, "heads=FOLDER"
     ),
 }
-"""The drafters that there are, by the names that `drafter` takes; see `ssmlx.drafters.registry`."""
+"""All drafters, by the names that `drafter` takes; see `ssmlx.drafters.registry`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterLoading:
-    """Keys of --drafter that act when a model is loaded, so on all its answers."""
+    """Keys of --drafter that act when a model is loaded: `draft_head` on all its answers,
+    `attention` on all models of the process."""
 
     draft_head: DraftHead = setting(
         "auto",
@@ -570,8 +606,8 @@ class AcceptanceConfig:
         kind: "exact", if it is the target's own token: the answer's distribution is the target's.
             "typical", if the target finds it likely enough (Medusa, section 3.3.1): LOSSY, the
             answer is no longer distributed as the target's.
-        epsilon: the probability that typical acceptance asks for, at most.
-        delta: it asks for delta * exp(-entropy) if that is less than epsilon.
+        epsilon: typical acceptance requires at most this probability.
+        delta: it requires delta * exp(-entropy) if that is less than epsilon.
     """
 
     kind: AcceptanceKind = setting(
@@ -605,8 +641,7 @@ def _recent(penalty: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSampling:
-    """How a model's generation_config.json asks for its tokens to be sampled; greedily unless it
-    says otherwise."""
+    """The sampling that a model's generation_config.json asks for; greedy unless it says so."""
 
     temp: float = setting(0.0, **_TEMP)
     top_p: float = setting(0.0, least=0, most=1)
@@ -623,9 +658,9 @@ class SamplingConfig:
     """How a token is sampled from the target's logits; names and order of steps are mlx-lm's.
 
     Attributes:
-        temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect. None
-            here and in the next three is as the model's generation_config.json says, or 0 if it
-            says nothing of sampling.
+        temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect. If
+            this or one of the next three is None, the model's generation_config.json decides, or it
+            is 0 if that says nothing of sampling.
         top_p: sample from the likeliest tokens that together have this probability; 0 and 1 take
             all.
         min_p: sample from tokens with at least this share of the likeliest one's probability.
@@ -634,11 +669,11 @@ class SamplingConfig:
             position alone, so the same seed gives the same text with plain and speculative
             decoding, any drafter, tree and pruning. None takes a new one from MLX's random state.
         repetition_penalty: divides (negative: multiplies) the logits of recent tokens; 1 is off.
-            None is as the model's generation_config.json says if tokens are sampled, else off.
+            If None, the model's generation_config.json decides if tokens are sampled, else off.
         repetition_context_size: recent tokens that it looks at.
-        presence_penalty: taken from the logit of every recent token.
+        presence_penalty: subtracted from the logit of every recent token.
         presence_context_size: recent tokens that it looks at.
-        frequency_penalty: taken from a token's logit for every time that it stands among them.
+        frequency_penalty: subtracted from a recent token's logit for each of its occurrences.
         frequency_context_size: recent tokens that it looks at.
         logit_bias: added to the logits of single tokens, by id.
         logprobs: report the log probability of every token, and of this many likeliest ones
@@ -685,7 +720,7 @@ class SamplingConfig:
     )
     seed: int | None = setting(
         None,
-        "same seed, same answer, whatever drafts (in float32; default: random)",
+        "the same seed gives the same answer with any drafter (in float32; default: random)",
         least=0,
         most=2**64 - 1,
         group="sampling",
@@ -738,8 +773,8 @@ class SamplingConfig:
             )
 
     def numbers(self, model: ModelSampling | None = None) -> ModelSampling:
-        """Temperature, filters and repetition penalty: these settings' own, or those of `model`, or
-        greedy ones."""
+        """Temperature, filters and repetition penalty: each these settings' own, else that of
+        `model`, else that of greedy decoding."""
         names = [one.name for one in fields(ModelSampling)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         found = replace(model or ModelSampling(), **given)
@@ -747,7 +782,8 @@ class SamplingConfig:
         return found if found.temp else replace(found, **{"repetition_penalty": 1.0, **given})
 
     def following(self, model: ModelSampling) -> Self:
-        """With the numbers of `model` where these settings leave them to it."""
+        """A copy whose sampling fields that are None come from `model`; under greedy decoding an
+        unset repetition penalty becomes 1."""
         return replace(self, **vars(self.numbers(model)))
 
     @property
@@ -763,8 +799,7 @@ class SamplingConfig:
 
 @cache
 def settings_fields(config: type) -> dict[str, tuple[type, ...]]:
-    """The fields that hold settings objects, with the classes allowed there, NoneType among
-    them."""
+    """The fields that hold settings objects, each with the classes allowed there, NoneType too."""
     kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
     return {name: own for name, own in kinds.items() if any(map(is_dataclass, own))}
 
@@ -773,10 +808,10 @@ def settings_fields(config: type) -> dict[str, tuple[type, ...]]:
 class GenerateConfig(SamplingConfig):
     """How to generate; the API and all commands take the same settings.
 
-    If decoding, tree, prune, num_streams and stream_schedule are all None, a controller
-    (`ssmlx.policy.controller`) decides for each call what is drafted, or nothing, by the costs of
-    calls on this machine and the share of drafted tokens that were accepted. If one of them is
-    given, every call is made as it says.
+    If decoding, tree, prune, num_streams and stream_schedule are all None, acceptance is exact and
+    the model is not split over processes, a controller (`ssmlx.policy.controller`) decides for each
+    call what is drafted, if anything, by the costs of calls on this machine and the share of
+    drafted tokens that were accepted. Otherwise every call is made as the settings say.
 
     Attributes:
         decoding: "speculative", which drafts for every call, or "plain"; None lets the controller
@@ -785,8 +820,8 @@ class GenerateConfig(SamplingConfig):
         stop: texts that end an answer. They are not in its text, but the tokens up to the one that
             completes such a text are in its tokens.
         drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
-            these settings, or the heads, or the model's streams if it has any, or the head that it
-            brings along or that is in the Hub's cache.
+            these settings, or the heads, or the model's streams if it has any, or a head among the
+            model's own files or in the Hub's cache.
         tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
         prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
             for off.
@@ -794,7 +829,7 @@ class GenerateConfig(SamplingConfig):
         stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
             "second-pass".
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
-        drafter_settings: those of a drafter that has no field here, of the class that it
+        drafter_settings: settings of a drafter that has no field here, of the class that it
             registered; None for its defaults.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
@@ -889,7 +924,8 @@ class GenerateConfig(SamplingConfig):
         return is_open and self.decoding is None and self.acceptance.kind == "exact"
 
     def with_default_shape(self) -> GenerateConfig:
-        """With a shape given, no controller decides: drafts are the same on every machine."""
+        """A copy whose shape is given, so that no controller decides, and drafts are the same on
+        every machine."""
         return replace(
             self,
             tree=self.tree or TreeConfig(),
@@ -901,8 +937,8 @@ class GenerateConfig(SamplingConfig):
 WIRE_NAMES = {
     wire: one.name for one in fields(GenerateConfig) for wire in one.metadata.get("wire", ())
 }
-"""Settings by the names that a request has for them, OpenAI's or mlx-lm's; of two names for one
-setting, the later one counts."""
+"""Settings by the names that a request has for them, OpenAI's or mlx-lm's. If a request has two
+names of one setting, the one that is later in this table counts."""
 
 
 def field_of_drafter_settings(kind: type[DrafterConfig]) -> str:

@@ -108,7 +108,7 @@ class _Bounds:
         return known[1]
 
     def check_size(self, size: int) -> None:
-        """Of a value in characters, or of one that takes as long."""
+        """Raise if a value of this many characters, or equal work, is too large."""
         if size > MAX_CHARS:
             raise TemplateBoundsError("makes too much text")
 
@@ -117,7 +117,7 @@ class _Bounds:
             raise TemplateBoundsError("makes a number that is too large")
 
     def check(self, value: Any) -> Any:
-        """A value that was made, checked and counted; a generator counts as it goes."""
+        """The given value, checked and counted; a generator counts as it is read."""
         self.check_time()
         if isinstance(value, GeneratorType):
             return self._check_items(value)
@@ -133,7 +133,7 @@ class _Bounds:
         return value
 
     def count(self, num_bytes: int) -> None:
-        """Bytes that a value holds."""
+        """Count the bytes that a value holds; raise if all together are too many."""
         self._made += num_bytes
         if self._made > _MAX_MADE:
             raise TemplateBoundsError("makes too much text")
@@ -151,7 +151,7 @@ _bounds: ContextVar[_Bounds | None] = ContextVar("bounds", default=None)
 
 
 def _current() -> _Bounds:
-    """The bounds of the block around; without one, what follows has a block of its own."""
+    """The bounds of the block around; outside of one, new bounds."""
     return _bounds.get() or _Bounds(time.monotonic() + MAX_SECONDS)
 
 
@@ -168,7 +168,7 @@ def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
 
 @pass_eval_context
 def _concat(context: nodes.EvalContext, texts: Sequence[Any]) -> str:
-    """What `~` does."""
+    """The value of `~`."""
     bounds = _current()
     bounds.check_size(bounds.size(texts))
     return str(bounds.check((markup_join if context.autoescape else str_join)(texts)))
@@ -206,12 +206,13 @@ def _replaced(bounds: _Bounds, text: Any, old: Any, new: Any, *_: Any) -> int:
 
 
 def _stripped(bounds: _Bounds, text: Any, letters: Any = None) -> int:
-    """Each letter may be looked up among all letters to be stripped."""
+    """Check a strip: each letter may be looked up among all letters to be stripped."""
     return 0 if letters is None else bounds.size(text) * len(str(letters)) // 100
 
 
 def _formatted(bounds: _Bounds, text: Any, *values: Any, **named: Any) -> int:
-    """A width may be in the text, or be one of the values; a value may be used many times."""
+    """Check a format: a width may be in the text, or be one of the values; a value may be used many
+    times."""
     form = str(text)
     num_fields = form.count("%") + form.count("{")
     if not num_fields:
@@ -263,7 +264,7 @@ _SIZES_OF_FILTERS: Mapping[str, _Size] = {
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or a test whose result is checked, and its size before if it may be large."""
+    """A filter or a test whose result is checked, and its size beforehand if it may be large."""
     size = _SIZES_OF_FILTERS.get(name)
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -306,7 +307,8 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """What transformers' `tojson` does, piece by piece if its form is a template's own."""
+    """A value as JSON, as transformers' `tojson` writes it; piece by piece if its form is a
+    template's own."""
     bounds = _current()
     bounds.check_size(bounds.size(x))
     for text in (indent, *(separators or ())):
@@ -319,7 +321,7 @@ def _to_json(
 
 
 def _bounded_join(pieces: Iterable[str]) -> str:
-    """At most `MAX_CHARS` in all, until the deadline."""
+    """The joined texts, at most `MAX_CHARS` in all, until the deadline."""
     bounds = _current()
     kept = []
     size = 0
@@ -444,7 +446,7 @@ def _compile_bounded(template: str) -> Template:
 
 
 def _compile(template: str) -> Template:
-    """Takes the place of transformers' compiler: bounded inside `bounded_rendering`."""
+    """Compile a template in place of transformers' compiler: bounded inside `bounded_rendering`."""
     bounds = _bounds.get()
     compile_ = _transformers_compile if bounds is None else _compile_bounded
     compiled: Template = compile_(template)
@@ -458,7 +460,7 @@ chat_template_utils._compile_jinja_template = _compile
 
 @contextmanager
 def frozen_at_new_year_2026() -> Iterator[None]:
-    """The date that templates are given, so that resumed runs have the same prompts."""
+    """Inside the block, give templates this date, so that resumed runs have the same prompts."""
     token = _day.set(datetime(2026, 1, 1))
     try:
         yield

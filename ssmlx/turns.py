@@ -126,7 +126,8 @@ def read_content(
 
 
 def thought_text(part: Mapping[str, Any]) -> str:
-    """Of a part or block of type thinking or reasoning: its text, its parts', or its summary's."""
+    """The text of a part or block of type thinking or reasoning: its own, its parts', or its
+    summary's."""
     for name in ("thinking", "text", "reasoning", "content", "summary"):
         said = part.get(name)
         inner = said if isinstance(said, list | tuple) else [{"text": said}]
@@ -137,7 +138,7 @@ def thought_text(part: Mapping[str, Any]) -> str:
 
 
 def is_content_part(kind: Any) -> bool:
-    """Whether something of this type is a part of a content: a text, or media."""
+    """Whether a part of this type belongs to a content: a text, or media."""
     return isinstance(kind, str) and (kind in _TEXT_TYPES or kind in _MEDIA)
 
 
@@ -145,7 +146,7 @@ def part_text(
     part: Any,
     place: str,  # for messages
 ) -> str:
-    """Refuses images, files, and anything else that is not a text."""
+    """The text of a part; images, files and all else that is not text are refused."""
     if isinstance(part, str):
         return part
     _require(isinstance(part, Mapping), place, part, "a part of type text")
@@ -242,7 +243,7 @@ def find_answered_calls(
 
 
 def with_one_call_a_turn(turns: Sequence[Message]) -> list[dict[str, Any]]:
-    """Turns with several calls become one turn a call, each followed by the results of its call."""
+    """Turns with at most one call each, followed by the results of that call."""
     several = {n for n, turn in enumerate(turns) if len(turn.get("tool_calls") or ()) > 1}
     results: dict[tuple[int, int], list[Message]] = {}
     moved = set[int]()
@@ -263,7 +264,7 @@ def with_one_call_a_turn(turns: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_texts_before_calls(turns: Sequence[Message]) -> list[dict[str, Any]]:
-    """What is said beside calls becomes a turn of its own before them."""
+    """Turns in which what is said beside calls is a turn of its own before them."""
     found: list[dict[str, Any]] = []
     for turn in turns:
         own = dict(turn)
@@ -276,7 +277,7 @@ def with_texts_before_calls(turns: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def join_system_turns(turns: Sequence[Message]) -> list[dict[str, Any]]:
-    """The system's turns in a row become one, and so do the developer's."""
+    """Turns in which the system's in a row are one, and so are the developer's."""
     return _join_neighbours(turns, _SYSTEM_ROLES, same_role=True)
 
 

@@ -426,7 +426,7 @@ def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
         if tree.num_nodes == 1:  # also plain decoding's
             return decide(model, tree, logits, sampler, places, acceptance)
         tokens = (call.sample_on_rank0(model, logits, sampler, places) + 1) % real.VOCAB
-        return tokens, call.accept(tree, tokens)
+        return call.Decided(tokens, call.accept(tree, tokens))
 
     monkeypatch.setattr(call, "decide_and_accept", lossy)
     code, out, err = command("--systems", "prompt-lookup")

@@ -323,6 +323,11 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
     ({"tree": {"num_candidates": 0, "size": 6}}, ()), ({"tree": {}}, ()),
     ({"tree": {"num_candidates": 5, "size": 0}}, ()),
     ({"cache": "both"}, ("cache", "'both'")), ({"spare": 1}, ("spare",)),
+    ({"num_nodes": 6.5}, ("num_nodes", "6.5")), ({"num_nodes": "6"}, ("num_nodes", '"6"')),
+    ({"num_nodes": True}, ("num_nodes", "true")), ({"cache_names": "ab"}, ("cache_names", '"ab"')),
+    ({"model": 5}, ("model", "5")), ({"versions": {"mlx": 1}}, ("versions", "1")),
+    ({"tree": 3}, ("tree", "3")),
+    ({"tree": {"num_candidates": 5, "size": 6, "is_conditional": "no"}}, ("is_conditional", "no")),
 ])  # fmt: skip
 def test_a_manifest_that_does_not_fit_is_refused(change, named, tmp_path):
     folder = write_export(tmp_path / "out")

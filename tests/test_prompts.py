@@ -171,6 +171,11 @@ def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):
         assert (found.start, found.tokens[found.start :].tolist()) == (start, answer)
 
 
+def test_a_turn_that_the_answer_continues_is_left_open(tokenizer):
+    turns = [TURNS[2], {"role": "assistant", "content": "w5 w6"}]
+    assert chat_tokens(tokenizer, turns, continues=True) == [3, 11, 4, 5, 6]
+
+
 def test_template_arguments_reach_the_template(tokenizer):
     turns = [{"role": "user", "content": "w11"}]
     for thinks in (False, True):

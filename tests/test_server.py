@@ -50,7 +50,8 @@ def test_whole_or_streamed_cold_or_warm_it_is_what_generate_says(
         assert found[-1]["usage"]["completion_tokens"] == LENGTH
         assert (cached(found) > 0) == (number > 0)
         timings = found[-1]["timings"]
-        assert timings["draft_n_accepted"] == LENGTH - timings["target_calls"]
+        # The last call may have brought more than the answer has room for.
+        assert timings["draft_n_accepted"] >= LENGTH - timings["target_calls"]
         assert timings["draft_n"] >= timings["draft_n_accepted"]
     brought = [chunk["ssmlx"]["tokens"] for chunk in found if "ssmlx" in chunk]
     assert sum(brought) == (LENGTH if stream else 0)

@@ -41,6 +41,7 @@ from pydantic import TypeAdapter
 from refusals import refusal
 
 import ssmlx
+from ssmlx.decoding.step import DraftCounts
 from ssmlx.server.app import make_app
 from ssmlx.server.choices import AnswerParser
 from ssmlx.server.grammars import (
@@ -92,6 +93,13 @@ def test_text_before_a_call_is_told_at_once_and_every_token_once():
     assert parser.parse(TextPart("o many", 2)) == [TextPart("<too many", 2)]
     (call,) = parser.parse(TextPart(CALL, 9))
     assert call.name == "add" and len(parser.parse(ChoiceEnd("stop", LAST))) == 1
+
+
+def test_an_accepted_draft_counts_though_the_answer_ends_inside_it():
+    drafts = {"streams": DraftCounts(2, drafted=9, accepted=5), "other": DraftCounts(1, 3, 1)}
+    last = replace(LAST, generation_tokens=7, target_calls=4, drafted_tokens=12, drafts=drafts)
+    timings = ChoiceEnd("stop", last).timings
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (12, 6)
 
 
 def test_every_api_reports_the_tokens_of_reasoning():

@@ -4,6 +4,7 @@ import inspect
 import pydoc
 import re
 import sys
+from collections import abc
 from importlib import import_module
 
 import pytest
@@ -20,6 +21,7 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.settings import (
     DRAFTERS,
     AcceptanceConfig,
+    Allowed,
     DrafterLoading,
     GenerateConfig,
     PruneConfig,
@@ -27,6 +29,7 @@ from ssmlx.settings import (
     allowed_values,
     field_of_drafter_settings,
     key_of,
+    setting_types,
 )
 
 
@@ -40,6 +43,19 @@ def test_a_setting_that_does_not_exist_is_named():
     ):
         with pytest.raises(TypeError, match="'temperatur'"):
             ask(temperatur=3)
+
+
+def test_the_types_of_settings_are_those_of_their_annotations():
+    kinds = setting_types(GenerateConfig)
+    assert kinds["max_tokens"] == (int, None, False) and kinds["temp"] == (float, None, True)
+    assert kinds["stop"] == (str, abc.Sequence, False)
+    assert kinds["logit_bias"] == (float, abc.Mapping, True)
+    assert kinds["deterministic"] == (bool, None, False)
+
+
+def test_one_is_no_choice_of_true_and_false():
+    allowed = Allowed(choices=(False, True))
+    assert allowed.holds(True) and not allowed.holds(1) and not allowed.holds(0.0)
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
@@ -59,17 +75,18 @@ PARTS = {"": GenerateConfig, "tree": TreeConfig, "prune": PruneConfig}
 COMMANDS = {chat: [], generate: ["--prompt", "Hi"]}
 
 
-def other_value(one):
+def other_value(settings, one):
     """A value of a setting that is not its default: its words in a command, and the value."""
-    allowed = allowed_values(one)
-    if one.type == "bool":
+    allowed = allowed_values(settings, one)
+    kind = setting_types(settings)[one.name]
+    if kind.item is bool:
         return [], True
     if allowed is None:
         return {"stop": (["a\\n"], ("a\n",)), "logit_bias": (["3=1"], {3: 1.0})}[one.name]
     if allowed.choices:
         value = next(word for word in allowed.choices if word != one.default)
         return [value], value
-    if one.type.startswith("Sequence"):
+    if kind.is_row:
         return ["3,2"], (3, 2)
     value = 2 if allowed.whole else 0.5
     return [str(value)], value
@@ -83,7 +100,7 @@ def test_an_option_gives_its_setting(command, part):
     for name, one in option_fields(PARTS[part]).items():
         if one.metadata["needs"] == "--jsonl" and command is chat:
             continue
-        words, value = other_value(one)
+        words, value = other_value(PARTS[part], one)
         words = [*usual, f"--{name.replace('_', '-')}", *words]
         config = generate_config(command.parse_args(words))
         assert getattr(getattr(config, part) if part else config, one.name) == value, name
@@ -92,7 +109,7 @@ def test_an_option_gives_its_setting(command, part):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_key_of_a_drafter_gives_its_setting(name):
     for kind, one in [*own_settings(name), *shared_settings()]:
-        words, value = other_value(one)
+        words, value = other_value(kind, one)
         typical = "" if one.name == "kind" else "acceptance=typical"  # epsilon and delta need it
         option = parse_drafter_option(f"{name} {key_of(one)}={words[0]} {typical}")
         config = GenerateConfig(temp=0.5, **option.generate_arguments())

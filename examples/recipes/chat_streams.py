@@ -45,11 +45,11 @@ EPILOG = """examples:
 
 Without --answers it makes answers: to prompts that ship, to the model's own, to second turns, and
 to tasks about its earlier answers; a fourth of the batches is sampled. With --answers it trains:
-options after -- are `convert.train`'s. Either way it begins with a forecast,
+what follows `--` goes to `convert.train`. Either way it begins with a forecast,
 keeps what is done at least once a minute, and ends before --minutes. The same command goes on.
 
 OUT gets at most eight files of at most 15 MB. A run's state comes in pieces:
-`cat OUT/state-* > WORK/run/state.pt`."""
+cat OUT/state-* > WORK/run/state.pt."""
 
 HELD_OUT = [Path(__file__).parents[1] / f"data/chat_{split}.jsonl" for split in ("valid", "test")]
 SEEDS = 400  # for the prompts that ship
@@ -335,11 +335,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("max-tokens", 160, "longest answer"),
         ("valid-count", 64, "held-out answers"),
     )
-    parser.add_argument("more", nargs="*", metavar="-- OPTION", help="options of convert.train")
-    args = parser.parse_args(argv)
-    if args.more and args.answers is None:
-        parser.error(f"unrecognized arguments: {' '.join(args.more)}")
-    return args
+    parser.add_argument(
+        "more", nargs="*", metavar="-- OPTIONS", help="of training: options of `convert.train`"
+    )
+    return parser.parse_args(argv)
 
 
 def _make_answers_or_train(args: argparse.Namespace) -> None:

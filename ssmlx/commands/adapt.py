@@ -107,7 +107,8 @@ def adapter_name(args: argparse.Namespace) -> str:
 
 
 def require_allowed_adapter_name(name: str, option: str) -> None:
-    """Whether a run has the name is not looked at."""
+    """Refuse a name that an adapter made here cannot have; whether a run has it already is not
+    checked."""
     taken = (NO_ADAPTER, AUTO_ADAPTER, *bundled_adapters())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in taken
     require(
@@ -153,13 +154,14 @@ def _adapt(args: argparse.Namespace) -> None:
 
 
 def print_line(line: str) -> None:
-    """At once, without waiting for the buffer to fill."""
+    """Print a line at once, without waiting for the buffer to fill."""
     print(line, flush=True)
 
 
 def make_wait(give_way: bool) -> Callable[[], None]:
-    """A function that blocks while other processes use half of the cores or more, by the load
-    average of a minute, or while the machine is on battery; it looks at most every 10 seconds."""
+    """A function that does nothing without `give_way`; with it, it blocks while other processes use
+    half of the cores or more, by the load average of a minute, or while the machine is on battery.
+    It looks at most every 10 seconds."""
     from .power import power_source_or_unknown
 
     looked = time.monotonic()

@@ -1,4 +1,4 @@
-"""The adapters command: what `ssmlx.adapt` has made here, and how to be rid of it."""
+"""The adapters command: what `ssmlx.adapt` has made here, renaming it, and deleting it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def describe_run(run: StoredRun) -> str:
-    """The base model's weights are read for their digest."""
+    """One line about a run; the base model's weights are read for their digest."""
     curve = (run.figures.get("figures") or {}).get("tokens_per_call") or {}
     nodes = max(curve, key=curve.__getitem__, default=None)
     if not run.is_finished:
@@ -79,7 +79,7 @@ def _describe_base(run: StoredRun) -> str:
 
 
 def _existing_run_folder(name: str) -> Path:
-    """Also of a broken or unfinished one."""
+    """The folder of a run by its name, even of a broken or unfinished one."""
     home = adapters_home()
     # The name is compared with those that are there: a path made of it could lead anywhere.
     names = sorted(one.name for one in home.iterdir() if one.is_dir()) if home.is_dir() else []
@@ -94,7 +94,7 @@ def _existing_run_folder(name: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Of a link, the link alone."""
+    """Delete a folder; of a link to one, the link alone."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -110,7 +110,7 @@ def _rename(folder: Path, name: str) -> None:
 
 
 def _carry_out(args: argparse.Namespace) -> int:
-    """1 if the user does not want it deleted."""
+    """List, remove or rename; the exit code is 1 if the user does not confirm."""
     from ..loading.adapt_runs import read_adapt_runs
     from ..loading.files import locked_folder
 

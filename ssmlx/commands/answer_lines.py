@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def with_model_sampling(
     args: argparse.Namespace, config: GenerateConfig, model: StreamFusedModel
 ) -> GenerateConfig:
-    """The settings with the model's own sampling if options leave that open; InputError if decoding
-    is then greedy, and an option of sampling has no effect."""
+    """The settings with the model's own sampling where options leave it open; InputError if
+    decoding is then greedy, and an option of sampling has no effect."""
     config = config.following(model.backbone.origin.sampling)
     if not config.temp:
         reject_options_needing("--temp above 0", args)
@@ -30,7 +30,7 @@ def answer_lines(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
 ) -> list[str]:
-    """What a user would not expect of the answers; empty if there is nothing to say."""
+    """What a user would not expect of the answers; empty if there is nothing to report."""
     from ..prompts import adapter_template
 
     own = model.backbone.origin.sampling
@@ -41,7 +41,7 @@ def answer_lines(
 
 
 def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
-    """How tokens are chosen, and by whose word."""
+    """How tokens are chosen, and which source set this."""
     if config.numbers(own).temp == 0:
         why = "; the model's generation_config.json asks for sampling" if own.temp else ""
         return f"greedy decoding, {'as asked for' if config.temp == 0 else 'the default'}{why}"
@@ -57,6 +57,6 @@ def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
 
 
 def _in_words(numbers: dict[str, float]) -> str:
-    """Such as "temp 0.6, top-p 0.95, repetition penalty 1.05"."""
+    """Settings in words, such as "temp 0.6, top-p 0.95, repetition penalty 1.05"."""
     words = {name: name.replace("_penalty", " penalty").replace("_", "-") for name in numbers}
     return ", ".join(f"{words[name]} {value:g}" for name, value in numbers.items())

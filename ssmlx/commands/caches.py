@@ -30,8 +30,8 @@ _MIB = 2**20
 
 
 class PromptFile:
-    """The processed prompt of `--prompt-cache FILE`, which prompts may begin with: `load` takes it
-    from the file, `save` puts it there if it has changed."""
+    """The processed prompt of `--prompt-cache FILE`, with which prompts may begin: `load` reads it
+    from the file, `save` writes it if it has changed."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path  # None: nothing is read or kept
@@ -48,7 +48,7 @@ class PromptFile:
             raise unwritable_error(path, OSError("no such folder, or not yours"))
 
     def load(self, model: StreamFusedModel) -> None:
-        """The model's weights are read too, unless they were before, see
+        """Read the file. The model's weights are read too, unless they were before, see
         `stored_weights_digest`."""
         from ..loading.identity import CacheKey
         from ..mlx_thread import run_on_mlx_thread
@@ -63,8 +63,8 @@ class PromptFile:
             self.tokens, self.cache = run_on_mlx_thread(lambda: read_prompt(path, model))
 
     def fork(self, model: StreamFusedModel, tokens: Sequence[int]) -> tuple[TextCache, int]:
-        """A cache of the answer's own that holds what the prompt has in common with the kept one,
-        but never its last token, and how many tokens these are."""
+        """(cache, tokens): a cache of the answer's own that holds what the prompt has in common
+        with the kept one, but never its last token, and how many tokens these are."""
         from ..mlx_thread import run_on_mlx_thread
         from ..prompts import common_prefix_length
 
@@ -79,7 +79,7 @@ class PromptFile:
         tokens: Sequence[int],
         cache: TextCache,  # its first rows hold these tokens; it may hold more
     ) -> None:
-        """In the place of the one before, unless that begins with these tokens."""
+        """Replace the kept prompt, unless it begins with these tokens."""
         from ..mlx_thread import run_on_mlx_thread
 
         if self.path is not None and self.tokens[: len(tokens)] != tuple(tokens):
@@ -88,8 +88,8 @@ class PromptFile:
             self.cache = run_on_mlx_thread(lambda: cache.fork(len(tokens)))
 
     def save(self, model: StreamFusedModel) -> bool:
-        """Whether it was written: not with another LoRA than `load` saw, nor from a kind of cache
-        that has no file."""
+        """Write the kept prompt; False if it is not written, as with another LoRA than `load` saw,
+        or from a kind of cache that has no file."""
         from ..loading.identity import CacheKey
         from ..mlx_thread import run_on_mlx_thread
         from ..model.cache import TreeCache
@@ -123,7 +123,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _list_or_purge(args: argparse.Namespace) -> int:
-    """1 if the user does not want them deleted. A server's folders for its keys are looked into."""
+    """List the files or delete them; the exit code is 1 if the user does not confirm. A server's
+    folders for its keys are included."""
     from ..prompt_cache.prompt_files import PromptFolder, read_header
 
     path: Path = args.folder

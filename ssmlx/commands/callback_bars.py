@@ -9,8 +9,8 @@ from ..bars import PATIENCE_SECONDS
 
 
 class CallbackBar:
-    """It appears after two seconds, on a terminal, and vanishes when done; another call then begins
-    a new one."""
+    """A bar that appears after two seconds, on a terminal, and vanishes when done; another call
+    then begins a new one."""
 
     def __init__(self, label: str, unit: str, **settings: Any) -> None:
         self._settings = {"desc": label, "unit": unit, "leave": False, **settings}

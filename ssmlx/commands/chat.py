@@ -89,7 +89,8 @@ class Screen:
         print_note(text, end="")
 
     def read_line(self) -> str | None:
-        """Ctrl-C discards the line, says how to leave, and reads another."""
+        """A line that the user types; Ctrl-C discards it, prints how to leave, and reads
+        another."""
         while True:
             try:
                 # Python reads lines that end in CR and LF so on Windows alone.
@@ -103,8 +104,8 @@ class Screen:
 
 
 def keep_line_history(path: Path) -> None:
-    """The last 1,000 lines are written when Python ends; without readline, or a file that can be
-    used, nothing happens."""
+    """Load the history of lines, and write its last 1,000 when Python ends; do nothing without
+    readline or a usable file."""
     try:
         import readline
     except ImportError:
@@ -123,7 +124,7 @@ def keep_line_history(path: Path) -> None:
 
 @contextmanager
 def call_on_first_interrupt(stop: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, the first Ctrl-C calls `stop`, a second one raises KeyboardInterrupt; on
+    """Inside the block, call `stop` at the first Ctrl-C; a second one raises KeyboardInterrupt. On
     the main thread alone."""
 
     def on_interrupt(signum: int, frame: Any) -> None:
@@ -146,7 +147,7 @@ class Chat:
 
 
 class AnswerPieces:
-    """Shows an answer as it comes: its text, and what the model thinks, apart and without marks."""
+    """Shows an answer as it comes, with the model's thoughts set apart and without marks."""
 
     def __init__(self, session: ChatSession, screen: Screen) -> None:
         from ..formats.families import find_format
@@ -172,8 +173,8 @@ class AnswerPieces:
 
 
 def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
-    """Ctrl-C stops the answer, whose text until then stays in the conversation; a second one, or
-    the first with a model that is split over processes, raises KeyboardInterrupt."""
+    """Show an answer; Ctrl-C stops it, and its text until then stays in the conversation. A second
+    one, or the first with a model that is split over processes, raises KeyboardInterrupt."""
     from ..api import summary_line
 
     last = None
@@ -205,7 +206,7 @@ def totals_text(session: ChatSession) -> str:
 
 
 def compare_with_plain(session: ChatSession) -> str:
-    """The conversation stays as it is."""
+    """Answer again with and without drafting; the conversation stays as it is."""
     bar = CallbackBar("comparing", "answer")
     result = session.compare(progress=bar)
     low, high = result.interval
@@ -233,7 +234,7 @@ def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
 
 
 def list_or_swap_adapter(rest: str, chat: Chat) -> str:
-    """The peak memory is counted anew after a change."""
+    """List adapters, or change to another; the peak memory is counted anew after a change."""
     import mlx.core as mx
 
     from ..loading.attach import choose_adapter, find_adapters_of_base
@@ -290,8 +291,8 @@ COMMANDS: dict[str, Callable[[str, Chat], str]] = {
 
 
 def carry_out(line: str, chat: Chat) -> bool:
-    """False for /quit. Bad input, and in a command a file error or Ctrl-C, are printed, and the
-    chat goes on."""
+    """Carry out a line; False for /quit. Bad input, and in a command a file error or Ctrl-C, are
+    printed, and the chat continues."""
     name, _, rest = line.partition(" ")
     is_command = line.startswith("/")
     try:
@@ -347,7 +348,7 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
         session.resume(kept.tokens, kept.cache)
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
     time_unknown_costs(model, tokenizer, config, loaded)
-    mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
+    mx.reset_peak_memory()  # without loading: /memory shows the chat's peak
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     lines = [*describe(model, plan, args.adapter).lines(), *answer_lines(asked, model, tokenizer)]
     screen.note("\n".join(lines))

@@ -66,7 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def time_unknown_costs(
     model: StreamFusedModel, tokenizer: Any, config: GenerateConfig, loaded: Sequence[Any]
 ) -> None:
-    """About two seconds; none if such costs are known already, or nothing is learned."""
+    """Time calls whose costs are unknown, for about two seconds; none if nothing is learned."""
     from ..generation.head_start import time_head_start
     from ..generation.plan import make_plan
     from ..mlx_thread import run_on_mlx_thread
@@ -84,7 +84,7 @@ def time_unknown_costs(
 
 
 def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
-    """By the drafters' names; None if one can draft."""
+    """Why each drafter cannot draft, by its name; None if one can."""
     from ..drafters.registry import drafter_class, needed_capability
 
     reasons: dict[str, str | None] = {}
@@ -106,7 +106,7 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
 
 
 def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
-    """A head that is on this machine is loaded, if it was not yet."""
+    """Why no head drafts; a head that is on this machine is loaded for this, if it was not yet."""
     from ..generation.default_head import default_head
     from ..loading.model_heads import can_have_head, find_known_heads
 
@@ -124,7 +124,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
 
 
 def describe_adapter(adapter: str | None, model: StreamFusedModel) -> str | None:
-    """Read anew from the adapter's files; None without an adapter."""
+    """The adapter, read anew from its files; None without an adapter."""
     from ..loading.adapter import load_adapter
     from ..loading.folders import Fetch
     from ..loading.names import resolve_adapter
@@ -250,8 +250,8 @@ def time_tree_sizes(
 def time_untrained_streams(
     model: StreamFusedModel, name: str, text: Sequence[int], seconds: float
 ) -> None:
-    """With random streams of every size, for the forecast of `ssmlx.adapt`; of no model that cannot
-    have streams, is split over machines or was made in memory."""
+    """Time random streams of every size, for the forecast of `ssmlx.adapt`; nothing for a model
+    that cannot have streams, is split over machines or was made in memory."""
     from ..training.config import RunOptions
     from ..training.job import read_base_settings
     from ..training.sizing import candidate_layers, time_candidate_streams
@@ -296,7 +296,7 @@ def report_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _drafter_lines(found: dict[str, Any]) -> list[str]:
-    """A reason that excludes all drafters is one line alone."""
+    """A line for each drafter that cannot draft; one line alone if a reason excludes all."""
     lacks = found["lacks"]
     if "chains" in lacks:
         return [f"decodes plainly, nothing can draft: {lacks['chains']}"]

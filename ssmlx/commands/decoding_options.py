@@ -196,21 +196,21 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
 
 
 def _with_pruning_threshold(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings of pruning, with two of them for the value "threshold=P" of --prune."""
+    """Settings of pruning in which "threshold=P", a value of --prune, has become two of them."""
     text = given.pop("kind", "")
     kind, has_value, _ = text.partition("=")
     if kind:
         given["kind"] = kind
     if has_value:
-        keys = [Key.of_field(one) for one in fields(PruneConfig) if key_of(one)]
+        keys = [Key.of_field(PruneConfig, one) for one in fields(PruneConfig) if key_of(one)]
         given |= parse_pairs("--prune", [text], keys)
     return given
 
 
 def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """`context=` holds for the penalties of its value."""
+    """The settings that --penalty gives; `context=` holds for the penalties of its value."""
     named = [one for one in fields(SamplingConfig) if option_template(one).startswith("--penalty ")]
-    keys = {key_of(one): Key.of_field(one) for one in named}.values()
+    keys = {key_of(one): Key.of_field(SamplingConfig, one) for one in named}.values()
     settings: dict[str, Any] = {}
     for text in texts:
         given = parse_pairs("--penalty", split_words("--penalty", text), keys)

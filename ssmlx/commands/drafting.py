@@ -30,7 +30,8 @@ def describe(
     plan: Plan,  # of the answers to come
     adapter: str | None,  # its name; None for the model's own streams, "none" without one
 ) -> Drafting:
-    """If adapters were made on this machine, the model's files are read for their digest."""
+    """What drafts, and what would be faster. If adapters were made on this machine, the model's
+    files are read for their digest."""
     from ..loading.adapt_runs import find_runs_by_weights
 
     found = find_runs_by_weights(model.backbone.origin.folder, model.backbone.origin.name)
@@ -94,7 +95,8 @@ def _adapter(model: StreamFusedModel, adapter: str, found: FoundRuns) -> str:
 
 
 def _head(model: StreamFusedModel, plan: Plan) -> str:
-    """Which head drafts, or why one that is here does not; empty if neither is to be said."""
+    """Which head drafts, or why one on this machine does not; empty if there is nothing to
+    report."""
     from ..generation.default_head import default_head
     from ..loading.model_heads import OWN_HEAD
 
@@ -123,7 +125,8 @@ def _effect(model: StreamFusedModel, adapter: str | None) -> str:
 
 
 def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
-    """Empty if a head or streams draft already, nothing can, or no head is known."""
+    """The head that would draft faster; empty if a head or streams draft already, nothing can, or
+    no head is known."""
     from ..generation.default_head import default_head
     from ..loading.model_heads import find_known_heads
 
@@ -135,8 +138,8 @@ def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
     if head.loaded is not None and head.found is not None:
         return f"{head.found.name} drafts if neither --drafter nor --decoding is given"
     rows = find_known_heads(backbone)
-    chat = f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)} --drafter"
-    commands = {row: f'{chat} "mtp model={row.repositories[0]}"' for row in rows}
+    chat = f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)}"
+    commands = {row: f'{chat} --drafter "mtp model={row.repositories[0]}"' for row in rows}
     if len(rows) == 1:
         row = rows[0]
         return (
@@ -191,8 +194,9 @@ def _faster_by_training(model: StreamFusedModel) -> str:
 
 
 def _faster_with_lora(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
-    """Streams that were trained for the base model would guess another model's answers, so only
-    runs that were made with this very adapter count; its files are read for their digest."""
+    """The adapter or command that would draft faster for a model with a LoRA. Only runs made with
+    this very adapter count, since streams trained for the base would guess another model's answers;
+    its files are read for their digest."""
     from ..loading.folders import Fetch
     from ..loading.identity import folder_digest
     from ..loading.names import resolve_adapter

@@ -114,7 +114,7 @@ def _answer_prompts(args: argparse.Namespace) -> None:
         check_prompt(model, tokens)
     kept.load(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
-    mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
+    mx.reset_peak_memory()  # without loading: the peak is that of the answers
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
         _print_notes(describe(model, plan, args.adapter).lines())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def cost_table_rows(costs: CostTable) -> list[list[str]]:
-    """The known costs as rows of cells, the head first; no rows if nothing is known."""
+    """The known costs as rows of cells, the head first; no rows if no cost is known."""
     found: dict[tuple[str, int], dict[int, str]] = {}
     for bucket, name, count, calls, _ in costs.to_dict()["costs"]:
         found.setdefault((name, bucket), {})[count] = f"{calls:.2f}"
@@ -30,7 +30,7 @@ def learned_lines(
     plan: Plan,
     context: int,  # tokens that are committed
 ) -> Iterator[str]:
-    """What is known of the plan's first drafter; nothing if nothing drafts or is learned."""
+    """What is known of the plan's first drafter; no lines if nothing drafts or is learned."""
     from ..drafters.lookup import NAME
     from ..generation.learned import learned_of
     from ..generation.plan import offer_source_of

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def load_for_decoding(
     args: argparse.Namespace,
 ) -> tuple[StreamFusedModel, TokenizerWrapper, list[Loaded]]:
-    """(model, tokenizer, what was loaded to draft with); `args.adapter` becomes the name of the
+    """(model, tokenizer, what was loaded to draft with). Sets `args.adapter` to the name of the
     adapter that was loaded."""
     from ..model.ranks import launched_group
 
@@ -58,7 +58,8 @@ def require_drafter_key(option: DrafterOption) -> None:
 def load_drafter(
     args: argparse.Namespace, model: StreamFusedModel, tokenizer: TokenizerWrapper
 ) -> list[Loaded]:
-    """Empty if --drafter names no drafter, or one that needs nothing."""
+    """What --drafter drafts with, loaded; empty if it names no drafter, or one that needs
+    nothing."""
     from ..drafters.registry import drafter_class, name_to_load
 
     drafter: DrafterOption = args.drafter
@@ -79,8 +80,8 @@ def load_target(
     loading: DrafterLoading | None = None,  # what --drafter says of it; its defaults
     group: Any = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
-    """`args.adapter` becomes the model's `adapter_name`; the attention is set for the whole
-    process."""
+    """Load the model and its adapter. Sets `args.adapter` to the model's `adapter_name`, and the
+    attention for the whole process."""
     from ..loading.load import load
     from ..model import metal
 

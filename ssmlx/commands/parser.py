@@ -16,7 +16,7 @@ from ..json_files import parse_json
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes are one line and exit code 2; a path, of the type `Path`, may not be empty."""
+    """A parser whose errors are one line and exit code 2; a `Path` may not be empty."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -56,13 +56,13 @@ def make_parser(
 def add_int_options(
     parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
 ) -> None:
-    """Rows are (name without dashes, default, help)."""
+    """Add options of whole numbers; rows are (name without dashes, default, help)."""
     for name, default, text in rows:
         add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:
-    """Exactly one of both has to be given."""
+    """Add --prompt and --prompts, exactly one of which has to be given."""
     add_options(
         group.add_mutually_exclusive_group(required=True),
         ("--prompt", "TEXT", "the prompt to answer", str),
@@ -88,12 +88,12 @@ def add_prompt_cache_option(group: argparse._ActionsContainer, what: str) -> Non
 
 
 def add_yes_option(parser: argparse.ArgumentParser) -> None:
-    """`running.confirmed` reads it."""
+    """Add --yes, which `running.confirmed` reads."""
     add_options(parser, ("--yes", None, "delete without asking", bool))
 
 
 def unescape_newlines(text: str) -> str:
-    """Line ends are hard to type in a shell."""
+    """A text in which \\n is a line end, which is hard to type in a shell."""
     return text.replace("\\n", "\n")
 
 
@@ -101,8 +101,9 @@ def add_options(
     group: argparse._ActionsContainer,
     *rows: tuple[Any, ...],  # (flag, metavar or None, help, default or type, allowed values if few)
 ) -> None:
-    """In the place of a default, `bool` makes a flag without a value, `list` an option that may be
-    repeated, and a list of values one that takes several; any other type has no default."""
+    """Add options, one a row. In place of a default, `bool` makes a flag without a value, `list` an
+    option that may be repeated, and a list of values one that takes several; any other type has no
+    default."""
     for flag, word, text, default, *choices in rows:
         more: dict[str, Any] = {"type": default, "choices": choices[0] if choices else None}
         if default is bool:
@@ -117,8 +118,8 @@ def add_options(
 
 
 def reject_given_options(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
-    """Of these options, which do nothing without what they need, none may be given: be neither None
-    nor False."""
+    """Refuse options that do nothing without what they need, if one is given: neither None nor
+    False."""
     for name in names:
         value = getattr(args, name, None)
         if value is not None and value is not False:

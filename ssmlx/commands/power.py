@@ -10,7 +10,8 @@ POWER_SUPPLY = Path("/sys/class/power_supply")
 
 
 def power_source_or_unknown() -> str:
-    """By pmset on macOS, elsewhere by Linux's list of power supplies."""
+    """What supplies the machine with power, by pmset on macOS, elsewhere by Linux's list of power
+    supplies."""
     if platform.system() == "Darwin":
         battery_state = command_output_or_empty("pmset", "-g", "batt")
         on_mains = "'AC Power'" in battery_state
@@ -27,7 +28,7 @@ def power_source_or_unknown() -> str:
 
 
 def command_output_or_empty(*command: str) -> str:
-    """Empty if the command is missing, fails, or takes over 10 s."""
+    """What a command prints; empty if it is missing, fails, or takes over 10 s."""
     try:
         done = subprocess.run(
             command,

@@ -40,7 +40,8 @@ def silent_unless_first_rank() -> Iterator[None]:
 
 
 class _PlainFormatter(logging.Formatter):
-    """Names from others' files are among what is logged."""
+    """Formats log lines without what a terminal obeys: they may contain names from others'
+    files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_controls(super().format(record))
@@ -48,7 +49,7 @@ class _PlainFormatter(logging.Formatter):
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """From INFO on; bars are shown, too."""
+    """Inside the block, log to standard error from INFO on, and show bars."""
     handler = logging.StreamHandler()
     logger = logging.getLogger("ssmlx")
     bars = shown.set(True)
@@ -68,8 +69,8 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def run_command(main: Callable[[], int | None], prog: str) -> int:
-    """The exit code: 2 after one line for bad input or a file error, 130 for Ctrl-C, 1 if another
-    process of `mlx.launch` has ended, 0 for a closed pipe."""
+    """Run a command and return its exit code: 2 after one line for bad input or a file error, 130
+    for Ctrl-C, 1 if another process of `mlx.launch` has ended, 0 for a closed pipe."""
     try:
         if rank := launched_rank():
             prog += f" (rank {rank})"
@@ -106,7 +107,7 @@ def file_error(error: OSError) -> InputError:
 
 
 class Terminal:
-    """A stream to a terminal that shows what others wrote and obeys nothing in it, see
+    """A stream to a terminal that shows untrusted text and obeys nothing in it, see
     `without_controls`."""
 
     def __init__(self, stream: Any, *, has_bars: bool) -> None:
@@ -127,7 +128,7 @@ class Terminal:
 
 
 def print_note(text: str, end: str = "\n") -> None:
-    """On standard error, dimmed if that is a terminal."""
+    """Print on standard error, dimmed if that is a terminal."""
     before, after = ("\033[2m", "\033[0m") if isinstance(sys.stderr, Terminal) else ("", "")
     stream = getattr(sys.stderr, "unfiltered", sys.stderr)
     stream.write(before)
@@ -138,8 +139,9 @@ def print_note(text: str, end: str = "\n") -> None:
 
 @contextmanager
 def _usable_standard_streams() -> Iterator[None]:
-    """A stream that a shell closed, which Python has as None, is the null device inside the block;
-    a character that standard output cannot encode is an escape, such as \\u20ac."""
+    """Inside the block, replace a stream that a shell closed, which Python has as None, by the null
+    device; a character that standard output cannot encode is written as an escape, such as
+    \\u20ac."""
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
@@ -159,14 +161,15 @@ def _usable_standard_streams() -> Iterator[None]:
 
 
 def print_json(value: object) -> None:
-    """One line, at once; in ASCII if standard output is not UTF-8."""
+    """Print JSON as one line at once; in ASCII if standard output is not UTF-8."""
     encoding = sys.stdout.encoding or "utf-8"  # text that stays in memory has none
     is_utf8 = codecs.lookup(encoding).name == "utf-8"
     print(json.dumps(value, ensure_ascii=not is_utf8), flush=True)
 
 
 def _discard_output() -> None:
-    """To the null device, also what is still unwritten, so that Python's end does not fail."""
+    """Send standard output to the null device, unwritten text too, so that Python's end does not
+    fail."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
@@ -175,7 +178,7 @@ def confirmed(
     act: str,  # what would be done, such as "delete FOLDER"
     args: argparse.Namespace,  # with `yes`
 ) -> bool:
-    """--yes says so, or the user is asked on the terminal; InputError without both."""
+    """Whether --yes or the user on the terminal agrees; InputError without both."""
     if args.yes:
         return True
     can_ask = sys.stdin.isatty() and sys.stderr.isatty()
@@ -204,7 +207,8 @@ def make_main(
 def with_lock_on_out_folder(
     act: Callable[[argparse.Namespace], int | None],
 ) -> Callable[[argparse.Namespace], int | None]:
-    """The folder `args.out` is made if there is none, and removed afterwards if it is empty."""
+    """A command that runs with the folder `args.out` locked; it is made if there is none, and
+    removed afterwards if empty."""
 
     def held(args: argparse.Namespace) -> int | None:
         from ..loading.files import locked_folder

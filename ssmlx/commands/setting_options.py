@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections import abc
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any
 
 from ..errors import quoted
-from ..settings import allowed_values, key_of, option_template
+from ..settings import allowed_values, key_of, option_template, setting_types
 from .parser import unescape_newlines
 
 
@@ -42,22 +43,25 @@ def add_setting_options(
         if shown and name in shown:
             default, words = None, shown[name]
         text = one.metadata["help"] + (f" (default: {words})" if words else "")
-        group.add_argument(_flag(one), default=default, help=text, **_how_to_parse(one, settings))
+        keywords = _argparse_keywords(one, settings)
+        group.add_argument(_flag(one), default=default, help=text, **keywords)
 
 
 def defaults_in_words(settings: Any) -> dict[str, str]:
-    """The defaults by field, for options that are None unless given; empty for None and False."""
+    """What help says of each field's default, for options that are None unless given; empty if it
+    has nothing to say, as for None, False and 0."""
     known = option_fields(settings).values()
     return {one.name: str(one.default) if one.default else "" for one in known}
 
 
 def given_settings(args: argparse.Namespace, settings: Any) -> dict[str, Any]:
-    """The values of fields whose options are given, that is are not None."""
+    """The values of fields whose options are given on the command line (not None)."""
     values = {one.name: getattr(args, name, None) for name, one in option_fields(settings).items()}
     found = {name: value for name, value in values.items() if value is not None}
-    for one in fields(settings):
-        if one.name in found and str(one.type).startswith("Mapping"):
-            found[one.name] = dict(found[one.name])
+    kinds = setting_types(settings)
+    for name, value in found.items():
+        if kinds[name].container is abc.Mapping:
+            found[name] = dict(value)
     return found
 
 
@@ -65,24 +69,24 @@ def _flag(one: Field[Any]) -> str:
     return option_template(one).partition(" ")[0]
 
 
-def _how_to_parse(one: Field[Any], settings: Any) -> dict[str, Any]:
+def _argparse_keywords(one: Field[Any], settings: Any) -> dict[str, Any]:
     """The arguments of `add_argument` that say what a field's option takes."""
-    kind = str(one.type)
+    kind = setting_types(settings)[one.name]
     metavar = one.metadata["metavar"]
-    if "bool" in kind:
+    if kind.item is bool:
         return {"action": "store_true"}
-    if kind.startswith("Mapping"):
+    if kind.container is abc.Mapping:
         return {"action": "append", "type": _parse_token_bias, "metavar": metavar}
-    if kind.startswith("Sequence"):
+    if kind.container is abc.Sequence:
         return {"action": "append", "type": unescape_newlines, "metavar": metavar}
-    allowed = allowed_values(one)
-    number = next((number for number in (int, float) if number.__name__ in kind), str)
+    allowed = allowed_values(settings, one)
+    number = kind.item if kind.item in (int, float) else str
     how: dict[str, Any] = {"type": number, "metavar": metavar or ("N" if number is int else "X")}
     # "threshold=P" is a value of --prune, and not among its choices.
     takes_keys = any(key_of(other) and _flag(other) == _flag(one) for other in fields(settings))
     if allowed is not None and allowed.choices and not takes_keys:
         how = {"choices": allowed.choices, **({"metavar": metavar} if metavar else {})}
-    if kind.startswith("tuple"):
+    if kind.container is tuple:
         how["nargs"] = "+"
     return how
 

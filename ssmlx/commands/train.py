@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _train_with_lock(args: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder:
-        # What other ranks than the first write is of no use.
+        # Only the first rank's files are of use.
         if launched_rank() > 0:
             args.out = Path(folder, "run")
         with_lock_on_out_folder(_train)(args)

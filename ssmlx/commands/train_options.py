@@ -50,7 +50,7 @@ _NEW = {"streams": ("root_init_rank", "condition_rank"), "condition": ("conditio
 def make_training_parser(
     module: str, description: str, epilog: str, init_help: str, task_lora_help: str
 ) -> argparse.ArgumentParser:
-    """The options that the MLX and PyTorch trainers share."""
+    """The parser with the options that the MLX and PyTorch trainers share."""
     parser = make_parser(module, description, epilog)
     add_run_options(parser)
     add_options(
@@ -112,9 +112,9 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 
 
 def read_train_config(args: argparse.Namespace) -> TrainConfig:
-    """With --train-only, settings of streams and LoRA are those of --init, but for the ranks of
-    what is trained, and `args.init` becomes its folder; otherwise --init gives the form of f (eq.
-    3) alone."""
+    """The settings that the options give. With --train-only, those of streams and LoRA are taken
+    from --init, but for the ranks of what is trained, and `args.init` becomes its folder; otherwise
+    --init gives the form of f (eq. 3) alone."""
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if args.train_only:
         return TrainConfig.from_dict_ignoring_unknown(values | _settings_kept_of_init(args))
@@ -133,7 +133,8 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
-    """With ranks of parts that may be new; a rank that --init has goes before the option's."""
+    """The settings of --init, with ranks of parts that may be new; a rank that --init has precedes
+    the option's."""
     folder = None if args.init is None else resolve_adapter(str(args.init))
     require(
         folder is not None,
@@ -163,7 +164,7 @@ def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_run_options(args: argparse.Namespace) -> RunOptions:
-    """--template "chat" becomes None, "raw" becomes "{prompt}"."""
+    """The options of a run; --template "chat" becomes None, "raw" becomes "{prompt}"."""
     templates = {"chat": None, "raw": "{prompt}"}
     text = unescape_newlines(args.template)
     given = {f.name: vars(args)[f.name] for f in fields(RunOptions) if f.name in vars(args)}

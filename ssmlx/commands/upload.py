@@ -181,8 +181,8 @@ def is_local_name(base: str) -> bool:
 
 
 def require_same_weights(name: str, figures: Mapping[str, Any]) -> None:
-    """By the digest of all bytes; nothing is downloaded, so a model that is not here is not
-    compared, which is printed."""
+    """Refuse an adapter made from other weights, by the digest of all bytes; nothing is downloaded,
+    so a model that is not here is not compared, which is printed."""
     from ..loading.identity import stored_weights_digest
 
     require(
@@ -211,12 +211,13 @@ def set_base_name(base: str, contents: dict[str, bytes], figures: dict[str, Any]
 
 
 def _hide_home_folder(text: str) -> str:
-    """So that a text does not name the user."""
+    """A text whose paths below the home folder begin with `~/`, so that it does not name the
+    user."""
     return text if home() == Path("/") else text.replace(f"{home()}/", "~/")
 
 
 def may_hold_private_data(figures: Mapping[str, Any]) -> bool:
-    """Whether an adapter learned from somebody's own data, or its figures do not say that it did
+    """Whether an adapter learned from a user's own data, or its figures do not say that it did
     not."""
     data = figures.get("data", {})
     sources = data.get("sources")
@@ -256,7 +257,7 @@ def make_card(
 
 
 def _upload(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
-    """The commit's id; former files of an adapter there are deleted."""
+    """Upload the files and return the commit's id; former files of an adapter there are deleted."""
     from huggingface_hub import HfApi
 
     api = HfApi()

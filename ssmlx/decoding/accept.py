@@ -12,7 +12,7 @@ from ..settings import AcceptanceConfig
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
-    """What the target accepted of a draft tree; arrays on the device."""
+    """The part of a draft tree that the target accepted; arrays on the device."""
 
     # [P] accepted nodes from the root on; entries after `num_accepted` repeat the last
     path: mx.array
@@ -39,7 +39,7 @@ def accept(
 ) -> Acceptance:
     """Accept the longest drafted path that carries the target's own tokens (A.1)."""
     # No rejection rule is needed: what is drawn does not depend on what was drafted, only on noise
-    # that belongs to a place in the text, so the target's distribution stays exact.
+    # that belongs to a position in the text, so the target's distribution stays exact.
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     if tree.num_nodes == 1:
         return Acceptance(indices(1), target_tokens, indices(1))

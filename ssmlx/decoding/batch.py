@@ -24,17 +24,17 @@ from .sampling import Sampling, last_tokens, read_logprobs, row_positions
 from .step import Step, Take, take_all
 
 MOST_UNREAD = 32
-"""Tokens that a reader may be behind its row."""
+"""Tokens of a row that its reader may leave unread before the row leaves the batch."""
 
 Mask = Callable[[Sequence[int], mx.array], mx.array]
-"""The tokens of an answer so far, and logits [1, V], to the logits that its next one is of."""
+"""Maps the tokens of an answer so far, and logits [1, V], to the logits of its next token."""
 Chosen = tuple[mx.array, mx.array | None]
-"""A token [1], and what `Sampling.token_logprobs` has of it."""
+"""A token [1], and what `Sampling.token_logprobs` gave for it."""
 
 
 @dataclass(eq=False)
 class Row:
-    """An answer that a batch decodes, endlessly."""
+    """An answer in a batch, until it ends or `MOST_UNREAD` of its steps are unread."""
 
     model: StreamFusedModel
     sampler: Sampling
@@ -42,13 +42,13 @@ class Row:
     text: list[int]  # known tokens, read by the answer's reader or not
     take: Take = take_all
     mask: Mask | None = None
-    first: int = 0  # where in `text` the answer begins
+    first: int = 0  # index in `text` of the answer's first token
     unread: deque[Step] = field(default_factory=deque)  # what its reader has not taken yet
     position: int = 0  # of the token that the batch's next call decides after
     tail: mx.array | None = None  # [C] the last tokens before it
 
     def sync_cache(self) -> None:
-        """Have the cache hold the text but its last token; waits for the device."""
+        """Bring the cache to the text but its last token; waits for the device."""
         self.cache.keep_first(len(self.text) - 1)
         mx.eval(self.cache.state)
 
@@ -98,17 +98,18 @@ class Batch:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether one call has a row for each text; else each text has its own calls and cache."""
+        """Whether a call has a row for each text; otherwise each text has its own calls and
+        cache."""
         return self._model.backbone.capabilities.has("batches")
 
     @property
     def members(self) -> list[Row]:
-        """The rows of the next call, joining ones included."""
+        """Rows of the next call, joining ones included."""
         return self._rows + self._joining
 
     @property
     def padding_bytes(self) -> int:
-        """About what padding takes in the shared caches, whose rows are as long as the longest."""
+        """Bytes, about, of padding in the shared caches, whose rows are as long as the longest."""
         keys = self._caches[0].keys if self._caches else None
         if keys is None or not self._rows:
             return 0
@@ -152,8 +153,8 @@ class Batch:
     def step(self) -> list[Row]:
         """Admit joining rows, and read the next token of every row; returns the rows that left.
 
-        A row leaves when its answer is over, or its reader is `MOST_UNREAD` tokens behind. If a
-        call fails, the batch is empty.
+        A row leaves when its answer is over, or `MOST_UNREAD` of its steps are unread. If a call
+        fails, the batch is empty.
         """
         try:
             return self._step()
@@ -163,7 +164,7 @@ class Batch:
             raise
 
     def _step(self) -> list[Row]:
-        """As `step`: mostly, a call runs while the one before it is read."""
+        """Do what `step` does; if nothing has to wait, a call runs while the last is read."""
         # A first token is waited for, and a mask has to know the tokens before it.
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
         self._admit()

@@ -53,29 +53,29 @@ class TargetCall:
 
     @property
     def verified(self) -> Verified:
-        """What a drafter may read of the call; ValueError after `release`."""
+        """The states that a drafter may read; ValueError after `release`."""
         if self.states is None:
             raise ValueError("the call's states were released")
         return self.states
 
     def release(self) -> None:
-        """Drop the call's hidden states, so that MLX can free them."""
+        """Drop all that drafters may read (`states`), so that MLX can free it."""
         self.states = None
 
     def arrays_to_read(self) -> list[mx.array]:
-        """What has to be launched: the arrays that the host reads, and the next tail."""
+        """The arrays to launch: what the host reads, and the tail, which the next call needs."""
         logprobs = [] if self.token_logprobs is None else [self.token_logprobs]
         return [self.for_host, self.tail, *logprobs]
 
     def read_tokens(self) -> list[int]:
-        """The accepted drafted tokens, then the target's own one; waits for the device."""
+        """Read the accepted drafted tokens, then the target's own; waits for the device."""
         if self.is_plain:
             return to_list(self.for_host)
         num_accepted, *new_tokens = to_list(self.for_host)
         return new_tokens[: num_accepted + 1]
 
     def read_logprobs(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
-        """One for each of `tokens`, which `read_tokens` returned; waits for the device."""
+        """Read those of `tokens`, which `read_tokens` returned; waits for the device."""
         if self.token_logprobs is None:
             return None
         return read_logprobs(tokens, self.token_logprobs)
@@ -109,7 +109,11 @@ def verify(
     tail: mx.array | None = None,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:
-    """Build a target call on a draft tree, or on its nodes as a chain for a `StateCache`."""
+    """Build a target call on a draft tree; or, for a `StateCache`, on its nodes as a chain.
+
+    For a chain, `streams_per_node` and `prune` have no effect: its models have no streams, and a
+    chain is not pruned.
+    """
     if isinstance(cache, StateCache):
         return verify_as_chain(
             model, tree, cache, sampler=sampler, acceptance=acceptance, tail=tail, taps=taps
@@ -182,7 +186,7 @@ def verify_tree(
     )
     # Verification (A.1).
     decided = decide_and_accept(model, kept, output.logits, sampler, positions, acceptance)
-    accepted = decided[1]
+    accepted = decided.acceptance
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
     cache.hold_accepted_path(lower_path, accepted.path, split, accepted.num_accepted + 1)
     return assemble_call(kept, output, decided, positions, cache, sampler, drafted=tree)
@@ -208,10 +212,17 @@ def verify_as_chain(
     return assemble_call(chain, output, decided, positions, cache, sampler, drafted=tree)
 
 
+class Decided(NamedTuple):
+    """The target's token after each of M nodes, and how far the tree agrees with these."""
+
+    target_tokens: mx.array  # [M]; only those along the accepted path are sure to be resolved
+    acceptance: Acceptance
+
+
 def assemble_call(
     tree: Tree,  # the M nodes that were verified
     output: CallOutput,  # of the model for them; the call does not hold its logits
-    decided: tuple[mx.array, Acceptance],  # by `decide_and_accept`
+    decided: Decided,
     positions: RowPositions,
     cache: TextCache,
     sampler: Sampling,
@@ -219,7 +230,7 @@ def assemble_call(
     drafted: Tree | None = None,  # `tree` before pruning
     is_plain: bool = False,
 ) -> TargetCall:
-    """Put together what a call leaves for the host, for a drafter, and for the next call."""
+    """Assemble what a call leaves for the host, for a drafter, and for the next call."""
     target_tokens, accepted = decided
     if drafted is None:
         drafted = tree
@@ -253,7 +264,7 @@ def assemble_call(
 
 
 class PrunedTree(NamedTuple):
-    """What pruning left of a tree of N nodes: M nodes, all N if it dropped none."""
+    """The M nodes that pruning left of a tree of N; all N if it dropped none."""
 
     tree: Tree  # of the kept nodes
     hidden: mx.array  # [1, M, D] their hidden states
@@ -267,7 +278,7 @@ def prune_tree(
     config: PruneConfig,
     noise: Noise = None,  # [P, V] at each depth, see `Sampling.noise`
 ) -> PrunedTree:
-    """Drop improbable nodes before the upper layers (section 3.2.3); rank 0 decides."""
+    """Drop improbable nodes before the upper layers (section 3.2.3), as rank 0 decides."""
     if not may_drop_nodes(tree, config):
         return PrunedTree(tree, hidden, indices(tree.num_nodes))
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
@@ -310,12 +321,9 @@ def decide_and_accept(
     sampler: Sampling,
     positions: RowPositions,
     acceptance: AcceptanceConfig,
-) -> tuple[mx.array, Acceptance]:
-    """Decide the target's token after each node, and accept drafted nodes by the rule.
-
-    [M] tokens, of which only those along the path are sure to be resolved, and the accepted path.
-    Rank 0 decides.
-    """
+) -> Decided:
+    """Decide the target's token after each node, and accept drafted nodes by the rule of
+    `acceptance`; rank 0 decides."""
     if acceptance.kind == "exact":
         target_tokens = sample_on_rank0(model, logits, sampler, positions)
         found = accept(tree, target_tokens)
@@ -325,7 +333,7 @@ def decide_and_accept(
             )
             along = target_tokens if tree.num_nodes == 1 else target_tokens[found.path]
             found = replace(found, new_tokens=along)
-        return target_tokens, found
+        return Decided(target_tokens, found)
     logprobs = sampler.logprobs(logits, positions)
     target_tokens = mx.argmax(sampler.add_gumbel_noise(logprobs, positions), axis=-1).astype(
         mx.int32
@@ -334,7 +342,7 @@ def decide_and_accept(
     agreed = model.backbone.broadcast_from_rank0(
         target_tokens, found.path, found.new_tokens, found.num_accepted
     )
-    return agreed[0], Acceptance(*agreed[1:])
+    return Decided(agreed[0], Acceptance(*agreed[1:]))
 
 
 def stream_rows_of_node(

@@ -1,4 +1,4 @@
-"""What decides how much is drafted, as a decoding loop asks it; no MLX, no drafters."""
+"""The interface between a decoding loop and what decides how much is drafted; no MLX."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Which drafter drafts for a call, and how large a tree."""
+    """The drafter that drafts for a call, and the size of its tree."""
 
     drafter: str  # registered name, such as "streams"
     nodes: int  # rows that the next call verifies, the root included
@@ -29,11 +29,13 @@ class DraftController(Protocol):
     """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`."""
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """What to draft after the call under way; None for nothing. Asking changes nothing.
+        """Decide what to draft after the call under way; None for nothing.
+
+        A loop asks before it reads the call, and perhaps once more, with `is_read`, when it has.
 
         Args:
             is_read: whether the call's tokens are read already. Drafters that need host tokens know
-                them then, and the answer may differ from the one before.
+                them then, so the second answer may differ from the first.
         """
 
     def record(self, call: CallRecord) -> None:

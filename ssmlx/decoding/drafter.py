@@ -1,7 +1,4 @@
-"""What every drafter is given, and what it must give; the decoding loop knows no more of it.
-
-The drafters themselves are the files of `ssmlx/drafters/`.
-"""
+"""The interface between the decoding loop and the drafters, which are in `ssmlx/drafters/`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,25 +19,25 @@ Of a model of N layers number N is what enters the final norm: the last layer's 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs of the target's calls beside the last hidden states."""
+    """A drafter's needs of the target's calls beside the last hidden states."""
 
     streams: int = 0
     """G, speculative streams that each node of a verified tree carries (the paper's schedule)."""
     taps: tuple[int, ...] = ()
-    """Layers whose input it reads: of the prompt, and of the nodes of every tree. The number of all
-    layers stands for the final norm."""
+    """Layers whose input it reads: of the prompt, and of the nodes of every tree. The number of
+    layers means the final norm."""
     host_tokens: bool = False
     """Whether `propose` reads values of tokens, such as to look them up. Then each call is read
     before it drafts; otherwise the next tree is drafted while the call runs."""
     follows_from_start: bool = False
-    """Whether it is started after the prompt's call and follows every token from then on, because
-    what it offers (`OfferSource`) depends on the text. Otherwise it is started when the controller
-    first lets it draft."""
+    """Whether it is started before the prompt's call is read, and follows every token from then on,
+    because what it offers (`OfferSource`) depends on the text. Otherwise it is started when the
+    controller first lets it draft."""
 
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What a target call on M nodes leaves for drafting; arrays on the device."""
+    """The states that a target call on M nodes leaves for drafting; arrays on the device."""
 
     tree: Tree  # the M nodes that were verified
     # [M] the target's token after each, see `Sampling.sample`
@@ -85,7 +82,8 @@ class Drafter(Protocol):
     """Proposes the tree that the next call verifies.
 
     Siblings carry different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a usual
-    size and is never accepted. Whatever is proposed, the answer is the target's own.
+    size and is never accepted. Under exact acceptance, the answer is the target's own, whatever is
+    proposed.
 
     A drafter may also have an `offer()`, which says at each call what it could draft now
     (`ssmlx.policy.offers.OfferSource`); one without is taken to bring as much at every call.
@@ -121,11 +119,11 @@ class Drafter(Protocol):
         that comes back from a batch has a new loop.
 
         Args:
-            tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.
+            tokens: the text so far; unknown tokens are `PAD_TOKEN`.
 
         Returns:
             None; or, if that takes calls of a model, an iterator that yields None before each of
-            them, for others to go first. The loop runs it to its end.
+            them, so that other answers can go first. The loop runs it to its end.
         """
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
@@ -137,7 +135,7 @@ class Drafter(Protocol):
         piece of the prompt.
 
         Args:
-            tokens: ids; those that nobody knows are `PAD_TOKEN`.
+            tokens: ids; unknown ones are `PAD_TOKEN`.
             position: the first one's position in the text.
             taps: for each token, what entered the tapped layers at the position before it, [1, R,
                 D]; None if the calls did not keep them.

@@ -82,7 +82,8 @@ class DraftingText:
         return self.drafters[shape.drafter].needs.host_tokens
 
     def start_with_taps(self, num_cached: int) -> Iterator[None]:
-        """Before the prompt is processed: cached tokens, and the one after them, have no taps."""
+        """Start the drafters that need taps, before the prompt is processed."""
+        # Cached tokens, and the one after them, have no taps.
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
                 self._seen[name] = num_cached + 1
@@ -93,7 +94,8 @@ class DraftingText:
         first_position: int,
         taps: Taps,  # [1, R, D] by layer: its input at the piece's R rows
     ) -> None:
-        """Each token is shown with the taps of the row before it: so from the piece's second on."""
+        """Show a processed piece to the drafters that need taps."""
+        # Each token goes with the taps of the row before it: so from the piece's second token on.
         rows = next(iter(taps.values())).shape[1]
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:

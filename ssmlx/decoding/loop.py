@@ -17,7 +17,7 @@ call is the root, row t the drafted token ~y[t]:
 
 Beyond it: ~y is a tree, whose improbable nodes leave before `insert` (3.2.3); streams of row delta
 alone run, in a second pass after the call, unless `schedule=fused`; a sampled y is drawn by noise
-that belongs to its place; and a controller may have another drafter propose ~y, or nothing.
+that belongs to its position; and a controller may have another drafter propose ~y, or nothing.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -39,12 +39,12 @@ from .step import DraftResult, Step, Steps, Take, take_all
 from .stopwatch import PendingCall, Stopwatch
 
 StepSize = int | Callable[[], int]
-"""Tokens of a piece of a prompt, at most; or a function that is asked before each piece."""
+"""Most tokens of a piece of a prompt; or a function that is asked for it before each piece."""
 
 
 @dataclass(frozen=True)
 class PromptPlace:
-    """A place in a prompt where a piece ends, for the text up to there to be kept."""
+    """An offset in a prompt where a piece ends, so that the text up to there can be kept."""
 
     offset: int  # tokens of the whole text before it
     # called when the cache holds these and no more, also before anything is processed; not if it
@@ -52,17 +52,18 @@ class PromptPlace:
     keep: Callable[[], None]
 
 
-def free_outgrown_buffers(
+def clear_unused_buffers(
     cache: TextCache,
     added: int,  # tokens that `cache` has grown by since the last call
 ) -> None:
-    """Clear MLX's cache of buffers now and then, of those that `cache` has outgrown."""
-    # As mlx-lm does, whenever the text passes a multiple of `CACHE_STEP`.
+    """Free all of MLX's unused buffers whenever the text crosses a multiple of `CACHE_STEP`."""
+    # As mlx-lm does. `cache` has outgrown some of them.
     if cache.offset % CACHE_STEP < added:
         mx.clear_cache()
 
 
 def prefill(model: StreamFusedModel, tokens: list[int], cache: TextCache) -> None:
+    """Run tokens through the model and commit them to the cache."""
     for _ in prefill_in_pieces(model, tokens, cache, PREFILL_STEP_SIZE):
         pass
 
@@ -80,8 +81,8 @@ def prefill_in_pieces(
 ) -> Iterator[None]:
     """Run a prompt through the model and commit it to the cache, a piece at a time.
 
-    Yields before each piece and after the last, so that whoever drives a loop can stop, show
-    progress, or let others go first.
+    Yields before each piece and after the last, so that the caller can stop, show progress, or let
+    other answers go first.
     """
     first = 0
     until_place = -1 if place is None else place.offset - cache.offset
@@ -106,8 +107,8 @@ def prefill_in_pieces(
 def append_piece(
     model: StreamFusedModel, tokens: list[int], cache: TextCache, taps: tuple[int, ...]
 ) -> Taps:
-    """[1, R, D] by layer of `taps`: its input at the piece's R tokens, lazy."""
-    # The taps alone: whoever held the logits while this is computed would hold what they are of.
+    """Commit a piece of R tokens; returns the input of each layer in `taps`, [1, R, D], lazy."""
+    # The taps alone: keeping the logits would keep their inputs in memory.
     found = model.backbone.append(mx.array(tokens), cache, taps).taps
     mx.eval(cache.state)
     return found
@@ -126,8 +127,8 @@ def plain_decode(
 ) -> Steps:
     """Decode without drafting, endlessly: the oracle and the baseline of `speculative_decode`.
 
-    As in mlx-lm, the next call is under way while a token is read; a call whose token nobody asks
-    for is wasted.
+    As in mlx-lm, the next call is under way while a token is read; the call after the last token
+    that is asked for is wasted.
     """
     cache.keep_first(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
@@ -139,7 +140,7 @@ def plain_decode(
         mx.async_eval(upcoming.arrays_to_read())
         tokens = call.read_tokens()
         yield Step(tuple(tokens), take(tokens), call.read_logprobs(tokens))
-        free_outgrown_buffers(cache, 1)
+        clear_unused_buffers(cache, 1)
         call = upcoming
 
 
@@ -169,7 +170,7 @@ def speculative_decode(
     then are the tokens yielded. So a GPU always has work, and the cache is written in place: MLX
     would copy it for a call that is launched while another may still read it. Drafters that need
     host tokens, and pruning by threshold, have to wait for the tokens first. So does the prompt's
-    call: its token is the one that somebody waits for, and is yielded before drafting starts.
+    call: its token is the one that the reader waits for, and is yielded before drafting starts.
 
     Yields None while the prompt is processed and while a drafter starts, never between reading a
     call and yielding its step: if the loop is closed then, nothing is lost.
@@ -256,7 +257,19 @@ class _SpeculativeLoop:
         self,
         root: int,  # the prompt's last token
     ) -> Steps:
-        """Run target calls, endlessly."""
+        """Run target calls, endlessly.
+
+        Mode                When                                    Order
+        launch_plain_ahead  nothing is drafted, the call is plain   launch, read, yield
+        read_first          nothing is drafted after a tree, or     read, propose, launch, yield
+                            the drafter needs host tokens
+        build_ahead         the device drafts                       propose, read, launch, yield
+        draft_ahead         the same, if the next call cannot be    propose, read, launch, yield
+                            built before the read
+
+        The last two differ in when the next call is built: before or after the read. After the
+        prompt's call, after the last, and before a drafter starts, `advance` yields first.
+        """
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
         first = self.build(root_tree(mx.array([root], mx.int32)), tail)
         running = _RunningCall(first, self.launch(first), is_prompts=True)
@@ -275,14 +288,14 @@ class _SpeculativeLoop:
                 running = yield from self.draft_ahead(running, drafts)
             if metal.time_pending_shape():
                 self.watch.note_other_work()
-            free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
+            clear_unused_buffers(self.cache, len(self.text.tokens) - num_tokens)
 
     def may_build_ahead(self, running: _RunningCall) -> bool:
         """Whether the next call may be built before `running` is read."""
         # The prompt's token is yielded first; a threshold waits for the device; some caches have to
         # know how many tokens were accepted.
-        waits = running.is_prompts or self.prune.kind == "threshold"
-        return self.cache.can_build_ahead and not waits
+        must_read_first = running.is_prompts or self.prune.kind == "threshold"
+        return self.cache.can_build_ahead and not must_read_first
 
     def launch_plain_ahead(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
         """Launch a plain call after a plain call, then read that one and yield its step."""
@@ -318,11 +331,11 @@ class _SpeculativeLoop:
         call = running.call
         yield from self.text.catch_up(drafts.drafter)
         tree = self.text.propose(call, drafts)
-        # MLX writes in place only into what nobody else holds, so this is dropped before the
+        # MLX writes in place only into buffers with one holder, so this is dropped before the
         # launch.
         before = self.cache.snapshot()
         upcoming = self.build(tree, call.tail)
-        mx.eval(running.drafting)  # done, mostly; else what the tree is drafted with is copied
+        mx.eval(running.drafting)  # mostly done; otherwise what the tree is drafted with is copied
         mx.async_eval(tree.arrays)
         step = self.read_drafted(running, drafts)
         if step.part.is_last:
@@ -369,7 +382,8 @@ class _SpeculativeLoop:
         """Draft after a call that was read; a bare root if nothing is to be drafted."""
         if drafts is None:
             return root_tree(call.verified.root)
-        # What a call advanced by is shown to those that draft on the device by the call itself.
+        # Drafters on the device learn the call's tokens from `propose`, so `catch_up` must not show
+        # them.
         unseen = 0 if self.text.needs_host_tokens(drafts) else num_tokens
         yield from self.watch.exclude_time(self.text.catch_up(drafts.drafter, unseen))
         tree = self.text.propose(call, drafts)
@@ -407,7 +421,7 @@ class _SpeculativeLoop:
         )
 
     def read(self, running: _RunningCall) -> tuple[Step, float | None]:
-        """Wait for a call; the text and the answer take its tokens. Its seconds, if known."""
+        """Wait for a call, give its tokens to the text and the answer; its seconds, if known."""
         call = running.call
         tokens, seconds = self.watch.read(running.pending, call.read_tokens)
         self.text.extend(tokens, call.verified.accepted_taps())
@@ -434,7 +448,8 @@ class _SpeculativeLoop:
         drafts: DraftShape | None,  # what is drafted after it
     ) -> None:
         context = len(self.text.tokens) - len(step.tokens) - 1
-        # The prompt's call takes longer than any other.
+        # The prompt's call is not timed: drafters start while it runs, and no call is built before
+        # it is read, so it takes longer than any other.
         timed = None if running.is_prompts else seconds
         self.controller.record(CallRecord(running.shape, len(step.tokens), context, timed, drafts))
 

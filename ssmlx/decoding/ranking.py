@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows of logits, for those who decide and those who guess."""
+"""The likeliest tokens of rows of logits, for samplers and drafters."""
 
 import math
 
@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..model.shapes import indices
 
 Noise = mx.array | None
-"""What is known of the decisions that are guessed, see `Sampling.noise`."""
+"""The known part of the decisions that are guessed, see `Sampling.noise`."""
 
 
 def rank_candidates(
@@ -31,7 +31,7 @@ def top_columns(
     count: int,
 ) -> tuple[mx.array, mx.array]:
     """[R, K] columns and [R, K] float32 values, largest first; ties by the lowest column."""
-    # A sort of whole rows takes many passes on a GPU. The K largest stand in the K blocks of
+    # A sort of whole rows takes many passes on a GPU. The K largest are in the K blocks of
     # columns with the largest maxima, so about sqrt(V K) numbers are sorted, twice.
     rows, size = values.shape
     # Of a block: a power of two, of which most vocabularies' sizes are multiples.

@@ -1,6 +1,6 @@
-"""How the target decides on a token: penalties, filters, temperature, and the noise.
+"""The target's decisions on tokens: penalties, filters, temperature, and the noise.
 
-A row's decision is an argmax: of the processed logits if decoding is greedy, else of log
+A row's decision is an argmax: of the processed logits if decoding is greedy, otherwise of log
 probabilities / temperature + Gumbel noise, which draws from exactly that distribution. The noise
 of a position in the text is a function of the seed and the position. A draft tree's nodes at one
 depth share it, as only one of them can turn out to be the text; whatever a drafter proposes, the
@@ -32,9 +32,9 @@ UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample`
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What the model's distribution was where a token of the answer stands.
+    """The model's log probabilities at a token of the answer.
 
-    With logit bias and penalties, without temperature and filters.
+    They include logit bias and penalties, but not temperature and filters.
 
     Attributes:
         token: the token's id.
@@ -44,15 +44,15 @@ class TokenLogprobs:
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs, best first
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class RowPositions:
-    """Where the R rows of a call stand in the text, and the tokens before each."""
+    """The positions in the text of a call's R rows, and the tokens before each."""
 
     first: mx.array  # [1] position of the root, the number of tokens before it
-    depths: mx.array  # [R] how far below the root each row stands
+    depths: mx.array  # [R] levels of each row below the root
     num_levels: int  # P, one more than the largest depth
     # [R, C] the last C tokens up to and with each row's own; PAD_TOKEN before the text's first
     recent: mx.array
@@ -81,7 +81,7 @@ def row_positions(
     first: mx.array,  # [1] the root's position
     tail: mx.array,  # [C] the last C tokens before the root; [0] if nothing looks at recent tokens
 ) -> RowPositions:
-    """Where a tree's N nodes stand in the text; the recent tokens of each end with its own path."""
+    """The positions of a tree's N nodes; the recent tokens of each end with its own path."""
     num_nodes = tree.num_nodes
     num_levels = tree.paths.shape[1]
     size = tail.shape[0]
@@ -94,7 +94,7 @@ def row_positions(
 
 
 class Sampling:
-    """How the target decides on a token, under `SamplingConfig`.
+    """The rule by which the target decides on a token, under `SamplingConfig`.
 
     It is greedy, or without a filter, if `config` leaves that to the model.
     """
@@ -102,7 +102,6 @@ class Sampling:
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
         self.config = config
         self._vocab_size = vocab_size
-        # C, recent tokens that it needs of each row.
         self.context_size = config.context_size  # C, recent tokens that it needs of each row
         bias = config.logit_bias or {}
         if bias and max(bias) >= vocab_size:
@@ -123,7 +122,7 @@ class Sampling:
         self.may_leave_unresolved = (
             self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
         )
-        # Whether the likeliest token is all that anybody asks for.
+        # Whether the likeliest token is all that is asked for.
         wants_logprobs = config.logprobs is not None
         self.is_argmax = not (numbers.temp or bias or self.context_size or wants_logprobs)
         self._scale = mx.array(1 / (numbers.temp or 1))
@@ -288,7 +287,7 @@ def read_logprobs(
     tokens: Sequence[int],
     rows: mx.array,  # [P, 1 + 2 T] as `own_and_top_logprobs`, P >= len(tokens)
 ) -> tuple[TokenLogprobs, ...]:
-    """One for each of `tokens`; waits for the device."""
+    """Read the log probabilities of `tokens`; waits for the device."""
     found = []
     for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):
         pairs = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)
@@ -418,7 +417,7 @@ def count_tokens(
     recent: mx.array,  # [R, C]
     vocab_size: int,
 ) -> mx.array:
-    """[R, V] int32: how often each token stands in each row; PAD_TOKEN is not counted."""
+    """[R, V] int32: how often each token occurs in each row; PAD_TOKEN is not counted."""
     rows = indices(recent.shape[0])[:, None]
     column = mx.where(recent == PAD_TOKEN, vocab_size, recent)
     counts = mx.zeros((recent.shape[0], vocab_size + 1), mx.int32)

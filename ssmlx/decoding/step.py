@@ -1,4 +1,4 @@
-"""What a decoding loop yields for each target call, and what adds up over an answer's calls."""
+"""The steps that a decoding loop yields, one for each target call, and totals over an answer."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "context"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """What of a call's tokens belongs to the answer, and whether the answer ends with them."""
+    """The part of a call's tokens that belongs to the answer, and whether it ends with them."""
 
     tokens: tuple[int, ...]  # the one that ends the answer included
     text: str = ""  # that is certain now and was not before
@@ -24,8 +24,8 @@ class AnswerPart:
 
 
 Take = Callable[[Sequence[int]], AnswerPart]
-"""Takes the tokens of a call for the answer. Whoever reads a call calls it, once for each and in
-order, and puts into the call's step what it returned."""
+"""Takes the tokens of a call for the answer. The loop or batch that reads a call calls it, once for
+each call and in order, and puts what it returned into the call's step."""
 
 
 def take_all(tokens: Sequence[int]) -> AnswerPart:
@@ -35,7 +35,7 @@ def take_all(tokens: Sequence[int]) -> AnswerPart:
 
 @dataclass(frozen=True)
 class DraftResult:
-    """What came of the draft that one target call verified."""
+    """The result of verifying one draft."""
 
     drafter: str
     nodes: int  # rows of the call: root and padding (`PAD_TOKEN`) too
@@ -45,7 +45,7 @@ class DraftResult:
 
 @dataclass(frozen=True)
 class Step:
-    """What one target call brought to an answer."""
+    """The tokens that one target call brought to an answer."""
 
     tokens: tuple[int, ...]  # one or more: the accepted drafted tokens, then the target's own one
     part: AnswerPart  # what of them belongs to the answer
@@ -54,14 +54,14 @@ class Step:
 
 
 Steps = Generator[Step | None]
-"""What a decoding loop yields: a `Step` for each target call. None says that it has only come
-further with the prompt, or with a drafter that starts; others may take their turn. It goes on
-without end: whoever makes one closes it."""
+"""The steps of a decoding loop: a `Step` for each target call; or None for work that brought this
+answer no token (a piece of the prompt, a drafter that starts, a turn for other answers), so that
+others may take their turn. It goes on without end: its maker closes it."""
 
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What came of one drafter's trees."""
+    """The results of one drafter's trees, summed over calls."""
 
     calls: int = 0  # target calls that verified one
     drafted: int = 0  # tokens of these trees; neither roots nor padding are drafted

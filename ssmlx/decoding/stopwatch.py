@@ -1,4 +1,4 @@
-"""How long a target call takes, measured by whoever launches it and waits for its result."""
+"""A stopwatch for target calls, used by the loop that launches them and waits for results."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ _BLOCKS = 0.4
 _WAITS = 0.2
 """Share of a call's time that the host waits for it, below which the device may have been idle."""
 _AWAY = 0.05
-"""Share of a call's time with whoever reads the tokens, from which on that matters."""
+"""Share of a call's time that the reader holds its tokens, from which on that matters."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Stopwatch:
     """Times the calls of one decoding loop, unless their time is hidden.
 
     A call lasts from one read to the next. A GPU works meanwhile: if the host comes late because
-    somebody held the tokens, nobody knows for how long it worked. If the host comes late because it
-    built the next call, as with a small model, that is what calls take here. MLX's CPU backend
-    works mostly while a call is launched, and not while somebody holds the tokens. Between another
-    loop's calls, or other work of the device, nothing is timed.
+    the reader held the tokens, it is unknown how long the GPU worked. If the host comes late
+    because it built the next call, as with a small model, that is what calls take here. MLX's CPU
+    backend works mostly while a call is launched, and not while the reader holds the tokens.
+    Between another loop's calls, or other work of the device, nothing is timed.
     """
 
     launches: ClassVar[int] = 0  # of all loops, and other work that was noted
@@ -58,7 +58,7 @@ class Stopwatch:
         return PendingCall(started, now() - started, others, follows_unread_drafting)
 
     def read(self, call: PendingCall, read: Callable[[], Result]) -> tuple[Result, float | None]:
-        """What `read` returns when the call is done, and the seconds since the read before."""
+        """Wait for a call by `read`; returns its result, and the seconds since the read before."""
         started = now()
         found = read()
         done = now()
@@ -69,21 +69,21 @@ class Stopwatch:
         # Another loop, or other work, was on the device too.
         if call.others != Stopwatch.launches - self._own:
             return found, None
-        # Launching blocks, as on the CPU: nothing ran while somebody held the tokens, and drafting
-        # that was not read yet may have run within this call.
+        # Launching blocks, as on the CPU: nothing ran while the reader held the tokens, and
+        # drafting that was not read yet may have run within this call.
         if call.launch_seconds >= _BLOCKS * (done - call.launched_at):
             return found, None if call.follows_unread_drafting else done - since - untimed
-        # Else the device may have been idle while somebody held the tokens.
+        # Otherwise the device may have been idle while the reader held the tokens.
         is_busy = done - started >= _WAITS * (done - since)
         return found, done - since if is_busy or untimed < _AWAY * (done - since) else None
 
     @classmethod
     def note_other_work(cls) -> None:
-        """The device did other work: no call under way has a time now, in any loop."""
+        """Note that the device did other work: no call under way is timed, in any loop."""
         cls.launches += 1
 
     def yield_untimed(self, tokens: Result) -> Iterator[Result]:
-        """Yield `tokens` once; the next `read` accounts for the time that somebody holds them."""
+        """Yield `tokens` once; the next `read` accounts for the time that the reader holds them."""
         left = now()
         yield tokens
         self._untimed += now() - left

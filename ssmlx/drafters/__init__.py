@@ -1,5 +1,4 @@
-"""What proposes the next tree: one drafter a file, none with a loop of its own.
+"""Drafters, which propose the next tree: one a file, none with a loop of its own.
 
-Each file registers its drafter (`registry.py`); `ssmlx.decoding.drafter` says what the loop
-expects.
+`ssmlx.settings.DRAFTERS` lists them; `ssmlx.decoding.drafter` says what the loop expects.
 """

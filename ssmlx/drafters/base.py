@@ -1,5 +1,4 @@
-"""What a drafter of this package is: what is known of its class, what it is built from, and what it
-may have loaded before."""
+"""The base of this package's drafters, the inputs they are built from, and loaders of weights."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from ..settings import GenerateConfig
 
 
 class Loaded(Protocol):
-    """What was loaded to draft with, such as weights: it is only read, so that any number of
+    """A loaded model or head to draft with: it is only read, so that any number of
     answers may share it.
 
     Attributes:
         drafter: the name of the drafter that it is for.
-        nbytes: what it keeps in memory.
+        nbytes: bytes that it keeps in memory.
     """
 
     @property
@@ -33,10 +32,10 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True)
 class DrafterLoader:
-    """What a drafter must have from a file, a folder or the Hub, and how that is loaded.
+    """A model or head that a drafter needs from a file, a folder or the Hub, and its loader.
 
     Attributes:
-        what: what a message calls it, such as "a draft model".
+        what: its name in messages, such as "a draft model".
         load: loads it, once a process: `load(name, model, tokenizer, dtype=, progress=)`. `name` is
             the value of the key `ListedDrafter.loads`, `model` and `tokenizer` are the target's,
             the last two are as `ssmlx.load` takes them. What it returns is the `loaded` of
@@ -51,7 +50,7 @@ class DrafterLoader:
 
 @dataclass(frozen=True, eq=False)
 class DrafterInputs:
-    """What a drafter is built from.
+    """The inputs that a drafter is built from.
 
     Attributes:
         model: the target.
@@ -77,14 +76,14 @@ class DrafterInputs:
 
     @property
     def guess_sampling(self) -> Sampling:
-        """How guesses are ranked: as the target decides; greedily under typical acceptance, which
-        asks what is likely and not what is drawn."""
+        """The sampling by which guesses are ranked: the target's; greedy under typical acceptance,
+        which asks what is likely and not what is drawn."""
         return self.sampling if self.config.acceptance.kind == "exact" else GREEDY
 
 
 class BaseDrafter:
     """A drafter that `settings.DRAFTERS` lists. A subclass has a `name`, the `largest` tree that it
-    proposes, `build` and `propose`; whatever else differs from what stands here is set too.
+    proposes, `build` and `propose`, and overrides any other attribute as needed.
     `decoding.drafter.Drafter` says when a loop calls its methods.
 
     Attributes:
@@ -92,8 +91,8 @@ class BaseDrafter:
         shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
         loader: loads what it drafts with; None if it needs nothing beside the target.
         needs_whole_context: whether `start` has to be given every token of the text. Then an answer
-            on a cache that holds tokens is refused unless `context=` says which; otherwise tokens
-            that nobody gave are `PAD_TOKEN`.
+            on a cache that holds tokens is refused unless `context=` says which; otherwise unknown
+            tokens are `PAD_TOKEN`.
         keeps_to_chains: whether it proposes chains if the target takes no trees.
         joins_text_drafts: whether a controller may also draft by the text if this one is named.
     """

@@ -30,7 +30,7 @@ class ChainRanking:
         logits: mx.array,  # [1, V] after the chain so far
         count: int = 1,
     ) -> mx.array:  # [count], best first
-        """The best one becomes the chain's next token."""
+        """Rank the next tokens; the best one becomes the chain's next token."""
         places = RowPositions(mx.array([self._position]), indices(1), 1, self._recent)
         ranked = self._sampling.rank_tokens(logits, places, count).tokens[0].astype(mx.int32)
         self._position += 1
@@ -40,7 +40,8 @@ class ChainRanking:
 
 
 class UnacceptedDrafts:
-    """Warns once an answer if no drafted token is ever accepted."""
+    """Warns once an answer if none of the first `_TRIED` drafted tokens was accepted; its users
+    then stop drafting, by `has_warned`."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class UnacceptedDrafts:
         self._in_chain = num_tokens
 
     def note_accepted(self, num_tokens: int) -> None:
-        """Of the last chain; nothing happens if none was drafted."""
+        """Count the accepted tokens of the last chain; nothing happens if none was drafted."""
         self._drafted += self._in_chain
         self._has_accepted |= self._in_chain > 0 and num_tokens > 0
         self._in_chain = 0

@@ -1,9 +1,9 @@
 """Copies: tokens that followed the text's last ones before, mixed into the guesses of streams.
 
-When an answer quotes its prompt or itself (names, numbers, code), what followed the text's last
-tokens where they stood before is likely to follow. Copies weigh more the more often they were right
-while streams were not. Streams draft before anybody has read the call, so what they copy is looked
-up on the device; `text_index` does the same on the host.
+When an answer quotes its prompt or itself (names, numbers, code), what followed an earlier
+occurrence of the text's last tokens is likely to follow again. Copies weigh more the more often
+they were right while streams were not. Streams draft before the host has read the call, so what
+they copy is looked up on the device; `text_index` does the same on the host.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..model.shapes import indices
 from ..model.tree import PAD_TOKEN
 
-NGRAM = 3  # most tokens that are looked up; fewer if so many stand nowhere
+NGRAM = 3  # most tokens that are looked up; fewer if so many have not occurred
 # How likely the first token of a copy is to be right, and each later one after a right one, before
 # the answer has shown anything.
 FIRST_COPY_PROB = 0.15
@@ -31,7 +31,7 @@ class TextOnDevice:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
-        # Before the text stand tokens that equal nothing, so that it can be shifted. The buffer has
+        # Before the text come tokens that equal nothing, so that it can be shifted. The buffer has
         # few sizes, as each is another kernel to compile.
         known = [PAD_TOKEN - 1] * (NGRAM - 1)
         room = _ROOM + -len(tokens) % _ROOM
@@ -42,7 +42,7 @@ class TextOnDevice:
         tokens: mx.array,  # [P]
         position: mx.array,  # [1] of the first one
     ) -> None:
-        """Neither array is read by the host."""
+        """Write tokens into the text; the host reads neither array."""
         self._most += tokens.shape[0]
         if self._most > self._tokens.shape[0] - NGRAM:
             more = max(_ROOM, self._tokens.shape[0])
@@ -54,9 +54,9 @@ class TextOnDevice:
         positions: mx.array,  # [A], each looked up as if the text ended with the token there
         count: int,  # tokens for each
     ) -> mx.array:  # [A, count]
-        """What followed the longest earlier match of up to `NGRAM` tokens, of equally long ones the
-        newest. What reaches the position itself repeats, so that a text with a period is copied at
-        full length. `PAD_TOKEN` throughout without a match."""
+        """The tokens that followed the longest earlier match of up to `NGRAM` tokens, of equally
+        long ones the newest. At the position itself they repeat, so that a text with a period is
+        copied at full length. `PAD_TOKEN` throughout without a match."""
         return _find_continuations(self._tokens, positions[:, None], count)
 
 
@@ -72,7 +72,7 @@ class Copies:
         self._before: tuple[mx.array, ...] | None = None  # guesses, copies
 
     def follow(self, tokens: Sequence[int], position: int) -> None:
-        """For tokens that no tree was drafted for here: the next call teaches nothing."""
+        """Write tokens for which no tree was drafted here: the next call teaches nothing."""
         self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 

@@ -72,14 +72,14 @@ class DraftModel(TextCacheOwner["DraftCache"]):
 
 
 def _make_trimmable_caches(model: nn.Module) -> list[Any]:
-    """Layers with a sliding window get a plain `KVCache` too, from which tokens can be taken back;
-    their mask keeps to the window."""
+    """Make caches from which tokens can be taken back: a plain `KVCache` also for layers with a
+    sliding window, whose mask keeps to the window."""
     made: list[Any] = make_prompt_cache(model)
     return [KVCache() if type(cache) is RotatingKVCache else cache for cache in made]
 
 
 class DraftCache:
-    """What a draft model keeps of one text: keys and values, or recurrent states, of its first
+    """A draft model's cache of one text: keys and values, or recurrent states, of its first
     `offset` tokens, and maybe of drafted ones after these."""
 
     def __init__(self, draft: DraftModel) -> None:
@@ -96,7 +96,7 @@ class DraftCache:
         return self._cache.offset
 
     def copy_beginning(self, num_tokens: int) -> "DraftCache":
-        """With what this one holds of the first `num_tokens`, as far as that can be taken back."""
+        """A cache with what this one holds of the first `num_tokens`, as far as it can go back."""
         copied = DraftCache(self._draft)
         copied.text = self.text[:num_tokens]
         num_held = self._cache.longest_keepable(min(num_tokens, self.offset))
@@ -107,7 +107,7 @@ class DraftCache:
 
     def start(self, tokens: Sequence[int]) -> Iterator[None]:
         """Set the text, and process all of it but the last token, except for what the text before
-        shares. Yields before each piece, for others to take their turn."""
+        shares. Yields before each piece, so that other answers can take their turn."""
         self._go_back(common_prefix_length(self.text[: self.offset], tokens[:-1]))
         kept = self.offset
         self.text = list(tokens)
@@ -121,9 +121,9 @@ class DraftCache:
         self,
         tokens: mx.array,  # [R]
     ) -> mx.array:  # [1, V], uncomputed
-        """Appended to the cache, not to `text`. V is the target's: columns that the draft model
-        lacks are -inf, its further ones are cut, and tokens that it lacks are read as its last one.
-        """
+        """Append tokens to the cache, not to `text`; returns the logits after them. V is the
+        target's: columns that the draft model lacks are -inf, its further ones are cut, and tokens
+        that it lacks are read as its last one."""
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
         appended = mx.minimum(tokens, known - 1)
@@ -133,7 +133,7 @@ class DraftCache:
         return logits[:, :wanted]
 
     def mark(self) -> None:
-        """So that what is drafted from here can be taken back."""
+        """Mark the cache's end, so that what is drafted from here can be taken back."""
         self._cache.mark()
 
     def extend(
@@ -142,19 +142,20 @@ class DraftCache:
         # how many of them, from the first on, the cache holds already, as drafted ones
         num_new_in_cache: int,
     ) -> None:
-        """More is taken back if recurrent states were not marked there. No token is processed."""
+        """Extend the text, and take back rejected tokens; more of them if recurrent states were not
+        marked there. No token is processed."""
         known = len(self.text) + num_new_in_cache
         self.text.extend(new_tokens)
         self._go_back(min(known, self.offset))
         self._cache.forget_marks()
 
     def _go_back(self, num_tokens: int) -> None:
-        """Or to as many tokens as can be gone back to."""
+        """Go back to `num_tokens`, or to fewer if recurrent states were not marked there."""
         self._cache.keep_first(self._cache.longest_keepable(num_tokens))
 
     def prefill(self) -> mx.array:  # [R], 1 to `PREFILL_STEP_SIZE`
-        """Returns the last piece of what the cache lacks of the text; mostly that is all of it, and
-        nothing is processed."""
+        """Process what the cache lacks of the text but for a last piece, which is returned; mostly
+        that is all of it, and nothing is processed."""
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
             self.append(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
@@ -221,8 +222,8 @@ class DraftModelDrafter(BaseDrafter):
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Always the largest shape: the chain of the model's likeliest tokens, with its runners-up
-        beside it."""
+        """Draft the largest shape, always: the chain of the model's likeliest tokens, with its
+        runners-up beside it."""
         rows = self._rank_levels(self._cache.prefill())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
@@ -281,8 +282,8 @@ def require_same_vocabulary(
     target_tokenizer: TokenizerWrapper,
     target_vocab_size: int,  # tokens of the target's embedding
 ) -> None:
-    """Every token must have the same id, and text, in both models. Vocabulary sizes may differ by
-    padding alone: if no token of the tokenizers has an id beyond the smaller one."""
+    """Require that every token has the same id and text in both models. Vocabulary sizes may differ
+    by padding alone: if no token of the tokenizers has an id beyond the smaller one."""
     do = "choose a draft model of the same family"
     ours = draft_tokenizer.get_vocab()
     theirs = target_tokenizer.get_vocab()

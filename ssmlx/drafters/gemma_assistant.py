@@ -66,7 +66,7 @@ class Assistant:
 
     @property
     def num_parameters(self) -> int:
-        """Packed numbers are counted as what they stand for."""
+        """The number of parameters; packed ones are counted one by one."""
         return int(get_total_parameters(self.model))
 
     def require_fits(self, backbone: Backbone) -> None:
@@ -154,8 +154,8 @@ def load_assistant(
     backbone: Backbone,
     dtype: str = "auto",  # as `ssmlx.load` takes it
 ) -> Assistant:
-    """Computed, in the target's dtype. If the target's weights are packed and the assistant's are
-    not, these are packed alike."""
+    """Load an assistant, computed, in the target's dtype. If the target's weights are packed and
+    the assistant's are not, these are packed alike."""
     config = AssistantConfig.from_config_json(folder / "config.json", values)
     layers = _layers_to_read(config, backbone, folder)
     model = load_assistant_model(folder, config, dtype)
@@ -167,7 +167,7 @@ def load_assistant(
 
 
 def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -> dict[str, int]:
-    """By layer type, the number of the target's last layer that keeps keys and values of its
+    """The number, by layer type, of the target's last layer that keeps keys and values of its
     own."""
     kind = model_type(backbone.model)
     require(

@@ -72,8 +72,8 @@ class AssistantConfig:
 
     @classmethod
     def from_config_json(cls, path: Path, values: Mapping[str, Any]) -> AssistantConfig:
-        """What the file leaves out has transformers' defaults; settings of another model, such as
-        experts, are refused."""
+        """Read a config.json. What it leaves out has transformers' defaults; settings of another
+        model, such as experts, are refused."""
         text: Any = values.get("text_config")
         require(
             isinstance(text, dict),
@@ -89,7 +89,7 @@ class AssistantConfig:
         return config
 
     def layer_args(self) -> gemma4_text.ModelArgs:
-        """Every layer is given its keys and values."""
+        """Arguments of mlx-lm's layers, each of which gets its keys and values from the target."""
         names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
         more = ("head_dim", "global_head_dim", "vocab_size", "sliding_window", "rms_norm_eps")
         return gemma4_text.ModelArgs(
@@ -210,10 +210,10 @@ class AssistantModel(nn.Module):
         self,
         embedded: mx.array,  # [1, 1, D] the last token's row of the target's embedding, scaled
         hidden: mx.array,  # [1, 1, D] the target's normed state; then what the step before returned
-        position: mx.array,  # [1] where the root stands in the text, in every step
+        position: mx.array,  # [1] the root's position in the text, in every step
         keys_and_values: KeysAndValues,  # the target's; all are seen, none is added
     ) -> tuple[mx.array, mx.array]:
-        """A step: [1, V] logits of the next token, and [1, 1, D] the next step's `hidden`."""
+        """Run a step: [1, V] logits of the next token, and [1, 1, D] the next step's `hidden`."""
         x = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
         for layer in self.model.layers:
             x, _, _ = layer(x, shared_kv=keys_and_values[layer.layer_type], offset=position)
@@ -235,9 +235,9 @@ class AssistantModel(nn.Module):
         self,
         normed: mx.array,  # [1, Da]
     ) -> mx.array:  # [1, V]
-        """-inf except for tokens of the likeliest clusters. transformers gives all others a logit
-        just below the least of these: they are so many that a sampled guess would mostly be one of
-        them."""
+        """Logits, -inf except for tokens of the likeliest clusters. transformers gives all others a
+        logit just below the least of these: they are so many that a sampled guess would mostly be
+        one of them."""
         clusters = self.masked_embedding
         order = clusters.token_ordering
         scores = clusters.centroids(normed)
@@ -254,7 +254,7 @@ def load_assistant_model(
     config: AssistantConfig,  # that the folder's config.json holds
     dtype: str,  # as `ssmlx.load` takes it, which decides whether packed weights are unpacked
 ) -> AssistantModel:
-    """Its weights are checked and not computed yet."""
+    """Load an assistant; its weights are checked and not computed yet."""
     tensors = _load_tensors(folder, config)
     model = _build_model(config, tensors.keys(), folder / "config.json")
     _require_tensors_fit(tensors, dict(tree_flatten(model.parameters())), folder)
@@ -268,7 +268,7 @@ def load_assistant_model(
 
 
 def _load_tensors(folder: Path, config: AssistantConfig) -> dict[str, mx.array]:
-    """By their names in model*.safetensors, not computed; a stored head is left out if the
+    """The tensors by their names in model*.safetensors, not computed; without a stored head if the
     embedding is the head."""
     tensors: dict[str, mx.array] = {}
     for path in sorted(folder.glob("model*.safetensors")):
@@ -296,7 +296,7 @@ def _build_model(
     stored_names: Collection[str],
     config_file: Path,  # for messages
 ) -> AssistantModel:
-    """With random weights, none computed."""
+    """An assistant with random weights, none computed."""
     model = AssistantModel(config)
     if config.quantization is not None:
         packing = {

@@ -1,4 +1,4 @@
-"""What all kinds of drafting heads share: settings, weights, and the drafter over them.
+"""The common part of all drafting heads: settings, weights, and the drafter over them.
 
 Heads guess the next tokens from the target's newest hidden state, after its final norm.
 """
@@ -56,11 +56,11 @@ class HeadConfig:
         raise NotImplementedError
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By name; a weight that heads share stands once."""
+        """Shapes of weights by name; a weight that heads share is listed once."""
         raise NotImplementedError
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the folder: the weights, and `draft_vocab` if any."""
+        """Shapes of all tensors in the folder: the weights, and `draft_vocab` if any."""
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
         return {**self.weight_shapes(), **vocab}
 
@@ -89,7 +89,7 @@ class DraftingHeads:
         self.num_parameters: int = config.num_parameters
 
     def tree_settings(self, tree: Any) -> Any:
-        """With defaults filled in, and widths cut to the tokens there are to guess."""
+        """`tree` with defaults filled in, and widths cut to the number of guessable tokens."""
         raise NotImplementedError
 
     def chain_settings(self, tree: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The MLX folder of drafting heads, whichever their kind: what the converter writes.
+"""The MLX folder of drafting heads of any kind, as the converter writes it.
 
 heads_config.json    kind, settings, and what identifies the base model
 heads.safetensors    the tensors under their published names (without a common prefix);
-                     shared ones stand once; `draft_vocab` if the settings name one
+                     shared ones occur once; `draft_vocab` if the settings name one
 
 """
 
@@ -37,7 +37,7 @@ _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What a heads folder holds."""
+    """The content of a heads folder."""
 
     config: HeadConfig  # its class is their kind
     tensors: Mapping[str, mx.array]  # of `config.tensor_shapes()`
@@ -46,7 +46,7 @@ class Heads:
 
 
 def save_heads(existing_folder: Path, heads: Heads) -> None:
-    """In place over older files, and without a check whether tensors and settings fit."""
+    """Write heads over older files; whether tensors and settings fit is not checked."""
     values = {
         "format": FORMAT,
         "kind": heads.config.kind,
@@ -98,7 +98,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
-    """With computed copies of their tensors; the backbone is not changed."""
+    """Attach heads to a backbone, with computed copies of their tensors; it is not changed."""
     heads.base.require_same(
         BaseIdentity.of(backbone),
         "the heads belong",

@@ -1,7 +1,7 @@
 """Lookahead decoding (Fu et al. 2024): Jacobi iterations that feed a pool of n-grams.
 
 A window of W columns and N - 1 levels guesses what comes: the token at level l, column i is a
-guess for the place i + l + 1 after the root. Level 0 is a chain below the root; level l of a
+guess for the position i + l + 1 after the root. Level 0 is a chain below the root; level l of a
 column hangs below level l - 1 of the same column. With W = 3 and N = 3 (a tree of two levels):
 
     root - a0 - a1 - a2
@@ -13,7 +13,7 @@ paper's attention pattern, as a draft tree. The target's tokens after the last l
 new n-grams (a0 b0 c0, a1 b1 c1, ...), which join the pool, and are the next window's last level.
 
 The pool's n-grams that begin with the root are verified beside the window. Both are put into
-one trie, in which equal guesses at the same place are one node. Siblings therefore differ, every
+one trie, in which equal guesses at the same position are one node. Siblings therefore differ, every
 node is what the target would have to write, and acceptance stays the same walk as for any other
 drafter; the window's own guesses are accepted too if they turn out right.
 """
@@ -64,7 +64,7 @@ class NgramPool:
             self._ngrams.popitem(last=False)
 
     def continuations_of(self, first: int) -> Iterator[tuple[int, ...]]:
-        """What follows `first` in its n-grams, the newest first."""
+        """The tokens after `first` in its n-grams, the newest first."""
         return reversed(self._ngrams.get(first, OrderedDict()))
 
 
@@ -108,13 +108,13 @@ class LookaheadDrafter(BaseDrafter):
         self._calls += 1
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """If the call just read verified all of the tree proposed before, a Jacobi step comes
-        first, for which the host reads its target tokens."""
+        """Propose n-grams of the pool. If the call just read verified all of the tree proposed
+        before, a Jacobi step comes first, for which the host reads its target tokens."""
         # Whether the call just read verified its own tree, and all of it.
         own = self._tree if self._calls == 1 else None
         if own is not None and verified.tree.num_nodes == own.num_nodes:
             # One Jacobi step: every level takes the place of the one above it.
-            # A token that was left open is as good a guess as others.
+            # An unresolved token is as good a guess as others.
             last = [max(token, UNRESOLVED - token) for token in to_list(verified.target_tokens)]
             rows = [*self._window, [last[node] for node in self._last_level]]
             for ngram in zip(*rows, strict=True):
@@ -125,9 +125,9 @@ class LookaheadDrafter(BaseDrafter):
         return self._tree
 
     def _build_tree(self, root: int, num_levels: int) -> Tree:
-        """Notes which nodes are the window's last level."""
+        """Build a tree of the window and n-grams; notes the window's last level."""
         trie = Trie(root, self._max_nodes)
-        # The window's nodes first: each has its place, however many guesses there are.
+        # The window's nodes first: there is room for all of them, however many guesses follow.
         nodes = [[0] * self._config.window for _ in range(self._num_rows)]
         node = 0
         for column in range(self._config.window):

@@ -1,5 +1,5 @@
-"""Lookup drafters: what followed the text's last tokens where they stood before is likely to
-follow.
+"""Lookup drafters: what followed an earlier occurrence of the text's last tokens is likely to
+follow again.
 
 They look up on the host, in the text itself, in an expected text (`reference`), or in earlier
 answers. What streams copy is looked up on the device, see `copies`.
@@ -44,7 +44,7 @@ class OwnText:
         return self.index.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """If the text goes on from the one before, only its new tokens are indexed."""
+        """Index a text; only its new tokens if it goes on from the one before."""
         known = len(self.index.tokens)
         if self.index.tokens != list(tokens[:known]):
             self.index = TextIndex()
@@ -55,8 +55,8 @@ class OwnText:
         self.index.extend(tokens)
 
     def tokens_after(self, match: Match, count: int) -> list[int]:
-        """What reaches the text's end is repeated to exactly `count`, so that a text with a period
-        is drafted at full length."""
+        """The tokens that followed a match; those that reach the text's end repeat up to exactly
+        `count`, so that a text with a period is drafted at full length."""
         found = self.index.tokens_after(match, count)
         if len(found) == len(self.index.tokens) - match.end:
             return list(islice(cycle(found), count))
@@ -110,7 +110,8 @@ class Continuation(NamedTuple):
 
 
 class PromptLookupDrafter(BaseDrafter):
-    """Drafts what followed the text's last tokens where they stood before (prompt lookup decoding).
+    """Drafts what followed an earlier occurrence of the text's last tokens (prompt lookup
+    decoding).
 
     Matches are taken longest first, and of equally long ones the newest first. Each match's
     continuation is a chain; chains with a common beginning share its nodes.
@@ -149,7 +150,7 @@ class PromptLookupDrafter(BaseDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        """Earlier answers are not counted: many drafters share them."""
+        """Bytes of the index, without earlier answers: many drafters share them."""
         return self.source.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -167,8 +168,8 @@ class PromptLookupDrafter(BaseDrafter):
         )
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """All matches' continuations, the best match's first, as far as there is room; nothing of
-        `verified` is read."""
+        """Propose all matches' continuations, the best match's first, as far as there is room;
+        nothing of `verified` is read."""
         if self._is_chain:
             most = min(shape.levels, self._config.size - 1)
             following = self._best_continuation().tokens[:most]
@@ -196,7 +197,7 @@ class PromptLookupDrafter(BaseDrafter):
         return self.source.index.find_matches(self.source.end, self._config.ngram)
 
     def _continuation_of(self, match: Match, max_tokens: int) -> list[int]:
-        """Up to the first end token, which is included."""
+        """The tokens after a match, up to the first end token, which is included."""
         found = self.source.tokens_after(match, max_tokens)
         for count, token in enumerate(found, 1):
             if token in self._end_tokens:

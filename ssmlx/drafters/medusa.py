@@ -1,4 +1,4 @@
-"""Medusa heads (arXiv 2401.10774): head h guesses the token h + 2 places after a hidden state's.
+"""Medusa heads (arXiv 2401.10774): head h guesses the token h + 2 positions after a hidden state's.
 
 Each head is a few residual blocks, x + SiLU(W x + b), and a matrix of its own, or else the base
 model's LM head. All heads see the same state and not each other's guesses, so trees grow from their

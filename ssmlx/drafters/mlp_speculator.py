@@ -182,7 +182,7 @@ class MlpSpeculator(DraftingHeads):
         return mx.concatenate(node_tokens), mx.concatenate(edges)
 
     def tree_settings(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
-        """Widths and `candidates` come from the published settings unless `tree` has them."""
+        """`tree` with widths and `candidates` from the published settings, unless it has them."""
         asked = tree.widths
         stages = self.config.n_predict
         widths = tuple(self.config.widths if asked is None else asked)
@@ -230,8 +230,8 @@ class MlpSpeculator(DraftingHeads):
 
 
 def num_candidate_nodes(widths: Sequence[int], candidates: int | None) -> int:
-    """Nodes, including the root, of the full tree of `widths`; or the most that so many whole paths
-    of it can have."""
+    """The number of nodes, including the root, of the full tree of `widths`; or the most that so
+    many whole paths of it can have."""
     levels: Iterator[int] = accumulate(widths, mul)
     return 1 + sum(count if candidates is None else min(count, candidates) for count in levels)
 
@@ -240,7 +240,7 @@ def num_candidate_nodes(widths: Sequence[int], candidates: int | None) -> int:
 def full_tree_topology(
     widths: tuple[int, ...],  # children of each node, by depth
 ) -> Topology:
-    """Breadth first."""
+    """The full tree of `widths`, breadth first."""
     ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
     # A node's candidates depend on its path: each has one of its own.
     return replace(topology_of_paths(ranks, max(widths)), slots=indices(len(ranks) - 1))

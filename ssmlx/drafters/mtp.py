@@ -67,8 +67,8 @@ class MtpHead(TextCacheOwner["PairCache"]):
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
 
     def module_for(self, stored_norms: MtpNorms) -> MtpModule:
-        """With norms that have the weights that they multiply with; made once for each way of
-        storing."""
+        """The module with norms of the weights that they multiply with; made once for each way of
+        storing them."""
         if stored_norms not in self._by_norms:
             made = resolve_norms(self._module, stored_norms)
             self._by_norms[stored_norms] = made
@@ -85,10 +85,10 @@ class MtpHead(TextCacheOwner["PairCache"]):
 
 
 class PairCache:
-    """Keys and values of the head's layer for the pairs of one text, at their places in it.
+    """Keys and values of the head's layer for the pairs of one text, at their positions in it.
 
     Pair i is the hidden state of position i and the token after it. Pairs may be missing: of tokens
-    that a prompt cache held, for instance, whose hidden states nobody computed.
+    that a prompt cache held, for instance, whose hidden states were not computed.
     """
 
     def __init__(self) -> None:
@@ -105,8 +105,8 @@ class PairCache:
         return [one for one in (self._rows.keys, self._rows.values) if one is not None]
 
     def set_text(self, tokens: Sequence[int]) -> None:
-        """Pairs stay within what `tokens` shares with the text before, up to the first unknown
-        token."""
+        """Set the text, and keep the pairs within what `tokens` shares with the text before, up to
+        the first unknown token."""
         shared = common_prefix_length(self.text, tokens)
         unknown = next((n for n, one in enumerate(tokens[:shared]) if one == PAD_TOKEN), shared)
         self.places = self.places[: bisect_left(self.places, min(shared, unknown) - 1)]
@@ -135,7 +135,7 @@ class PairCache:
 
 
 class _RowsAt:
-    """A `KVCache` whose next row stands at a given position of the text."""
+    """A `KVCache` whose next row has a given position in the text."""
 
     def __init__(self, rows: KVCache, position: int) -> None:
         self._rows = rows
@@ -233,7 +233,7 @@ class MtpDrafter(BaseDrafter):
         return None if self._unaccepted.has_warned else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """Pairs that wait are processed first; a bare root if the newest hidden state is not
+        """Process pending pairs, then draft a chain; a bare root if the newest hidden state is not
         known."""
         cache = self._cache
         newest = len(cache.text) - 2
@@ -259,7 +259,7 @@ class MtpDrafter(BaseDrafter):
         return UnacceptedDrafts("the MTP head", do)
 
     def _take_pending(self) -> list[_Pairs]:
-        """The pairs that wait, which wait no longer; those that follow each other joined."""
+        """Take the pending pairs, and clear them; those that follow each other are joined."""
         joined: list[list[_Pairs]] = []
         for pairs in self._pending:
             if joined and joined[-1][-1].end == pairs.first:
@@ -273,7 +273,8 @@ class MtpDrafter(BaseDrafter):
         ]
 
     def _process_pending(self) -> None:
-        """The last one waits on, for the next draft. Waits for the device after each piece."""
+        """Process the pending pairs but the last, which stays pending for the next draft. Waits for
+        the device after each piece."""
         *runs, last = self._take_pending()
         self._pending = [_Pairs(last.end - 1, evaluated(last.hidden[:, -1:]))]
         if last.hidden.shape[1] > 1:
@@ -286,7 +287,7 @@ class MtpDrafter(BaseDrafter):
                 mx.eval(self._cache.state)
 
     def _process(self, runs: list[_Pairs]) -> mx.array:  # [1, R, D]
-        """The layer's output for the last run, uncomputed; the cache keeps all rows."""
+        """Run the layer on pairs; its output for the last run, lazy. The cache keeps all rows."""
         cache = self._cache
         out = mx.zeros(0)
         for run in runs:
@@ -312,7 +313,7 @@ class MtpDrafter(BaseDrafter):
         self,
         out: mx.array,  # [1, R, D]
     ) -> mx.array:  # [1, 1, D]
-        """What stands for the target's hidden state after the last row."""
+        """The head's stand-in for the target's hidden state after the last row."""
         newest = out[:, -1:]
         return self._module.norm(newest) if self._config.hidden == "after" else newest
 

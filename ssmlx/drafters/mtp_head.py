@@ -4,11 +4,11 @@ With e the embedding of token i + 1, and h_i the hidden state that predicted it:
 
     x = fc([norm_e(e); norm_h(h_i)])    one row for each pair of a hidden state and the next token
     x = layer(x)                        a decoder layer of the target's kind, with full attention
-    y = norm(x)                         stands for h_(i + 1): with token i + 2 it makes the next row
+    y = norm(x)                         replaces h_(i + 1): with token i + 2 it makes the next row
     logits = target's LM head(y)        of token i + 2
 
 A checkpoint names its tensors `mtp.*`, which mlx-lm drops. They are read here from its files, or
-from those of a folder beside it, where the names may also stand without `mtp.`.
+from those of a folder beside it, where the names may also lack `mtp.`.
 """
 
 import copy
@@ -82,7 +82,7 @@ class MtpModule(nn.Module):
         return out
 
     def norm_paths(self) -> list[str]:
-        """Includes the norms of attention's heads."""
+        """Paths of all norms, also those of attention's heads."""
         own = [f"layers.0.{name}" for name in _LAYER_NORMS]
         return [*_NORMS, *own, *(f"layers.0.self_attn.{name}" for name in _HEAD_NORMS)]
 
@@ -92,8 +92,9 @@ def load_mtp_module(
     folder: Path | None = None,  # holds the head, or a whole model; the target's own unless given
     config: Mapping[str, Any] | None = None,  # the content of its config.json; read unless given
 ) -> MtpModule:
-    """In the target's dtype, computed; its norms' weights are as stored. If the target is quantised
-    and the head is not, it is quantised as the target's layer of the same name is."""
+    """Load the head in the target's dtype, computed; its norms' weights are as stored. If the
+    target is quantised and the head is not, it is quantised as the target's layer of the same name
+    is."""
     backbone = model.backbone
     layer_class = _layer_class(backbone)
     is_beside = folder is not None
@@ -185,13 +186,13 @@ def _require_same_settings(
 
 
 def _base_type(model_type: str) -> str:
-    """Without what it says of parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
+    """A model type without its suffixes for parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
     return re.sub(r"(_(text|mtp|moe))+$", "", model_type)
 
 
 def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx.array]:
-    """By their names without `mtp.`, not read yet, without copies of the target's embedding and LM
-    head."""
+    """The head's tensors by their names without `mtp.`, not read yet; without copies of the
+    target's embedding and LM head."""
     files = tensor_names(folder)
     own = {name: name.partition(MTP_PREFIX)[2] for name in files if is_mtp_name(name)}
     if not own and may_be_head_alone:
@@ -224,8 +225,8 @@ def _find_head_tensors(folder: Path, *, may_be_head_alone: bool) -> dict[str, mx
 
 
 def _stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Under the names and in the shapes that mlx-lm's layers have: single experts are stacked, and
-    a joint tensor of gates and ups is split in two."""
+    """Rename and reshape tensors as mlx-lm's layers have them: single experts are stacked, and a
+    joint tensor of gates and ups is split in two."""
     joined: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = {}
     for name, tensor in tensors.items():
@@ -317,8 +318,9 @@ def _require_tensors_fit(tensors: Mapping[str, mx.array], module: MtpModule, fol
 
 
 def quantise_like(target: nn.Module, module: nn.Module) -> None:
-    """As the layers of `target` with the same names; a layer that the target lacks, such as `fc`,
-    as most of its layers. A layer stays as it is if its width is no multiple of the group size."""
+    """Quantise layers as those of `target` with the same names are; a layer that the target lacks,
+    such as `fc`, as most of its layers are. A layer stays as it is if its width is no multiple of
+    the group size."""
     found: dict[str, dict[str, Any]] = {}
     counts: dict[tuple[Any, ...], int] = {}
     for path, layer in target.named_modules():
@@ -346,5 +348,5 @@ def quantise_like(target: nn.Module, module: nn.Module) -> None:
 
 
 def _path_in_layer(path: str) -> str:
-    """What follows the number of its layer; the whole path outside of layers."""
+    """The part of a path after its layer's number; the whole path outside of layers."""
     return re.sub(r"^.*\blayers\.\d+\.", "", path)

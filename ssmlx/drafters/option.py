@@ -1,4 +1,4 @@
-"""What names a drafter and its settings, such as "lookahead window=7": `--drafter`, and `drafter=`
+"""The text that names a drafter and its settings, as "lookahead window=7": `--drafter`, `drafter=`
 in Python; parsed before any drafter is imported.
 """
 
@@ -84,12 +84,12 @@ def _settings_of_options(start: str) -> Iterator[tuple[type, Field[Any]]]:
 def own_keys(name: str) -> list[Key]:
     """The keys that one drafter alone has, that of what it loads first."""
     loads = DRAFTERS[name].loads
-    own = [Key.of_field(one) for _, one in own_settings(name)]
+    own = [Key.of_field(kind, one) for kind, one in own_settings(name)]
     return [Key.of_path(loads), *own] if loads else own
 
 
 def shared_keys() -> list[Key]:
-    return [Key.of_field(one) for _, one in shared_settings()]
+    return [Key.of_field(kind, one) for kind, one in shared_settings()]
 
 
 def parse_drafter_option(text: str) -> DrafterOption:

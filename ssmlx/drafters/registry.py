@@ -19,14 +19,14 @@ from .option import parse_drafter_option
 
 
 def drafter_class(name: str) -> type[BaseDrafter]:
-    """Its file is imported when it is first asked for."""
+    """The class of a drafter, whose file is imported when it is first asked for."""
     file, _, kind = DRAFTERS[name].path.partition(".")
     found: type[BaseDrafter] = getattr(import_module(f".{file}", __package__), kind)
     return found
 
 
 def needed_capability(name: str) -> Capability:
-    """What a target must be capable of for the drafter to draft."""
+    """The capability that a target needs for the drafter."""
     return "chains" if drafter_class(name).keeps_to_chains else "trees"
 
 
@@ -49,7 +49,7 @@ def settings_in(config: GenerateConfig, name: str) -> Any:
 
 
 def name_to_load(name: str, values: Mapping[str, Any]) -> str | None:
-    """What names what the drafter drafts with, in the values of `--drafter` or by default."""
+    """The name of the model or head to draft with, in the values of `--drafter` or by default."""
     loader = drafter_class(name).loader
     default = loader.default if loader else None
     found: str | None = values.get(DRAFTERS[name].loads.partition("=")[0], default)
@@ -57,8 +57,8 @@ def name_to_load(name: str, values: Mapping[str, Any]) -> str | None:
 
 
 def require_name_to_load(name: str, values: Mapping[str, Any]) -> None:
-    """Before anything is loaded: refuse a drafter that needs something, if no value of `--drafter`
-    names it."""
+    """Refuse, before anything is loaded, a drafter that needs a model or head which no value of
+    `--drafter` names."""
     if drafter_class(name).loader is not None and name_to_load(name, values) is None:
         _refuse_without_loaded(name)
 

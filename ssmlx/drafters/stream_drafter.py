@@ -156,7 +156,7 @@ class StreamDrafter(BaseDrafter):
         self._vocab = DraftVocab(self._model, tokens)
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Keys and values are the target's: only the text to copy from grows."""
+        """Extend the text to copy from; keys and values are the target's."""
         self._copies.follow(tokens, position)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:

@@ -10,7 +10,7 @@ _MOST_IDLE = 2  # caches that are kept for a next answer, beside the one in use
 
 
 class OwnedCache(Protocol):
-    """What a drafter keeps of one text."""
+    """A drafter's cache of one text."""
 
     text: list[int]
 
@@ -26,8 +26,8 @@ _Cache = TypeVar("_Cache", bound=OwnedCache)
 
 
 class TextCacheOwner(Generic[_Cache]):
-    """What was loaded to draft with, and keeps caches of texts, each of which one drafter has for
-    as long as it lives.
+    """Keeps caches of texts for a loaded model or head, each owned by one drafter until that
+    drafter is freed.
 
     So answers may be open at once, and a chat's next turn finds what the last one left, even if
     others have been answered meanwhile.
@@ -35,16 +35,16 @@ class TextCacheOwner(Generic[_Cache]):
 
     def __init__(self, make_cache: Callable[[], _Cache]) -> None:
         self._make_cache = make_cache
-        # the weak reference to who has it gives None for nobody; the one taken last stands first
+        # each with a weak reference to its owner, None once that is freed; the latest taken first
         self._caches: list[tuple[_Cache, Callable[[], object]]] = []
 
     @property
     def cache_bytes(self) -> int:
-        """Includes caches that wait for a next answer."""
+        """Bytes of all caches, also of those that wait for a next answer."""
         return sum(cache.nbytes for cache, _ in self._caches)
 
     def drop_idle(self) -> None:
-        """Drop the caches that no living drafter has."""
+        """Drop the caches without a living owner."""
         self._caches = [pair for pair in self._caches if pair[1]() is not None]
 
     def claim_idle_or_new_cache(self, tokens: Sequence[int], drafter: object) -> _Cache:

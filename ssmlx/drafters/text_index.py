@@ -1,8 +1,8 @@
-"""Where the last tokens of a text stood before, in it or in other texts.
+"""Earlier occurrences of the last tokens of a text, in it or in other texts.
 
 Appending a token and a look-up take constant time, whatever the length of the texts: for n-grams of
-a few lengths the index knows where each ended last, and from there where it ended before that (as
-in the hash chains of LZ77 compressors). What is found is compared token by token, backwards.
+a few lengths the index knows each one's newest end, and from there the end before that (as in the
+hash chains of LZ77 compressors). What is found is compared token by token, backwards.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ MAX_MATCHES = 8  # newest earlier ends of an n-gram that are compared: bounds a 
 MAX_MATCH = 64  # most tokens of a match that are compared; longer ones count as this long
 BOUNDARY = -1  # a token id between texts, and for unknown tokens: it matches nothing
 # Tokens of a prompt's end that are put before a text in an index, so that the text's beginning is
-# found by what stood before it.
+# found by what came before it.
 CONTEXT_TOKENS = 8
 # Tokens of earlier answers that are kept, some 8 MB: beyond, the older half is forgotten.
 EARLIER_TOKENS = 2**14
@@ -24,7 +24,7 @@ _BYTES_PER_TOKEN = 8 + len(NGRAM_LENGTHS) * (8 + 110)
 
 @dataclass(frozen=True)
 class Match:
-    """A place in an index where the last tokens of a text stood before."""
+    """An earlier occurrence, in an index, of the last tokens of a text."""
 
     end: int  # tokens of the index up to the match's last one, that one included
     length: int  # tokens before `end` that agree with the end of the text
@@ -32,7 +32,7 @@ class Match:
 
 @dataclass
 class _Chain:
-    """Where the n-grams of one length end in an index; an end is the number of tokens up to it, 0
+    """The ends of the n-grams of one length in an index; an end is the number of tokens up to it, 0
     for none."""
 
     length: int  # tokens of each n-gram
@@ -109,7 +109,7 @@ class TextIndex:
             yield from sorted(matches, key=lambda one: (-one.length, -one.end))
 
     def tokens_after(self, match: Match, count: int) -> list[int]:
-        """Up to the next boundary."""
+        """The tokens after a match, up to the next boundary."""
         tokens = self.tokens[match.end : match.end + count]
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
 

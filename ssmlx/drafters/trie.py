@@ -29,7 +29,7 @@ class Trie:
         return len(self.tokens) == self._max_nodes
 
     def add(self, tokens: Iterable[int], node: int = 0) -> int:
-        """Returns the path's last node, or the last one that there was room for."""
+        """Add a path; returns its last node, or the last one that there was room for."""
         for token in tokens:
             child = self._children.get((node, token))
             if child is None:
@@ -46,8 +46,9 @@ class Trie:
         self,
         num_levels: int,  # at least the deepest node's
     ) -> Tree:
-        """In breadth-first order. So that kernels meet few shapes, paths have `num_levels` levels,
-        and children of the root, of the token `PAD_TOKEN`, fill the nodes up to a `padded_size`."""
+        """The trie as a tree, in breadth-first order. So that kernels meet few shapes, paths have
+        `num_levels` levels, and children of the root, of the token `PAD_TOKEN`, fill the nodes up
+        to a `padded_size`."""
         order = self._breadth_first_order()
         index = [0] * len(order)  # by node of the trie
         width = num_levels + 1
@@ -76,14 +77,14 @@ class Trie:
         )
 
     def indices_in_tree(self) -> list[int]:
-        """By node of the trie, its number in the tree of `to_padded_tree`."""
+        """Each node's number in the tree of `to_padded_tree`."""
         index = [0] * len(self.tokens)
         for new, old in enumerate(self._breadth_first_order()):
             index[old] = new
         return index
 
     def _breadth_first_order(self) -> list[int]:
-        """By depth, and in the order of adding at one depth."""
+        """Nodes by depth, and in the order of adding at one depth."""
         return sorted(range(len(self.depths)), key=self.depths.__getitem__)
 
 

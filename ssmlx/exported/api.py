@@ -69,8 +69,8 @@ def load(
 
 
 def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
-    """Tokenise what a user asks, up to where the answer starts, under the template that the
-    manifest has, or else the tokenizer's chat template.
+    """Tokenise a user's prompt, up to the answer's beginning, under the manifest's template, or
+    else the tokenizer's chat template.
 
     Args:
         model: as `load` returns it.

@@ -1,4 +1,4 @@
-"""What runs an exported model: one small interface, and Core ML or Core AI behind it."""
+"""Backends that run an exported model: one small interface, for Core ML and Core AI."""
 
 import asyncio
 import contextlib
@@ -41,8 +41,8 @@ class Backend(Protocol):
 
 
 class CarriedCacheBackend:
-    """For packages whose cache is inputs and outputs: `state` is a dict of arrays by name, which
-    `call` is given among the inputs and returns among the outputs."""
+    """Runs packages whose cache is inputs and outputs: `state` is a dict of arrays by name, which
+    `call` gets among the inputs and returns among the outputs."""
 
     def __init__(self, call: Callable[[str, Arrays], Arrays], manifest: Manifest) -> None:
         self._call = call
@@ -52,7 +52,7 @@ class CarriedCacheBackend:
         return self._manifest.empty_cache()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """For every NAME of `state`, the output NAME_new becomes `state[NAME]`, in place."""
+        """Run a function; for every NAME of `state`, the output NAME_new becomes `state[NAME]`."""
         found = dict(self._call(function, {**inputs, **state}))
         for name in state:
             state[name] = found.pop(name + NEW)
@@ -60,7 +60,7 @@ class CarriedCacheBackend:
 
 
 class CoreMLStateBackend:
-    """For Core ML packages whose cache is Core ML's own state; `models` has an `MLModel` for each
+    """Runs Core ML packages whose cache is Core ML's own state; `models` has an `MLModel` for each
     function."""
 
     def __init__(self, models: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ def coreml_backend(
     # one of `COMPUTE_UNITS`; None for those that it was exported for
     compute_units: str | None = None,
 ) -> Backend:
-    """Only macOS has Core ML."""
+    """Load a Core ML package, on macOS alone."""
     what = "Core ML only runs on macOS"
     do = "copy the exported folder to a Mac"
     require(sys.platform == "darwin", what, expected="macOS 15 or later", do=do)
@@ -109,7 +109,7 @@ def coreml_backend(
 
 
 class CoreAIBackend:
-    """For Core AI packages, whose cache is arrays that the host owns: `state` is a dict of them by
+    """Runs Core AI packages, whose cache is arrays that the host owns: `state` is a dict of them by
     name. Calls have an event loop of their own."""
 
     def __init__(self, package: Path, manifest: Manifest) -> None:

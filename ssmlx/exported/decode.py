@@ -3,9 +3,9 @@
 The twin of `ssmlx/decoding/loop.py`: there the device holds everything, here the host keeps tree
 and slot map in numpy, and the model is two functions of fixed shapes.
 
-A slot is a place in every layer's keys and values. A step writes each node of its tree into a free
+A slot is a row of every layer's keys and values. A step writes each node of its tree into a free
 slot; accepting a node makes its slot a committed one, and the others are free again, still full of
-what nobody will see. So nothing in the cache is ever moved, and rejecting costs nothing.
+values that no row will see. So nothing in the cache is ever moved, and rejecting costs nothing.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from .backends import DECODE, PREFILL, Backend
 from .manifest import Manifest
 
 # What is added to the score of a slot that a row does not see. Not minus infinity: on the Neural
-# Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) is 0 everywhere.
+# Engine and in float16 it turns into NaN if a row sees nothing, and exp(-1e4) is 0 everywhere.
 MASKED = -1e4
 
 
@@ -37,7 +37,7 @@ class SlotCache:
         self._used = np.zeros(num_slots, bool)
 
     def find_free_slots(self, count: int) -> np.ndarray:  # [count], ascending
-        """They stay free until `commit`."""
+        """Numbers of free slots, which stay free until `commit`."""
         found = np.flatnonzero(~self._used)[:count].astype(np.int32)
         require(
             len(found) == count,
@@ -74,7 +74,7 @@ def prefill(
     tokens: list[int],  # that follow what the cache holds; may be empty
     cache: SlotCache,
 ) -> None:
-    """A chunk a call. The last one is filled up with rows whose slots stay free."""
+    """Process tokens, a chunk a call. The last one is filled up with rows whose slots stay free."""
     size = manifest.chunk
     for first in range(0, len(tokens), size):
         chunk = tokens[first : first + size]
@@ -97,8 +97,8 @@ def build_decode_inputs(
     cache: SlotCache,
     manifest: Manifest,
 ) -> dict[str, np.ndarray]:
-    """By name, filled up to N rows. Nodes that the tree lacks have token 0 and depth -1, are their
-    own parents, and see only committed tokens and themselves."""
+    """The inputs by name, filled up to N rows. Nodes that the tree lacks have token 0 and depth -1,
+    are their own parents, and see only committed tokens and themselves."""
     size = manifest.num_nodes
     count = tree.num_nodes
     own = np.arange(size, dtype=np.int32)
@@ -122,7 +122,7 @@ def build_decode_inputs(
 
 
 def _clip_positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
-    """Rows that only fill up may have positions beyond the last slot."""
+    """Positions up to the last slot; rows that only fill up may lie beyond it."""
     clipped: np.ndarray = np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
     return clipped
 
@@ -135,13 +135,13 @@ def decode_step(
     copies: Copies,  # of the text; mixed into the guesses only if streams have a condition
     take: Take = take_all,  # called when the cache holds the tokens, except for the last
 ) -> tuple[Step, Tree]:
-    """One target call: verify a draft tree, commit the accepted path, and draft the next tree."""
+    """Make a target call: verify a draft tree, commit the accepted path, draft the next tree."""
     verified = tree
     slots = cache.find_free_slots(manifest.num_nodes)
     found = backend.predict(DECODE, build_decode_inputs(tree, slots, cache, manifest), cache.state)
     kept = np.arange(tree.num_nodes)
     if "kept" in found:
-        # Rows that fill up may be kept where the tree is small; they stand behind its nodes.
+        # Rows that fill up may be kept if the tree is small; they come after its nodes.
         kept = found["kept"][found["kept"] < tree.num_nodes]
         tree = tree.select(mx.array(kept))
     targets = found["target_tokens"][: len(kept)]
@@ -174,7 +174,7 @@ def speculative_decode(
     cache: SlotCache,
     take: Take = take_all,  # called once with the tokens of each call, before they are yielded
 ) -> Iterator[Step]:
-    """A step for each target call, until the cache has no room for another; nothing else ends
+    """Yield a step for each target call, until the cache has no room for another; nothing else ends
     it."""
     prefill(backend, manifest, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:]))

@@ -1,4 +1,4 @@
-"""What an exported package says of itself: `manifest.json` beside it."""
+"""The manifest of an exported package: `manifest.json` beside it."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ _DO = "export it again with this version of ssmlx"
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How large the draft trees are, and how they grow from the candidates of "decode"."""
+    """The size of draft trees, and the rule by which they grow from the candidates of "decode"."""
 
     num_candidates: int  # K, of each stream
     size: int  # nodes of a tree, the likeliest
@@ -39,7 +39,7 @@ class TreeShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a host needs to know of an exported model: the content of `manifest.json`."""
+    """All that a host needs to know of an exported model: the content of `manifest.json`."""
 
     target: str  # "coreml" or "coreai"; `profile` is "gpu" or "ane"
     profile: str
@@ -93,8 +93,8 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _possible_faults(self) -> dict[str, bool]:
-        """By their words for a message, whether the values have them. Values of other types may
-        raise TypeError and the like."""
+        """Faults, as a message names them, and whether the values have them. Values of other types
+        may raise TypeError and the like."""
         tree = self.tree.config
         slots = self.num_slots
         shape = self.cache_shape
@@ -118,7 +118,7 @@ class Manifest:
         }
 
     def unchanged_package(self, folder: Path) -> Path:
-        """Its files are read and compared with `digest`."""
+        """The package, whose files are read and compared with `digest`."""
         path = folder / PACKAGES[self.target]
         require(path.exists(), f"{path} does not exist", expected="the exported package", do=_DO)
         require(

@@ -36,7 +36,7 @@ class OfferedTools:
         self.names = tuple(self._parameters)
 
     def schema(self, tool: str, argument: str) -> Any:
-        """Of an argument, with the definitions that it may refer to."""
+        """The schema of an argument, with the definitions that it may refer to."""
         parameters = self._parameters.get(tool)
         if not isinstance(parameters, Mapping):
             return None
@@ -100,7 +100,7 @@ def _written_values(text: str, *, in_python: bool = False) -> list[Any]:
 
 
 def _as_integer(value: Any, schema: Any) -> Any:
-    """3 for 3.0 if a schema asks for an integer."""
+    """A number as an integer if a schema asks for one: 3 for 3.0."""
     is_asked = isinstance(schema, Mapping) and schema.get("type") in ("integer", "int")
     return int(value) if is_asked and isinstance(value, float) and value.is_integer() else value
 
@@ -159,7 +159,7 @@ def _types_of_keywords(schema: Mapping[str, Any]) -> list[frozenset[str]]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Empty if it is not a list, or too long."""
+    """The listed values; empty if it is not a list, or too long."""
     return value if isinstance(value, list) and len(value) <= _MOST_CHOICES else []
 
 

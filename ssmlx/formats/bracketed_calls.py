@@ -58,7 +58,7 @@ def _read_python_call(cursor: Cursor, tools: OfferedTools) -> Call:
 
 
 def _write_python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Python's form, with values in JSON."""
+    """The grammar of a call in Python's form, with values in JSON."""
     items = []
     for one in ordered_parameters(schema):
         head = rules.literal(f"{one.name}=")
@@ -117,7 +117,7 @@ def _read_gemma_call(cursor: Cursor, tools: OfferedTools, quote: str) -> Call:
 
 
 def _make_gemma_form(open: str, end: str, quote: str) -> CallForm:
-    """The form of one of Gemma's families, in which texts are in `quote`."""
+    """The form of calls of one of Gemma's families, in which texts are in `quote`."""
 
     def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         items = []

@@ -102,7 +102,7 @@ def any_call(
     tools: Sequence[Any],  # all that the request offers
     names: Sequence[str],  # those that may be called
 ) -> str:
-    """Add a rule for a call of any of the tools that are named; return its name."""
+    """Add a rule for a call of any of the named tools; return its name."""
     if write is None:
         raise InputError(
             "a forced tool call",

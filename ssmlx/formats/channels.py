@@ -54,12 +54,13 @@ class Channels:
 
     @cached_property
     def header_pattern(self) -> Any:
-        """Matches what may be the beginning of a header, and perhaps more."""
+        """A pattern that matches what may be the beginning of a header, and perhaps more."""
         marks = "|".join(map(regex.escape, (*self.begins, self.message)))
         return regex.compile(rf"\s*(?:to=[^\s<]*\s*)?(?:(?:{marks}).*)?", regex.DOTALL)
 
     def read_header(self, text: str, tools: OfferedTools) -> Header:
-        """A message to a tool that is not offered is a thought: it is not for the user."""
+        """What a header says of its message. One to a tool that is not offered is a thought: it is
+        not for the user."""
         channel = _CHANNEL.search(text)
         recipient = _RECIPIENT.search(text)
         to = recipient[1] if recipient else ""
@@ -76,7 +77,7 @@ class Channels:
         return str(regex.sub(rf"(?:{marks})\s*(?:\w+\b)?(?:\s*to=\S+)?\s*", "", text))
 
     def call_form(self, tool: str) -> CallForm:
-        """A message that calls a tool: the JSON of its arguments."""
+        """The form of a message that calls a tool: the JSON of its arguments."""
         marks = (*self.ends, *self.begins)
 
         def read(cursor: Cursor, tools: OfferedTools) -> list[Call]:

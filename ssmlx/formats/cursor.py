@@ -1,4 +1,4 @@
-"""A place in a text that is read from left to right, and values written in it.
+"""A position in a text that is read from left to right, and values written in it.
 
 JSON, Python's literals and those of Gemma's calls differ only in quoting, so one reader handles all
 of them. What cannot be read raises `NotACallError`, or `UnfinishedError` if more text may help.
@@ -37,7 +37,7 @@ class UnfinishedError(NotACallError):
 
 
 class Cursor:
-    """A place in a text."""
+    """A position in a text, from which values are read."""
 
     def __init__(
         self,

@@ -197,12 +197,14 @@ class AnswerFormat:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether calls may be an answer's whole text, without any mark."""
+        """Whether calls may be an answer's whole text, without any mark; True for unknown
+        families."""
         return self.name is None or any(one.stands_alone for one in self.calls)
 
 
 def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
-    """By chat templates, else as its configuration or mlx-lm names its calls, else by tokens."""
+    """The format of a model's answers: that of its chat templates, else as its configuration or
+    mlx-lm names its calls, else that of its tokens."""
     template = tokenizer.chat_template
     by_name = template if isinstance(template, dict) else {"default": template}
     template = "\n".join(one for one in by_name.values() if isinstance(one, str))
@@ -221,7 +223,7 @@ def find_format(tokenizer: TokenizerWrapper) -> AnswerFormat:
         return AnswerFormat("harmony", (), None, channels=HARMONY)
     parser: Any = tokenizer.tool_parser
     named = str(getattr(parser, "__module__", "")).rpartition(".")[2]
-    # Tokens tell least: a vocabulary may be another family's.
+    # Tokens are the weakest evidence: a vocabulary may be another family's.
     name = first_told(by_tokens=False)
     name = name or (named if named in CALL_FORMS else first_told(by_tokens=True))
     known = tokenizer.think_start, tokenizer.think_end

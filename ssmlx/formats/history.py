@@ -27,7 +27,8 @@ _WRITTEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\[0-9\][^/]*/')  # literals; the numb
 
 
 def call_id(call: Call) -> str:
-    """What the model wrote if its family has ids, else nine letters and digits, as any takes."""
+    """The id that the model wrote if its family has ids, else nine letters and digits, which any
+    template accepts."""
     if call.id is not None and (_ID.fullmatch(call.id) or _KIMI_ID.fullmatch(call.id)):
         return call.id
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
@@ -54,7 +55,8 @@ def turns_for_template(
 
 
 def _with_ids(turns: Sequence[dict[str, Any]], *, in_kimis_form: bool) -> list[dict[str, Any]]:
-    """A call without an id gets that of its place among all; results get the ids of their calls."""
+    """Calls and results with ids. A call without one gets that of its number among all; results get
+    the ids of their calls."""
     answered = find_answered_calls(turns)
     ids: dict[tuple[int, int], str] = {}
     found = []
@@ -96,7 +98,7 @@ def _with_thinking(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 class _OneText(GrammarRules):
-    """Writes out a grammar that allows one text: as the expression of that text alone."""
+    """Rules of a grammar that allows one text, which is the expression itself."""
 
     def __init__(self) -> None:
         pass  # no rules are kept, and special tokens are texts too
@@ -124,7 +126,7 @@ def write_calls(
     format: AnswerFormat,
 ) -> str:
     """The text of calls as a model writes them, for a template that does not show calls."""
-    # JSON between <tool_call> and </tool_call> if the form is unknown, or is told by headers.
+    # JSON between <tool_call> and </tool_call> if the form is unknown, or given in message headers.
     form = CALL_FORMS.get(format.name or "", HERMES)
     rules = _OneText()
     write = form.call or write_json_call()
@@ -150,7 +152,7 @@ def answer_turn(
     begins: Begins,
 ) -> dict[str, Any]:
     """The assistant's turn of a chat for an answer."""
-    if format.channels is None:  # templates tell thoughts from text by their marks
+    if format.channels is None:  # templates find thoughts in the text by their marks
         return {"role": "assistant", "content": text}
     reader = AnswerReader(format, begins=begins)
     pieces = [*reader.read(text), *reader.end(is_cut=False)]

@@ -31,7 +31,8 @@ def calls_in_json(
 
 
 def _call_in_object(value: Any, *, needs_arguments: bool) -> Call:
-    """It may be nested under "function" or "tool"; arguments may be the text of their JSON."""
+    """The call that an object is, which may be nested under "function" or "tool"; arguments may be
+    the text of their JSON."""
     if not isinstance(value, dict):
         raise NotACallError()
     for key in ("function", "tool"):
@@ -88,7 +89,7 @@ def write_json_call(name_key: str = "name", arguments_key: str = "arguments") ->
 
 
 def write_arguments(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """A tool's name and the JSON of its arguments, as Harmony has them."""
+    """The grammar of a tool's name and the JSON of its arguments, as Harmony has them."""
     head = rules.literal(f"{name} <|constrain|>json<|message|>")
     return f"{head} {rules.json_value(object_schema(schema))}"
 
@@ -98,7 +99,7 @@ def make_json_form(
     end: str,
     **more: Any,  # attributes of the form that differ
 ) -> CallForm:
-    """A list of calls in JSON between two marks, the first of which is its sign."""
+    """The form of a list of calls in JSON between two marks, the first of which is its sign."""
     own: dict[str, Any] = {
         "opens": (open,),
         "ends": (end,),
@@ -186,7 +187,7 @@ _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "
 
 
 def _read_deepseek_call(cursor: Cursor) -> Call:
-    """A name and JSON; before V3.1 after "function", and in a fence."""
+    """Read a name and JSON; before V3.1 after "function", and in a fence."""
     name = cursor.text_until("<｜tool▁sep｜>").strip()
     cursor.skip_space()
     if name == "function" and not cursor.text.startswith("{", cursor.at):
@@ -240,7 +241,7 @@ _MISTRAL_HEAD = regex.compile(
 
 
 def _read_mistral_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """A JSON list, or a name and JSON, with or without an id."""
+    """Read a JSON list, or a name and JSON, with or without an id."""
     found: list[Call] = []
     while True:
         cursor.skip_space(",")
@@ -286,7 +287,7 @@ MISTRAL_V3 = replace(
 
 
 def _read_apertus_calls(cursor: Cursor, tools: OfferedTools) -> list[Call]:
-    """[{name: arguments}, ...] and the mark that ends them."""
+    """Read [{name: arguments}, ...] and the mark that ends them."""
     value = cursor.json()
     if not isinstance(value, list) or not value:
         raise NotACallError()

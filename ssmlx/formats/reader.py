@@ -105,8 +105,8 @@ class AnswerReader:
         tools: Sequence[Any] | None = None,  # that are offered; without any, nothing is a call
         begins: Begins = "text",
         *,
-        reads_calls: bool = True,  # otherwise their marks are text
-        reads_text: bool = True,  # otherwise only channels, and a thought at the start, are marks
+        reads_calls: bool = True,  # if false, their marks are text
+        reads_text: bool = True,  # if false, only channels, and a thought at the start, are marks
     ) -> None:
         self._format = format
         self._tools = OfferedTools(tools)
@@ -131,7 +131,7 @@ class AnswerReader:
         return self._state == "thought" and self._call is None
 
     def read(self, text: str) -> list[Piece]:
-        """What the next piece of the answer's text adds."""
+        """The parts that the next piece of the answer's text adds."""
         self._text += text
         found: list[Piece] = []
         while self._step(found):
@@ -143,7 +143,7 @@ class AnswerReader:
         *,
         is_cut: bool,  # the answer was cut, so what is open is not whole
     ) -> list[Piece]:
-        """What is left at the end of the answer."""
+        """The parts that are left at the end of the answer."""
         self._is_over = True
         found = self.read("")
         while self._call or self._text:
@@ -245,7 +245,7 @@ class AnswerReader:
     def _read_call(
         self, call: _OpenCall, found: list[Piece], *, is_whole: bool, is_cut: bool = False
     ) -> bool | None:
-        """Returns whether these are calls; None if more text may complete them."""
+        """Whether these are calls, which are then added; None if more text may complete them."""
         cursor = Cursor(self._text, is_whole=is_whole, is_cut=is_cut, is_opened=call.is_opened)
         try:
             calls = call.form.read(cursor, self._tools)
@@ -294,7 +294,7 @@ class AnswerReader:
             self._text = ""
 
     def _step_in_header(self, found: list[Piece]) -> bool:
-        """Returns whether the header has ended, or turned out not to be one."""
+        """Read a header on; returns whether it has ended, or turned out not to be one."""
         channels = self._channels
         assert channels is not None
         if not self._header and not channels.header_pattern.fullmatch(self._text, partial=True):
@@ -338,13 +338,13 @@ class AnswerReader:
 
 @lru_cache
 def _any_of(marks: tuple[str, ...]) -> Any:
-    """Longer marks are tried first."""
+    """A pattern of any of these texts, longer ones tried first."""
     return regex.compile("|".join(map(regex.escape, sorted(marks, key=len, reverse=True))))
 
 
 @lru_cache
 def _lone_calls_pattern(names: tuple[str, ...]) -> Any:
-    """Matches a text that may be calls, without any mark, of tools of these names."""
+    """A pattern of a text that may be calls, without any mark, of tools of these names."""
     keys = "name|type|function|tool_name|id|parameters|arguments"
     tools = "|".join(map(regex.escape, names)) or r"(?!)"
     in_json = rf'\[?\s*\{{\s*"(?:{keys})"\s*:.*'

@@ -96,7 +96,8 @@ class GrammarRules:
 
 
 def object_schema(schema: Schema) -> dict[str, Any]:
-    """A tool's arguments as an object, closed if it names properties, unless it says otherwise."""
+    """The schema of a tool's arguments as an object, closed if it names properties, unless it says
+    otherwise."""
     only = {"additionalProperties": False} if "properties" in schema else {}
     return {"type": "object", **only, **schema}
 
@@ -110,7 +111,8 @@ class Parameter(NamedTuple):
 def ordered_parameters(
     schema: Schema,  # of the arguments, an object's
 ) -> list[Parameter]:
-    """Required ones first, otherwise in their order."""
+    """A tool's parameters with their schemas, required ones first, otherwise in their order. Their
+    `$defs` are merged in; InputError for a schema that is not an object's."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     require(

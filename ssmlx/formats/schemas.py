@@ -116,7 +116,7 @@ def _resolve(
     schema: Any,
     definition_by_reference: Mapping[str, Any],  # by references such as "#/$defs/name"
 ) -> Any:
-    """Its own keywords take precedence over the definition's."""
+    """A schema with the definition that it refers to; its own keywords take precedence."""
     schema = _with_listed_type(schema)
     for _ in range(_MOST_STEPS):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
@@ -128,7 +128,7 @@ def _resolve(
 
 
 def _with_listed_type(schema: Any) -> Any:
-    """A schema without a type gets the one that all of its listed values have."""
+    """A schema with a type: without one, that which all of its listed values have."""
     if not isinstance(schema, Mapping) or "type" in schema:
         return schema
     kinds = {_TYPES.get(type(value)) for value in listed_values(schema) or ()}

@@ -65,7 +65,8 @@ class Tags:
 
     @cached_property
     def _cut_pattern(self) -> Any:
-        """Where a value may end if its own end is missing: at another argument, call or end."""
+        """A pattern of where a value may end if its own end is missing: at another argument, call
+        or end."""
         line = r"\n\s*" if self.has_lines else r"\s*"
         argument = rf"(?P<argument>{line}{_pattern(self.argument, chr(92) + 'n')})"
         end = regex.escape(self.end) if self.end else r"(?!)"
@@ -103,7 +104,8 @@ class Tags:
         return Call(name, found)
 
     def _is_past_arguments(self, cursor: Cursor) -> bool:
-        """Go past white space, and past the foot if it is here; whether the arguments are over."""
+        """Go past white space, and past the foot if it is here; returns whether the arguments are
+        over."""
         cursor.skip_space()
         if cursor.has(self.foot) or (cursor.is_at_end and cursor.is_whole):
             return True
@@ -270,7 +272,7 @@ def _read_tool_call(cursor: Cursor, tools: OfferedTools) -> list[Call]:
 
 
 def _make_tool_call_form(call: CallWriter, **more: Any) -> CallForm:
-    """Between `<tool_call>` and `</tool_call>`; reads all of the forms that these open."""
+    """The form between `<tool_call>` and `</tool_call>`; reads all of the forms that these open."""
     return CallForm(
         opens=_CALL_MARKS[:1],
         ends=(_CALL_MARKS[1], "</function>"),
@@ -315,7 +317,7 @@ HUNYUAN = make_json_form("<tool_calls>", "</tool_calls>", read=_read_hunyuan_cal
 
 
 def _make_form(open: str, tags: Tags, *signs: str) -> CallForm:
-    """Calls between tags that a mark opens, which is also a sign of it."""
+    """The form of calls between tags that a mark opens, which is also a sign of it."""
     return CallForm(
         opens=(open,),
         ends=(tags.end, tags.foot) if tags.foot else (tags.end,),
@@ -385,7 +387,7 @@ SEED = _make_form(
 
 
 def _deepseek_tags(section: str) -> Tags:
-    """DeepSeek from V3.2 on, which says of each argument whether it is a text."""
+    """The tags of DeepSeek from V3.2 on, which say of each argument whether it is a text."""
     return Tags(
         head='<｜DSML｜invoke name="{}">',
         argument='<｜DSML｜parameter name="{}" string="{type}">',

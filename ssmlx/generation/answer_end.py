@@ -11,18 +11,18 @@ from ..model.streams import StreamFusedModel
 
 
 class AnswerText:
-    """The text of an answer as its tokens come, up to where a stop string begins."""
+    """The text of an answer as its tokens come, up to the beginning of a stop string."""
 
     def __init__(
         self,
         tokenizer: TokenizerWrapper,
         stop: Sequence[str] = (),
-        behind: Sequence[int] = (),  # tokens that the text goes on from, leading space and all
+        before: Sequence[int] = (),  # tokens that the text continues, leading space and all
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, behind)
+        self._detokenizer = Detokenizer(tokenizer, before)
         self._stop = stop
         self._text = ""  # that no segment has had yet
-        self._end: int | None = None  # where a stop string begins in it
+        self._end: int | None = None  # index in it at which a stop string begins
         # The stop string that was found.
         self.ended_by: str | None = None
 
@@ -35,7 +35,7 @@ class AnswerText:
                 "\N{REPLACEMENT CHARACTER}"
             )
             found = {stop: text.find(stop) for stop in self._stop}
-            found = {stop: place for stop, place in found.items() if place >= 0}
+            found = {stop: index for stop, index in found.items() if index >= 0}
             # Of several, the one that begins first.
             self.ended_by = min(found, key=found.__getitem__, default=None)
             self._end = None if self.ended_by is None else found[self.ended_by]
@@ -63,7 +63,7 @@ class AnswerText:
 
 @dataclass
 class StopChecker:
-    """Takes the tokens of an answer's calls, and decides where it ends."""
+    """Takes the tokens of an answer's calls, and decides with which it ends."""
 
     text: AnswerText  # gets every token of the answer
     end_tokens: Set[int]
@@ -74,13 +74,14 @@ class StopChecker:
     generated: int = 0  # tokens of the answer so far
 
     def take(self, tokens: Sequence[int]) -> AnswerPart:
-        """Append the tokens of a call, up to where the answer ends; for each call, in order."""
+        """Append the tokens of a call, up to the answer's end; for each call, in order."""
         count, reason = self._add(tokens)
         text = self.text.take_segment(is_last=reason is not None)
         return AnswerPart(tuple(tokens[:count]), text, reason, self.text.ended_by)
 
     def _add(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """How many of `tokens` belong to the answer, and why it ends with them, if it does."""
+        """Append tokens up to the answer's end: how many belong to it, and why it ends, if it
+        does."""
         for count, token in enumerate(tokens, 1):
             self.generated += 1
             # An end token is counted, but has no text.

@@ -1,11 +1,11 @@
 """Several answers at once: in turns, each with its drafts; or with a row each in plain calls.
 
-Whichever should bring more tokens is done (section 4 of 2404.19124), by what calls cost on this
+The way that should bring more tokens is taken (section 4 of 2404.19124), by what calls cost on this
 machine and by how well each text is guessed. An answer moves between its calls, with its keys and
-values; its tokens stay the same but for ties, for sampling noise belongs to a place in the text.
+values; its tokens stay the same but for ties, for sampling noise belongs to a text position.
 
-Nothing runs unless somebody reads. A reader that finds no token takes turns until there is one, see
-`Batches._take_turn`; a turn's tokens are for whoever they belong to, and so is its error.
+Nothing runs unless a reader asks. A reader that finds no token takes turns until there is one, see
+`Batches._take_turn`; a turn's tokens, and its error, go to the answers that they belong to.
 
 While answers decode, prompts get half of the time (`prompt_pieces`). If calls come first, a waiting
 prompt's reader makes them: for all batches, and for each answer alone whose reader has taken all
@@ -48,22 +48,32 @@ STAY = 1.05
 TIMED_CALLS = 5
 """Calls for equally many texts, after a first one, whose median teaches what such a call costs."""
 READER_SECONDS = 0.005
-"""How long a prompt waits for a reader who has just taken a step: what it may take to come back."""
+"""How long a prompt waits for a reader that has just taken a step: the longest that a reader
+usually needs to ask again."""
 
 
 class Status(Enum):
-    """What an open answer is at. An error makes it FAILED; closed, it is OVER."""
+    """The state of an open answer.
 
-    NEW = auto()  # not read yet; then WAITING, or ALONE if its prompt is one token
-    WAITING = auto()  # in line, a piece of its prompt at a time; ALONE when that is processed
-    # calls of its own loop, with drafts; BATCHED when answers share calls, PAUSED if its reader
-    # stays away from these
-    ALONE = auto()
-    # calls of its group's batch; ALONE when they share none any more and all is read, PAUSED if its
-    # reader falls behind or it is over
-    BATCHED = auto()
-    PAUSED = auto()  # its reader reads what there is; ALONE when more is asked for
-    FAILED = auto()  # its reader reads what there is, then gets the error; then OVER
+    From     To       When
+    NEW      WAITING  it is first read
+             ALONE    the same, if at most one token of its prompt is left
+    WAITING  ALONE    its prompt is processed
+    ALONE    BATCHED  its group shares calls, or it has a mask
+             PAUSED   its group shares calls, and its reader stays away
+    BATCHED  ALONE    its group shares no calls any more, and its steps are read
+             PAUSED   it has ended, or `MOST_UNREAD` of its steps are unread
+    PAUSED   ALONE    its reader asks for more
+    any      FAILED   an error
+             OVER     its generator is closed, or has raised the error
+    """
+
+    NEW = auto()  # not read yet
+    WAITING = auto()  # in line, a piece of its prompt at a time
+    ALONE = auto()  # calls of its own loop, with drafts
+    BATCHED = auto()  # calls of its group's batch
+    PAUSED = auto()  # no calls; its reader reads what there is
+    FAILED = auto()  # its reader reads what there is, then gets the error
     OVER = auto()
 
 
@@ -76,7 +86,7 @@ class _OpenAnswer(Row):
     status: Status = Status.NEW
     had_piece: bool = False  # whether a piece of its prompt was processed, or begun
     # of `decode_plan`: on the whole prompt, or after the text if it was in a batch; None in a
-    # batch, and until it then makes a call alone
+    # batch, and after that until it makes a call alone
     steps: Steps | None = None
     error: Exception | None = None  # for its reader, once it has failed
     num_missed_calls: int = 0  # of its group's batch, while its reader has not taken a step
@@ -103,7 +113,8 @@ class _Group:
     """The answers of one model whose prompts are processed, and the batch of some of them."""
 
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
-        # Rows of answers that share calls: those that are BATCHED.
+        # Rows that are BATCHED. They share calls, if the model can; a masked answer of a model that
+        # cannot has calls and a cache of its own.
         self.batch = Batch(model)
         self._fits = fits
         self._token_bytes = cache_size_of(model).per_token
@@ -131,7 +142,8 @@ class _Group:
         )
         costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
-        is_faster = batched * (STAY if self.is_batched else 1 / STAY) >= in_turns
+        advantage_needed = 1 / STAY if self.is_batched else STAY
+        is_faster = batched >= in_turns * advantage_needed
         self.is_batched = is_faster and self._has_memory_for_padding(rows)
 
     def _has_memory_for_padding(self, rows: Sequence[Row]) -> bool:
@@ -142,9 +154,12 @@ class _Group:
         return more <= 0 or self._fits(more)
 
     def learn_cost(self, rows: Sequence[Row], seconds: float) -> None:
-        """The median of `TIMED_CALLS` calls for as many texts teaches what such a call costs."""
+        """Learn what a batched call costs: the median of `TIMED_CALLS` for equally many texts.
+
+        Not learned: calls for one text, the first call after their number changed, and all until
+        plain calls were timed.
+        """
         if len(rows) != self._num_texts:
-            # The first call for another number of texts is not counted.
             self._num_texts = len(rows)
             self._seconds = []
             return
@@ -193,7 +208,8 @@ class Batches:
         plan: Plan,
         model: StreamFusedModel,
         prompt: list[int],
-        # empty while the answer is in a batch; later it holds the text but the last token
+        # empty while the answer is in a batch that shares calls; later it holds the text but the
+        # last token
         cache: TextCache,
         *,
         context: Sequence[int] = (),
@@ -238,7 +254,7 @@ class Batches:
                 self._set_status(row, Status.WAITING)
                 while row.status is Status.WAITING:
                     yield None
-                    if row.status is Status.WAITING:  # else somebody's turn has done the rest
+                    if row.status is Status.WAITING:  # otherwise another reader's turn did the rest
                         self._take_turn(row)
                 yield None
             else:
@@ -261,10 +277,10 @@ class Batches:
     def _take_turn(self, row: _OpenAnswer) -> None:
         """Do what is next, for the reader of `row`, which has no step to read.
 
-        If a piece is due, it is the next piece, of whichever prompt. Else, if `row` decodes, the
-        call that is to bring its token; if its prompt waits, calls for others' readers, or the next
-        piece all the same; or nothing, as the reader of an ALONE answer may be back at once. Errors
-        are kept for the answers that they belong to.
+        If a piece is due, it is the next piece, of any prompt. Otherwise, if `row` decodes, it is
+        the call that brings its token; if its prompt waits, the calls that other readers need, or
+        else the next piece, unless the reader of an ALONE answer may be back at once: then nothing.
+        Errors are kept for the answers that they belong to.
         """
         if self._is_piece_due:
             self._process_piece()
@@ -310,7 +326,7 @@ class Batches:
     # --- statuses ---
 
     def _set_status(self, row: _OpenAnswer, status: Status) -> None:
-        """Take `row` out of where its status has it, and put it where the new one does."""
+        """Move `row` between queue, batch and group to match its new status."""
         group = row.group
         before = row.status
         if before is Status.WAITING:
@@ -323,7 +339,7 @@ class Batches:
         if status is Status.WAITING:
             self._waiting.append(row)
             return
-        # Whether it will have a row or none, its cache holds its text but the last token.
+        # A batch, and a later loop of its own, need its cache to hold the text but the last token.
         if before is Status.ALONE and status in (Status.BATCHED, Status.PAUSED):
             row.sync_cache()
         if status is Status.BATCHED:
@@ -336,7 +352,7 @@ class Batches:
         group.update_is_batched()
 
     def _fail(self, row: _OpenAnswer, error: Exception) -> None:
-        """Keep `error` for the reader of `row`, after the steps that there are to read."""
+        """Keep `error` for the reader of `row`, once it has taken the remaining steps."""
         row.error = error
         self._set_status(row, Status.FAILED)
 
@@ -363,7 +379,7 @@ class Batches:
         before = row.num_prompt_tokens_left
         started = self._clock()
         try:
-            # The loop stops once before its first piece.
+            # The loop yields before its first piece and after each: the first takes two steps.
             while row.num_prompt_tokens_left == before:
                 next(row.steps)
         except Exception as error:
@@ -391,7 +407,7 @@ class Batches:
             self._call_alone(row)
 
     def _make_due_calls(self) -> bool:
-        """Make the calls whose tokens readers of answers ask for next; whether there are any."""
+        """Make the calls whose tokens readers ask for next; False if there are none."""
         groups = self._groups.values()
         batched = [group for group in groups if group.with_status(Status.BATCHED)]
         alone = [row for group in groups for row in group.with_status(Status.ALONE)]
@@ -403,7 +419,7 @@ class Batches:
         return bool(batched or alone)
 
     def _call_batch(self, group: _Group) -> None:
-        """Make a call of the group's batch: every BATCHED answer has a step more to read."""
+        """Make a call of the group's batch, which gives every BATCHED answer one more step."""
         rows = group.with_status(Status.BATCHED)
         started = self._clock()
         try:
@@ -423,12 +439,11 @@ class Batches:
         self._schedule.record_call(seconds)
 
     def _pause_unread(self, group: _Group) -> None:
-        """Pause answers alone whose readers stay away: they must not keep others from drafts."""
+        """Pause ALONE answers whose readers stay away: they must not keep others from drafts."""
         if not group.is_batched:
             return
         alone = group.with_status(Status.ALONE)
-        # A reader that is back within as many calls as answers decode has only waited for the
-        # others.
+        # A reader that returns within one call per decoding answer was merely waiting its turn.
         most = len(alone) + len(group.with_status(Status.BATCHED))
         for row in alone:
             row.num_missed_calls += 1

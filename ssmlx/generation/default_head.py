@@ -13,12 +13,12 @@ from ..model.streams import StreamFusedModel
 
 _log = logging.getLogger("ssmlx")
 HEAD_DRAFTER = "mtp"
-"""The registered name of what drafts with it."""
+"""The registered name of the drafter that uses it."""
 
 
 @dataclass(frozen=True)
 class DefaultHead:
-    """What was found for a model."""
+    """The default head that was found for a model, or none."""
 
     found: LocalHead | None = None  # the head on this machine
     loaded: Loaded | None = None  # what it drafts with; None if it cannot draft

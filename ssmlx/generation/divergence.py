@@ -1,4 +1,4 @@
-"""Where two answers to one prompt part, and whether rounding may have decided there.
+"""The first difference of two answers to one prompt, and whether rounding may have decided it.
 
 In float32 they never do. In 16 bits a row's logits depend on the rows beside it, so two tokens that
 all but tie may come out in either order.
@@ -18,16 +18,16 @@ from ..model.tree import root_tree
 from ..settings import GenerateConfig
 
 ROUNDING = {mx.float32: 0.0, mx.float16: 8 * 2**-11, mx.bfloat16: 8 * 2**-8}
-"""How far two logits may be apart for rounding to have decided between them, as a share of the
+"""Largest gap of two logits for which rounding may have decided between them, as a share of the
 larger: 8 units in the last place. In float32 every drafter must write the same."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where an answer differs from plain decoding's."""
+    """The first token by which an answer differs from plain decoding's."""
 
     place: int  # tokens before it, which both begin with
-    plain: int  # token of plain decoding at that place
+    plain: int  # token of plain decoding there
     other: int  # token of the other answer
     gap: float  # between what decides there: the target's logits of the two, with noise
     logit: float  # the larger of the two logits without noise, without its sign
@@ -51,7 +51,7 @@ def compare_logits(
     place: int,  # tokens of the answers before it
     plain: int,
     other: int,
-    logits: mx.array,  # [V] at that place, bias and penalties included
+    logits: mx.array,  # [V] there, bias and penalties included
     noise: Noise,  # [1, V] what sampling adds to them
     dtype: mx.Dtype,  # of the activations, whose rounding it is
 ) -> Divergence:
@@ -70,7 +70,7 @@ def find_divergence(
     config: GenerateConfig,  # of both, a seed included if they were sampled
     ends: Collection[int],  # tokens that end an answer
 ) -> Divergence | None:
-    """Where an answer differs from plain decoding's, and how close it is there. MLX thread."""
+    """Find the first difference of an answer from plain decoding's. MLX thread."""
     place = first_difference(plain, other)
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""What answers have taught of a machine and of an adapter's texts, kept on disk for later ones.
+"""Knowledge from answers about a machine and an adapter's texts, kept on disk for later ones.
 
 A file in the cache folder belongs to one machine and one geometry: what decides how long a call
 takes, which the values of the weights do not. It holds the costs of calls, and for each adapter of
@@ -37,7 +37,7 @@ _log = logging.getLogger("ssmlx")
 
 
 class Learned:
-    """What answers taught of this machine, for models of one geometry, and its file."""
+    """Knowledge about this machine, for models of one geometry, and its file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,12 +51,12 @@ class Learned:
     def prior(self, adapter: str) -> AcceptancePrior:
         """The acceptance ratios of an adapter, by its digest; new ones if it has none."""
         if adapter not in self._priors and len(self._priors) >= _MOST_ADAPTERS:
-            # The one that is known longest.
+            # Forget the one that is known longest.
             del self._priors[next(iter(self._priors))]
         return self._priors.setdefault(adapter, AcceptancePrior())
 
     def keep(self, *, at_once: bool = False) -> None:
-        """Something was learned: write the file, unless that was done lately."""
+        """Note that something was learned; writes the file, unless that was done lately."""
         self._is_new = True
         if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
             self.write()
@@ -100,15 +100,15 @@ class Learned:
 
 
 _BY_PATH: dict[Path, Learned] = {}
-"""One for each file, of the whole process: two that wrote the same file would each lose what the
-other learned. Tests put an empty one in its place."""
+"""One `Learned` for each file, in the whole process: two that wrote the same file would each lose
+what the other learned. Tests replace it by an empty one."""
 _BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictionary()
 """The file and the adapter of a model, which digests of its weights decide, as long as it lives.
 Tests begin with an empty one each (`own_cache`), for the cache folder is another then."""
 
 
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
-    """What was learned for `model` on this machine, and the acceptance ratios of its adapter.
+    """The knowledge for `model` on this machine, and the acceptance ratios of its adapter.
 
     The first call for a model computes digests of its weights, and waits for the device.
     """
@@ -123,7 +123,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
 
 
 def geometry_digest(model: StreamFusedModel) -> str:
-    """16 hexadecimal digits of what decides how long calls take; not the values of weights."""
+    """Digest, 16 hexadecimal digits: of what decides how long calls take, not weights' values."""
     streams = [] if model.streams is None else stream_tensors(model.streams).items()
     weights = [*tree_flatten(model.backbone.model.parameters()), *streams]
     layers = [model.num_layers, model.insertion_layer, model.num_streams]
@@ -135,7 +135,7 @@ def geometry_digest(model: StreamFusedModel) -> str:
 
 
 def adapter_digest(model: StreamFusedModel) -> str:
-    """16 hexadecimal digits of what guesses texts: streams, else LoRA. Waits for the device."""
+    """Digest, 16 hexadecimal digits: of streams, or else of LoRA. Waits for the device."""
     if model.config is None or model.streams is None:
         return model.lora_digest or "none"
     settings = replace(model.config, tokens_per_call=None).to_dict()

@@ -1,4 +1,4 @@
-"""Where the memory goes: weights, caches, the room for trees, and the most that was in use."""
+"""Memory by part: weights, caches, the room for trees; and the most that was in use."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ from ..model.text_cache import CACHE_STEP, TextCache
 
 MIB = 2**20
 LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
-"""What parts are called whose names do not say it."""
+"""Labels for parts whose field name is not clear enough."""
 
 
 def _display_name(name: str) -> str:
@@ -85,7 +85,7 @@ def measure_memory(
     lora = [array for one in modules if isinstance(one, LoraLayer) for array in one.added]
     apart = {id(array) for array in lora}
     used = {id(array): array for array in arrays_in(model.backbone.model.parameters())}
-    # Weights that merged ones stand in for.
+    # Weights that merged ones replace.
     kept = arrays_in([module.parameters() for module in model.backbone.replaced_in_memory.values()])
     scratch = cache.scratch * cache.row_bytes
     return Memory(
@@ -104,7 +104,7 @@ def measure_memory(
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What keys and values of a model's texts take, in bytes."""
+    """Bytes that keys and values of a model's texts take."""
 
     fixed: int  # of a state that does not grow with the text, such as that of recurrent layers
     per_token: int  # of each token that there is room for
@@ -124,14 +124,14 @@ _SIZES: WeakKeyDictionary[StreamFusedModel, CacheSize] = WeakKeyDictionary()
 
 
 def cache_size_of(model: StreamFusedModel) -> CacheSize:
-    """What a model's caches take; measured once."""
+    """The size of a model's caches; measured once."""
     if model not in _SIZES:
         _SIZES[model] = _measure_cache_size(model)
     return _SIZES[model]
 
 
 def _measure_cache_size(model: StreamFusedModel) -> CacheSize:
-    """By tokens that are run through the model and never computed."""
+    """Measure by appending tokens to a cache that is never computed."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
     # A cache that reserves room says what a row takes.

@@ -1,4 +1,4 @@
-"""One answer's plan: what the settings come to on a loaded model and on this machine."""
+"""One answer's plan: the settings applied to a loaded model and this machine."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +45,7 @@ TEXT_CONFIG = PromptLookupConfig(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
-    """What an answer decodes with; made once an answer."""
+    """Everything that an answer decodes with; made once for each answer."""
 
     config: GenerateConfig  # with nothing of the draft's shape and of sampling left open
     # registered name of what drafts, of the first of several; None for plain decoding
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def expected_fastest_call(self) -> ExpectedCall:
-        """What the fastest call should bring now; `PLAIN_CALL` if no call is weighed."""
+        """The fastest call as expected now; `PLAIN_CALL` if no controller weighs calls."""
         if isinstance(self.controller, Controller):
             return self.controller.expected_fastest_call()
         return PLAIN_CALL
@@ -107,8 +107,8 @@ def make_plan(
 ) -> Plan:
     """Make the plan of one answer: what `config` comes to on `model`. Nothing is decoded.
 
-    What is asked for is drafted at every call. If neither a shape of the draft nor a way of
-    decoding is, a controller decides from call to call what is drafted, if anything; it may then
+    If the settings ask for a shape of the draft or a way of decoding, that is drafted at every
+    call. Otherwise a controller decides from call to call what is drafted, if anything; it may then
     also look up in the text, in `earlier` and in an expected text. The first plan for a model may
     load its default head, and read what was learned of this machine.
     """
@@ -161,7 +161,7 @@ def _with_text_drafters(
     *,
     is_chain: bool,
 ) -> list[Drafter]:
-    """A controller's drafters: text drafters stand in the place of the one that was built."""
+    """`drafters`, then text drafters; these replace a lookup that was built."""
     found = [one for one in drafters if not isinstance(one, PromptLookupDrafter)]
     lookup = partial(PromptLookupDrafter, end_tokens=end_tokens, is_chain=is_chain)
     found.append(lookup(TEXT_CONFIG))
@@ -174,7 +174,7 @@ def _with_text_drafters(
 
 
 def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
-    """What the controller asks of a drafter: the drafter itself, if it makes offers."""
+    """The source of a drafter's offers: the drafter itself, if it makes them."""
     if isinstance(drafter, OfferSource):
         return drafter
     largest = drafter.largest
@@ -189,7 +189,7 @@ def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
 
 
 class ChosenDrafter(NamedTuple):
-    """What the settings let draft for a model, see `choose_drafter`."""
+    """The drafter that the settings choose for a model, see `choose_drafter`."""
 
     name: str | None  # registered name of the drafter
     loaded: Sequence[Loaded]  # to draft with, whether or not it drafts
@@ -198,7 +198,7 @@ class ChosenDrafter(NamedTuple):
 def choose_drafter(
     model: StreamFusedModel,
     config: GenerateConfig,
-    given: Sequence[Loaded],  # by the user; if empty, the default head stands in its place
+    given: Sequence[Loaded],  # by the user; if empty, the default head is used
 ) -> ChosenDrafter:
     """Choose what drafts for a model: the first of these that there is.
 

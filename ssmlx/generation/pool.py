@@ -25,8 +25,8 @@ from ..model.text_cache import TextCache
 from .memory import CacheSize
 
 SHARE = 2 / 3
-"""Of the memory that is left beside weights, what a pool has by default; the rest is for
-activations, for buffers while they grow, and for other programs."""
+"""Share of the memory left beside weights that a pool has by default; the rest is for activations,
+for buffers while they grow, and for other programs."""
 _LEAST = 2**28  # bytes that a pool has by default, at least
 _MARGIN = 64
 """Tokens after a text for which there is always room: more than a call advances by."""
@@ -41,7 +41,7 @@ def usable_memory() -> int:
         for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if int(info.get(name, 0)):
                 return int(info[name])
-    # Else the machine's, or its container's if that has less.
+    # Otherwise the machine's, or its container's if that has less.
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # it is "max" if there is no limit
         whole = min(whole, int(_CGROUP.read_text(encoding="ascii")))
@@ -138,7 +138,7 @@ class Holding:
         return self.num_bytes
 
     def release(self) -> None:
-        """The answer has ended, or was given up."""
+        """Count it no longer: the answer has ended, or was given up."""
         self._pool.release(self)
 
 

@@ -1,19 +1,19 @@
-"""How prompts and decoding calls share the time: how long a piece is, and when it runs."""
+"""A schedule by which prompts and decoding calls share the time."""
 
 PIECE_SECONDS = 0.5
-"""What a piece of a prompt takes at most, about: so long a turn may have to be waited for."""
+"""Most seconds of a prompt's piece, about: so long a turn may have to be waited for."""
 PIECES_ALONE = 2
-"""How many times as long a piece may take if nobody else is answered."""
+"""How many times as long a piece may take if no other answer is open."""
 LEAST_PIECE = 64
-"""Tokens of a piece at least, unless the settings say less. On two cores of a CPU, 1,536 tokens of
+"""Fewest tokens of a piece, unless the settings say less. On two cores of a CPU, 1,536 tokens of
 SmolLM2-135M take 1.1 times as long in such pieces as in those of 512, and 1.7 times in those of 32.
 """
 UNTIMED_PIECE = 128
-"""Tokens of a piece at most while nobody knows what one takes."""
+"""Most tokens of a piece before any was timed."""
 
 
 class PieceSchedule:
-    """How many tokens of a prompt are processed next, and whether calls come before them.
+    """Decides how many tokens of a prompt are processed next, and whether calls come first.
 
     While answers are decoded, prompts get half of the time: what pieces took, calls get.
     """
@@ -40,7 +40,7 @@ class PieceSchedule:
     def are_calls_first(self, piece_length: int) -> bool:
         """Whether calls have to come before a piece; to be asked while some answer is decoded."""
         rate = self._tokens_per_second
-        # While nothing is known of pieces, one counts as the longest.
+        # Before any piece was timed, one counts as the longest.
         seconds = PIECE_SECONDS if rate is None else piece_length / rate
         return self._owed_seconds > 0 and self._owed_seconds + seconds > PIECE_SECONDS
 

@@ -1,4 +1,4 @@
-"""How likely the tokens of a prompt are, each after those before it."""
+"""Scores of a prompt: how likely each token is after those before it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PIECE = 128
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """How likely a model finds the tokens of a prompt."""
+    """Log probabilities of a prompt's tokens."""
 
     logprobs: tuple[TokenLogprobs, ...]  # of every token but the first, which has nothing before it
 
@@ -24,11 +24,11 @@ def score_in_pieces(
     model: StreamFusedModel,
     tokens: Sequence[int],
     cache: TextCache,  # an empty one, which all tokens but the last join
-    top: int,  # how many of the likeliest tokens are wanted in each place
+    top: int,  # how many of the likeliest tokens are wanted at each position
 ) -> Iterator[tuple[TokenLogprobs, ...]]:
     """Log probabilities of each token but the first, `PIECE` tokens at a time. MLX thread.
 
-    An empty tuple comes before each piece, for others to take their turn.
+    An empty tuple comes before each piece, so that other answers can take their turn.
     """
     for first in range(0, len(tokens) - 1, PIECE):
         yield ()

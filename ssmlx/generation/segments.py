@@ -47,7 +47,7 @@ class GenerationResponse:
         draft_calls: forward passes of a draft model so far.
         cached_tokens: tokens of the prompt that the cache held already.
         lossy: whether tokens were accepted that the target might not have written.
-        memory: where the memory goes; on the last segment alone.
+        memory: what its parts take; on the last segment alone.
         logprobs: those of each token; None if `GenerateConfig.logprobs` is.
         stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
         drafted_tokens: drafted tokens that were verified so far, accepted or not.
@@ -91,7 +91,7 @@ class GenerationResponse:
 
 @dataclass
 class GivenAnswer:
-    """What was yielded of an answer so far, only its last segment whole."""
+    """The part of an answer that was yielded so far, only its last segment whole."""
 
     texts: list[str] = field(default_factory=list)  # of each segment
     tokens: list[int] = field(default_factory=list)
@@ -108,7 +108,7 @@ class GivenAnswer:
 
 
 def resolve_sampling(config: GenerateConfig, model: StreamFusedModel) -> GenerateConfig:
-    """`config` with the model's own sampling where it leaves that open, and a seed to sample by."""
+    """`config` with its open sampling settings filled in from the model, and a seed."""
     config = config.following(model.backbone.origin.sampling)
     if config.seed is not None or config.temp == 0:
         return config
@@ -194,7 +194,7 @@ def plan_answer_segments(
     )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
-        """Fields of a segment that its tokens do not say; memory only of the last."""
+        """Measure the other fields of a segment; memory only for the last."""
         return {
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
@@ -222,7 +222,7 @@ def plan_answer_segments(
                         yield response
             finally:
                 try:
-                    # Whoever uses the cache next must find no work of this answer in it.
+                    # The cache's next user must find no work of this answer in it.
                     mx.eval(cache.state)
                     plan.finish()
                     if earlier is not None and given.tokens:
@@ -257,7 +257,7 @@ def build_responses(
     measured: Callable[[FinishReason | None], dict[str, Any]],
     started: float | None = None,  # when the answer began, of `time.perf_counter`; now unless given
 ) -> Iterator[GenerationResponse]:
-    """An answer's segments from the step of each target call, up to where the answer ends."""
+    """Build an answer's segments from the step of each target call, up to the answer's end."""
     started = first_done = time.perf_counter() if started is None else started
     totals = DraftTotals()
     num_tokens = 0

@@ -1,4 +1,4 @@
-"""What a call that verifies a drafted tree costs on this machine, in calls of plain decoding."""
+"""Timing of calls that verify drafted trees on this machine, in calls of plain decoding."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ _DROPPED_CALLS = 2  # the prompt's, and the first that drafts or launches ahead
 
 @dataclass(frozen=True)
 class CallTimings:
-    """What calls took on this machine, each after another of the same kind."""
+    """The time that calls took on this machine, each after another of the same kind."""
 
     costs: Mapping[int, float]  # plain calls that a call with n nodes takes, by n
     plain_seconds: Sequence[float]  # of each of the plain calls
 
 
 class NewestTokenRepeater:
-    """A drafter of chains that repeat the newest token: to time calls that verify so many rows."""
+    """Drafts chains that repeat the newest token: to time calls that verify so many rows."""
 
     name = "any-chain"
     needs = Needs(host_tokens=True)
@@ -69,8 +69,8 @@ def measure_costs(
 ) -> CallTimings:
     """Time steady calls of the real loop, with best trees of streams, or else with free chains.
 
-    Sizes are timed in turns, smallest first; the least mean of each counts, because whatever
-    disturbs a timing makes it longer. After a size that takes more plain calls than any tree can
+    Sizes are timed in turns, smallest first; the least mean of each counts, because any
+    disturbance makes a timing longer. After a size that takes more plain calls than any tree can
     bring tokens, larger ones are left out.
     """
     assert len(tokens) > 1
@@ -85,8 +85,9 @@ def measure_costs(
     started = time.perf_counter()
     is_first_round = True
 
-    def time_calls(size: int) -> bool:
-        """Time some calls of a size; False if the first round's time is over."""
+    def time_size(size: int) -> bool:
+        """Time some calls of a size, and update `least` and `plain_seconds`; False if the first
+        round's time is over."""
         deadline = started + first_round_seconds if is_first_round else inf
         calls = _decode_calls(model, list(tokens), cache, drafter, size)
         took = _time_few_calls(calls, deadline)
@@ -97,18 +98,18 @@ def measure_costs(
         least[size] = min(fmean(took), least.get(size, inf))
         return True
 
-    def is_too_dear(size: int) -> bool:
+    def is_too_slow(size: int) -> bool:
         return least[size] > most_tokens * least[PLAIN]
 
     with wired_limit(model.backbone.model):
         while is_first_round or time.perf_counter() - started < seconds:
-            has_time = time_calls(PLAIN)
+            has_time = time_size(PLAIN)
             for size in ascending:
-                has_time = has_time and time_calls(size)
+                has_time = has_time and time_size(size)
                 if not has_time:
                     break
-                # Once more where it seems too dear: something else may have been running.
-                if is_first_round and is_too_dear(size) and time_calls(size) and is_too_dear(size):
+                # Retry if a size looks too slow: something else may have been running.
+                if is_first_round and is_too_slow(size) and time_size(size) and is_too_slow(size):
                     break
             ascending = [size for size in ascending if size in least]
             is_first_round = False
@@ -127,7 +128,7 @@ def _time_few_calls(
     calls: Iterator[Step],  # without end, left open
     deadline: float,  # of `time.perf_counter`
 ) -> list[float]:
-    """Seconds of `_TIMED_CALLS` calls; none if the prompt's call misses the deadline."""
+    """Seconds of `_TIMED_CALLS` calls; an empty list if the prompt's call misses the deadline."""
     for _ in islice(calls, _DROPPED_CALLS):
         if time.perf_counter() > deadline:
             return []

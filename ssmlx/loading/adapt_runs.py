@@ -67,7 +67,7 @@ class StoredRun:
 
     @property
     def hours(self) -> float:
-        """Planned in all; 0 if nothing is planned yet."""
+        """Hours planned in all; 0 if nothing is planned yet."""
         return float(self.plan["rounds"][-1]["hours"]) if self.plan["rounds"] else 0.0
 
     @property
@@ -84,7 +84,8 @@ class StoredRun:
 
     @property
     def speed_up(self) -> float | None:
-        """Of whole answers over plain decoding; None if it was not measured on this machine."""
+        """Speed of whole answers over that of plain decoding; None if not measured on this
+        machine."""
         figures = self.figures.get("figures") or {}
         is_here = figures.get("machine") == ", ".join(this_machine())
         return float(figures["speed_up"]) if is_here else None
@@ -96,7 +97,7 @@ class StoredRun:
 
     @property
     def speed_up_text(self) -> str:
-        """For the user; prompt lookup's own speed-up is named if it had one."""
+        """The speed-up for users; prompt lookup's own is named if it had one."""
         if self.speed_up is None:
             return "not measured on this machine"
         text = float(self.figures["figures"]["text_speed_up"])
@@ -110,7 +111,8 @@ class StoredRun:
 
 
 def is_worth_using(measured: Mapping[str, Any]) -> bool:
-    """By "speed_up" and "text_speed_up" of a run's figures: it must beat prompt lookup too."""
+    """Whether "speed_up" and "text_speed_up" of a run's figures are enough: it must beat prompt
+    lookup too."""
     return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
@@ -123,7 +125,7 @@ def read_adapt_runs() -> list[StoredRun]:
             measured = read_json(figures, "the figures of an adapter") if figures.exists() else {}
             run = StoredRun(path.parent, read_json(path, "the plan of a run"), measured)
 
-            # A run that lacks what is asked of every run is left out.
+            # A run that lacks what every run needs is left out.
             _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.pays
             found.append((run.changed, run))
     return [run for _, run in sorted(found, key=lambda one: one[0], reverse=True)]
@@ -148,7 +150,8 @@ def find_runs_by_weights(
     model_folder: Path | None,  # None: the model was made in memory, no run belongs to it
     model_name: str,
 ) -> FoundRuns:
-    """Reads all bytes of the weights if a run is of weights of the same names, types and shapes."""
+    """The runs that belong to a model. All bytes of the weights are read if a run is of weights of
+    the same names, types and shapes."""
     every = read_adapt_runs() if model_folder is not None else []
     if model_folder is None or not every:
         return FoundRuns()
@@ -169,7 +172,7 @@ def find_runs_by_weights(
 
 
 def log_outdated(found: FoundRuns, model_name: str) -> None:
-    """Says which outdated adapter is not used, and the option that uses it all the same."""
+    """Log which outdated adapter is not used, and the option that uses it all the same."""
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:
         _log.info(

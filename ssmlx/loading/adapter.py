@@ -64,7 +64,7 @@ class Adapter:
     name: str | None = None  # by which it was asked for
 
     def describe(self) -> str:
-        """One line for the user."""
+        """One line about the adapter, for the user."""
         return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
 
@@ -153,7 +153,8 @@ def read_stream_weights(
     config: StreamConfig,
     vocab_size: int,  # V
 ) -> StreamWeights:
-    """Evaluated, in the file's dtypes; the file must have exactly the tensors of its settings."""
+    """The weights of a streams file, evaluated, in its dtypes; the file must have exactly the
+    tensors of its settings."""
     size = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {}
     if config.has_embeddings:
@@ -201,7 +202,7 @@ def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
 
 
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
-    """By their names in a streams file."""
+    """The tensors of streams, by their names in a streams file."""
     arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
     tensors = {name: array for name, array in arrays.items() if array is not None}
     for name, low_rank in (
@@ -236,7 +237,8 @@ def write_streams_and_settings(
     *,
     lora_is_merged: bool,  # into a model in the same folder
 ) -> None:
-    """Both files, over older ones; of LoRA, which must have one scale, the scale alone."""
+    """Write both files, over older ones. Of LoRA, which must have one scale, only the scale is
+    written."""
     write_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
@@ -251,7 +253,8 @@ def write_streams_and_settings(
 
 
 def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
-    """Streams, settings and LoRA files, one after the other; older LoRA files are not deleted."""
+    """Write streams, settings and LoRA files, one after the other; older LoRA files are not
+    deleted."""
     adapter = replace(
         adapter,
         lora=unify_rank_and_scale(adapter.lora),
@@ -265,7 +268,7 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
 
 
 def load_adapter(folder: Path, name: str | None = None) -> Adapter:
-    """Reads an adapter's folder; nothing is compared with a model yet."""
+    """Read an adapter's folder; nothing is compared with a model yet."""
     if not is_lora_folder(folder):
         return replace(load_stream_adapter(folder), name=name)
     found = read_lora_folder(folder)
@@ -273,7 +276,7 @@ def load_adapter(folder: Path, name: str | None = None) -> Adapter:
 
 
 def load_stream_adapter(folder: Path) -> StreamAdapter:
-    """Reads an adapter with streams, or the streams of a fused model folder."""
+    """Read an adapter with streams, or the streams of a fused model folder."""
     require(
         not is_lora_folder(folder),
         f"{folder} has LoRA and no streams",
@@ -315,7 +318,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
 
 
 def read_base_identity(folder: Path) -> BaseIdentity:
-    """Of an adapter's folder, reads the settings alone."""
+    """The base model that an adapter's settings name; no weights are read."""
     return BaseIdentity.from_settings(folder / CONFIG_FILE, _read_stream_settings(folder))
 
 

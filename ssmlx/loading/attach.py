@@ -81,7 +81,7 @@ def match_lora(adapter: Adapter, backbone: Backbone) -> Loras:
 
 
 def _strip_wrappers(module_path: str) -> str:
-    """For example "layers.0.mlp" of "model.layers.0.mlp"."""
+    """A module's path without the wrappers in front: "layers.0.mlp" of "model.layers.0.mlp"."""
     parts = module_path.split(".")
     names = ("model", "language_model")
     first = next((n for n, part in enumerate(parts) if part not in names), len(parts))
@@ -106,7 +106,8 @@ def check_lora(
 
 
 def lora_digest(lora: Loras) -> str | None:
-    """64 hexadecimal digits of all that LoRA computes; waits for the device. None without LoRA."""
+    """64 hexadecimal digits, the digest of all LoRA weights and scales; waits for the device. None
+    without LoRA."""
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
         for path, one in lora.items()
@@ -159,19 +160,19 @@ def _exchange_layers(
     *,
     merge_lora: bool,
 ) -> RowScope:
-    """Put LoRA on a backbone's layers, in place, and note in `replaced` what was there; returns the
-    rows that the streams' LoRA acts on, for the model to set.
-    """
+    """Put LoRA on a backbone's layers, in place; return the rows that the streams' LoRA acts on,
+    for the model to set. `replaced` becomes the base's own layers, or None for layers that LoRA was
+    merged into and that can be read again."""
     model = backbone.model
     dtype = backbone.dtype
-    scope = RowScope(0)
+    scope = RowScope(0)  # every row, from the first on
     replaced = attach_lora(model, lora, scope, merge=merge_lora, dtype=dtype)
     dropped = []
     if merge_lora and backbone.origin.reload is not None:
         dropped = [path for path, layer in replaced.items() if is_mergeable(layer, lora[path])]
     if stream_lora is not None:
         # After the other: a layer with both is wrapped with the LoRA of every row inside.
-        scope = RowScope()
+        scope = RowScope()  # no row, until the model sets that of the streams
         of_streams = attach_lora(model, stream_lora, scope, merge=False, dtype=dtype)
         # Of such a layer the base's own is what the first call replaced.
         replaced = {**of_streams, **replaced}

@@ -32,7 +32,7 @@ PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
 
 
 def home() -> Path:
-    """For a user without an account, and so without a home, a path where nothing can be."""
+    """The user's home folder; for a user without one, a path that cannot exist."""
     try:
         return Path.home()
     except RuntimeError:
@@ -64,12 +64,12 @@ class Fetch:
 
     @property
     def folder(self) -> Path:
-        """Of converted models."""
+        """The folder of converted models."""
         return cache_dir() if self.cache_dir is None else expand_user(self.cache_dir)
 
     @property
     def hub(self) -> str | None:
-        """None for the Hub's own cache."""
+        """The folder of the Hub's models; None for the Hub's own cache."""
         return None if self.cache_dir is None else str(self.folder / "hub")
 
     def require_not_offline(
@@ -93,13 +93,14 @@ def expand_user(path: str | Path) -> Path:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """By the names of its files: streams, LoRA, or a training run that has made streams."""
+    """Whether a folder has the files of streams, of LoRA, or of a training run that has made
+    streams."""
     files = (CONFIG_FILE, LORA_SETTINGS, f"{TRAINED_FOLDER}/{CONFIG_FILE}")
     return any((folder / file).is_file() for file in files)
 
 
 def is_lora_folder(folder: Path) -> bool:
-    """LoRA alone, as mlx-lm and PEFT write it."""
+    """Whether a folder has LoRA alone, as mlx-lm and PEFT write it."""
     return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
 
 

@@ -21,7 +21,8 @@ logger = logging.getLogger("ssmlx")
 
 
 def read_model_sampling(folder: Path) -> ModelSampling:
-    """Greedy if the file says nothing or cannot be read."""
+    """The sampling that a model's folder asks for; greedy if its file says nothing or cannot be
+    read."""
     path = folder / GENERATION_FILE
     if not path.is_file():
         return ModelSampling()
@@ -36,9 +37,11 @@ def sampling_asked_for(
     values: Mapping[str, Any],  # the content of generation_config.json
     source: str = GENERATION_FILE,  # the file, for logs
 ) -> ModelSampling:
-    """Greedy if `do_sample` is false, or if there is no `do_sample`, temperature or filter.
-    Otherwise a missing temperature is 1, and a missing filter or penalty is off. Null and
-    invalid values count as missing.
+    """The sampling that the file's content asks for.
+
+    It is greedy if `do_sample` is false, or if there is no `do_sample`, temperature or filter.
+    Otherwise a missing temperature is 1, and a missing filter or penalty is off. Null and invalid
+    values count as missing.
     """
     found = {
         own: _valid_or_none(source, name, own, values.get(name)) for name, own in _NAMES.items()

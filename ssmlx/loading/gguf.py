@@ -35,7 +35,7 @@ _CONTROL = 3  # of tokenizer.ggml.token_type: tokens that are never made by merg
 
 
 def convert_trusted_gguf(gguf_path: Path, out_dir: Path) -> None:
-    """Weights keep the bits of the file; nothing is checked but that they are finite."""
+    """Convert the file. Weights keep their bits; only that they are finite is checked."""
     loaded = mx.load(str(gguf_path), format="gguf", return_metadata=True)
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
@@ -53,7 +53,8 @@ def convert_trusted_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def _tied_llama_config(meta: _Metadata) -> dict[str, Any]:
-    """config.json of a Llama model with tied embeddings; vocabulary and quantisation come later."""
+    """The config.json of a Llama model with tied embeddings; vocabulary and quantisation are added
+    later."""
     width = meta["llama.embedding_length"]
     heads = meta["llama.attention.head_count"]
     return {
@@ -88,7 +89,7 @@ def _to_hugging_face_tensors(
     tensors: _Tensors,  # by their names in the GGUF file
     config: dict[str, Any],
 ) -> _Tensors:
-    """By Hugging Face's names, with its order of rows; norms become float16."""
+    """Tensors by Hugging Face's names, with its order of rows; norms become float16."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, tensor in tensors.items():
@@ -111,7 +112,8 @@ def _unpermute(rows: mx.array, heads: int) -> mx.array:
 def _config_of_tensors(
     weights: _Tensors,  # by Hugging Face's names
 ) -> dict[str, Any]:
-    """For config.json: "vocab_size", and "quantization" with an entry for each unusual module."""
+    """Entries of config.json: "vocab_size", and "quantization" with an entry for each unusual
+    module."""
     bits = {}
     for name, scales in weights.items():
         module, _, part = name.rpartition(".")
@@ -131,7 +133,7 @@ def _config_of_tensors(
 
 
 def _build_tokenizer(meta: _Metadata) -> Tokenizer:
-    """Byte-level BPE that splits numbers into digits, as SmolLM's does."""
+    """A byte-level BPE tokenizer that splits numbers into digits, as SmolLM's does."""
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}

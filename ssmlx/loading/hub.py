@@ -39,12 +39,12 @@ logger = logging.getLogger("ssmlx")
 
 
 def fetch_model(name: str, revision: str | None, fetch: Fetch) -> Path:
-    """Its folder in the Hub's cache; a download is not checked to be whole."""
+    """A model's folder in the Hub's cache; whether a download is whole is not checked."""
     return _fetch_whole(name, revision, fetch, ALLOW_PATTERNS, _first_missing_file, _download_model)
 
 
 def fetch_adapter(name: str, revision: str | None, fetch: Fetch) -> Path:
-    """Its folder in the Hub's cache."""
+    """An adapter's folder in the Hub's cache."""
     download = partial(_download_adapter, name)
     return _fetch_whole(name, revision, fetch, ADAPTER_FILES, first_missing_adapter_file, download)
 
@@ -69,7 +69,7 @@ def _fetch_whole(
 
     options = {"allow_patterns": list(patterns), "etag_timeout": _HUB_TIMEOUT}
     snapshot = partial(snapshot_download, name, cache_dir=fetch.hub, **options)
-    with suppress(Exception):  # whatever is wrong with the cache, the Hub itself comes next
+    with suppress(Exception):  # a cache that cannot be read: the Hub itself comes next
         cached = Path(snapshot(revision=revision, local_files_only=True))
         # Other tools may have cached a tokenizer, or settings, and nothing else.
         if not missing_file(cached):
@@ -86,11 +86,11 @@ def _fetch_whole(
 
 
 def find_cached_model(name: str, fetch: Fetch) -> Path | None:
-    """Its folder, at the commit that "main" meant when it was last downloaded."""
+    """A model's folder, at the commit that "main" meant when it was last downloaded."""
     from huggingface_hub import snapshot_download
 
     patterns = ["config.json", "model.safetensors.index.json", "model*.safetensors"]
-    with suppress(Exception):  # whatever is wrong with the cache, it is not here then
+    with suppress(Exception):  # a cache that cannot be read counts as empty
         folder = Path(
             snapshot_download(
                 name, cache_dir=fetch.hub, allow_patterns=patterns, local_files_only=True
@@ -132,7 +132,8 @@ def _download_adapter(
     require(is_there, found, expected="an adapter", do="check the name")
 
     def check_size(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
-        """`what` is the message's word for what has so many bytes."""
+        """Refuse files that are too large; `what` is the message's word for what has so many
+        bytes."""
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
         do = "do not trust it, or download it yourself and give the folder"
         require(max(done, total) <= most, told, expected=f"at most {most}", do=do)
@@ -161,7 +162,8 @@ def _download_adapter(
 
 
 def _matches_listing(path: Path, listed: Any) -> bool:
-    """The Hub lists SHA-256 of large files (`lfs`), git's SHA-1 of others."""
+    """Whether a file is the one that the Hub lists: by SHA-256 for large files (`lfs`), by git's
+    SHA-1 for others."""
     with path.open("rb") as file:
         if listed.lfs:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"])

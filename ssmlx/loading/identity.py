@@ -47,7 +47,7 @@ NORM_PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02  # of a norm weight, for precision; relative if the weight is above 1
 _WEIGHTS = "model*.safetensors"  # as mlx-lm reads them
 _SETTINGS = ("config.json", "hf_quant_config.json")  # all that it reads of a model's settings
-# Seconds; files that are changed closer together than the kernel's tick may have the same time.
+# Seconds of the kernel's clock: two changes of a file within one tick may have the same time.
 _CLOCK_TICK = 0.02
 _COARSE_TICK = 2.05  # the same if times of files are whole seconds, or even ones (FAT)
 _MOST_WAITS = 3  # for a file that is being written
@@ -63,9 +63,10 @@ _One = TypeVar("_One")
 
 
 def stamp_model_files(folder: Path) -> tuple[FileStamp, ...]:
-    """Stamp the files that decide what a folder's model computes: weights and settings.
+    """The stamps of the files that decide what a folder's model computes: weights and settings.
 
-    Files with the same stamps have the same bytes.
+    Files with the same stamps have the same bytes, except on file systems without a time of state
+    changes (see below).
     """
 
     # No program can set the time of a file's last change of state (ctime). exFAT and FAT keep no
@@ -134,7 +135,7 @@ def stored_shapes_digest(folder: Path) -> str:
 
 
 def folder_digest(folder: Path | None) -> str:
-    """SHA-256 over all bytes of `*.safetensors` and `*config.json`; that of nothing for None."""
+    """SHA-256 over all bytes of `*.safetensors` and `*config.json`; for None, that of no bytes."""
     digest = hashlib.sha256()
     if folder is not None:
         for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
@@ -145,7 +146,8 @@ def folder_digest(folder: Path | None) -> str:
 
 
 def digest_arrays(named: Iterable[tuple[str, mx.array]]) -> str:
-    """64 hexadecimal digits of names, types, shapes and all bytes; on the MLX thread."""
+    """64 hexadecimal digits: the digest of names, types, shapes and all bytes; on the MLX
+    thread."""
     rows: list[tuple[str, Any]] = [
         (f"{name} {one.dtype} {one.shape}", mx.contiguous(one)) for name, one in named
     ]
@@ -158,7 +160,7 @@ def _stamp_weights(folder: Path) -> list[FileStamp]:
 
 
 def _read_remembered() -> dict[str, Any]:
-    """{"files", "sha256"} by folder, the newest last."""
+    """The remembered digests, {"files", "sha256"} by folder, the newest last."""
     path = cache_dir() / _REMEMBERED_FILE
     with suppress(InputError):
         if path.exists():
@@ -242,7 +244,7 @@ class BaseIdentity:
 
     @classmethod
     def of(cls, backbone: Backbone) -> BaseIdentity:
-        """Waits for the device."""
+        """The identity of a loaded base; waits for the device."""
         probe = backbone.final_norm_weight[:NORM_PROBE_LENGTH].astype(mx.float32)
         return cls(
             str(getattr(backbone.model, "model_type", "")),
@@ -258,7 +260,7 @@ class BaseIdentity:
         path: Path,  # for messages
         values: Mapping[str, Any],
     ) -> BaseIdentity:
-        """Of the base model that a settings file describes in its entry `base`."""
+        """The identity of the base model that a settings file describes in its entry `base`."""
         base: Any = values.get("base")
         sizes = ("num_layers", "hidden_size", "vocab_size")
         try:
@@ -308,8 +310,8 @@ class CacheKey:
     """What decides the keys and values of a token sequence beside its tokens.
 
     Models with equal keys may continue each other's caches. Streams, and LoRA on stream rows alone,
-    leave a prompt's rows as they are and do not count. Who changes a model's arrays or settings
-    makes a new `Backbone` of it.
+    leave a prompt's rows as they are and do not count. Code that changes a model's arrays or
+    settings makes a new `Backbone` of it.
     """
 
     model: str  # model type, number of layers and width, in words
@@ -348,7 +350,7 @@ def _versions() -> str:
 
 
 def _device() -> str:
-    """For example "Metal on Apple M4" or "CPU x86_64, OpenBLAS 0.3.33 (SkylakeX)"."""
+    """What computes, such as "Metal on Apple M4" or "CPU x86_64, OpenBLAS 0.3.33 (SkylakeX)"."""
     # Each rounds in its own way, so a prompt processed by one may get another answer from the next.
     if mx.default_device() == mx.gpu:
         backend = "Metal" if mx.metal.is_available() else "CUDA"
@@ -363,7 +365,8 @@ def _weights_in_process(backbone: Backbone) -> str:
 
 
 def _weights_in_files(backbone: Backbone) -> str:
-    """Of all bytes, and how they were loaded; computed once for all models on the same weights."""
+    """Digest of all bytes, and of how they were loaded; computed once for all models on the same
+    weights."""
     kept = backbone.kept_with_weights
     if "digest" not in kept:
         if backbone.origin.folder is None:
@@ -381,7 +384,8 @@ def _how_loaded(backbone: Backbone) -> list[Any]:
 
 
 def _digest_as_loaded(folder: Path, files: tuple[FileStamp, ...] | None) -> str:
-    """Refuses a folder that has changed since the model was loaded from it."""
+    """Digest of a folder's weights and settings; InputError if it has changed since the model was
+    loaded."""
     require_unchanged(folder, files)
     paths = [folder / name for name in _SETTINGS]
     settings = {one.name: _sha256(one.read_bytes()) for one in paths if one.exists()}
@@ -391,7 +395,7 @@ def _digest_as_loaded(folder: Path, files: tuple[FileStamp, ...] | None) -> str:
 
 
 def _digest_in_memory(backbone: Backbone) -> str:
-    """All arrays and plain settings of a base's modules; on the MLX thread."""
+    """Digest of all arrays and plain settings of a base's modules; on the MLX thread."""
     model = backbone.without_adapter().model
     leaves: Any = tree_flatten(model)  # including those in lists, tuples and dicts
     others = [

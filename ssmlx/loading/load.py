@@ -46,7 +46,7 @@ _AGAIN = "download or convert it again"
 
 
 def resolve_dtype(name: str) -> str:
-    """What "auto" means here; other names are returned as they are."""
+    """The dtype that "auto" means here; other names are returned as they are."""
     # MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal and CUDA do not.
     check_choice("--dtype", name, DTYPES)
     if name != "auto":
@@ -83,7 +83,7 @@ def cast_model(
 
 
 def may_have_drafting_heads(folder: Path) -> bool:
-    """By the tensors' names; True too if they cannot be read."""
+    """Whether tensors have names of drafting heads; True too if the names cannot be read."""
     try:
         return any(map(is_head_name, tensor_names(folder)))
     except (InputError, OSError):  # mlx-lm's loader says what is wrong with them
@@ -108,18 +108,18 @@ def _without_drafting_heads(model_class: Any) -> Any:
 def choose_model_classes(folder: Path, config: Mapping[str, Any]) -> ModelClasses:
     """The `get_model_classes` of mlx-lm's loader for a folder.
 
-    Classes of mlx-lm drop drafting heads among the weights. Every class refuses weights in types
-    that it does not compute with.
+    It returns subclasses: of mlx-lm's classes, ones that drop drafting heads among the weights; of
+    every class, ones that refuse weights in types that it does not compute with.
     """
     file = OWN_FAMILIES.get(config.get("model_type", ""))
     has_heads = file is None and may_have_drafting_heads(folder)
 
-    def find_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    def guarded_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         model, args = (file.Model, file.ModelArgs) if file else utils._get_classes(config)
         model = _without_drafting_heads(model) if has_heads else model
         return refuse_other_types(model, folder), args
 
-    return find_classes
+    return guarded_classes
 
 
 def load_base(
@@ -205,7 +205,8 @@ def load_tokenizer(
     path: Path,
     config: dict[str, Any],  # the content of the model's config.json
 ) -> TokenizerWrapper:
-    """End tokens are those of the model's config, if it has any, else the tokenizer's own."""
+    """The tokenizer of a folder. Its end tokens are those of the model's config, if that has any,
+    else its own."""
     with open_config(
         path,
         f"{path} has no tokenizer that can be loaded",

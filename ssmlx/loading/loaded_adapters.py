@@ -40,11 +40,11 @@ class LoadedAdapters:
 
     @property
     def names(self) -> list[str]:
-        """Those under which adapters were first asked for, and "none" for the base alone."""
+        """The names under which adapters were first requested, and "none" for the base alone."""
         return [str(one.adapter_name) for one in list(self._models.values())]
 
     def model(self, asked: str | Path) -> StreamFusedModel:
-        """The base with an adapter; others who ask meanwhile wait.
+        """The base with an adapter; another thread that asks for it meanwhile waits.
 
         What a name is first found to mean, "auto" too, it means until `close`.
         """
@@ -64,9 +64,8 @@ class LoadedAdapters:
             return self._models[key]
 
     def name_of(self, asked: str | Path) -> str | None:
-        """`asked` itself, unchecked; of "auto", the adapter's own name: "none" for the base alone,
-        None for the base's own streams.
-        """
+        """The name of an adapter: `asked` itself, unchecked; for "auto", the adapter's own name,
+        "none" for the base alone, None for the base's own streams."""
         if asked != AUTO_ADAPTER:
             return str(asked)
         name, folder = self._choose(asked)
@@ -76,7 +75,7 @@ class LoadedAdapters:
         return name
 
     def _choose(self, asked: str | Path) -> tuple[str | None, Path | None]:
-        """See `choose_adapter`; both None for the base's own streams."""
+        """(name, folder) by `choose_adapter`; both None for the base's own streams."""
         with self._lock:
             self._require_open()
             if asked == AUTO_ADAPTER and self._own_streams is not None:
@@ -96,7 +95,7 @@ class LoadedAdapters:
         )
 
     def close(self) -> bool:
-        """Let go of all models; returns whether it was open."""
+        """Release all models; returns whether it was open."""
         with self._lock:
             was_open = not self.is_closed
             self._models = {}

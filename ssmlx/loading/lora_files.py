@@ -1,4 +1,4 @@
-"""LoRA and DoRA in the files of those who train it: mlx-lm's, which are ours too, and PEFT's.
+"""LoRA and DoRA in files: mlx-lm's format, which is ours too, and PEFT's.
 
     mlx-lm  adapter_config.json        fine_tune_type; rank, scale and keys in lora_parameters
             adapters.safetensors       MODULE.lora_a [in, r], MODULE.lora_b [r, out], and of DoRA
@@ -106,7 +106,7 @@ _ASIDE = {
 
 
 def lora_tensors(lora: Loras) -> dict[str, mx.array]:
-    """By mlx-lm's names; of DoRA also MODULE.m, its norms."""
+    """The tensors of LoRA by mlx-lm's names; of DoRA also MODULE.m, its norms."""
     found: dict[str, mx.array] = {}
     for path, weights in lora.items():
         parts = zip(_LEAVES, (weights.a, weights.b, weights.magnitude), strict=True)
@@ -115,7 +115,8 @@ def lora_tensors(lora: Loras) -> dict[str, mx.array]:
 
 
 def write_uniform_lora(folder: Path, lora: Loras, num_layers: int) -> None:
-    """Both files of LoRA on every row, over older ones, as mlx-lm's `--adapter-path` takes them.
+    """Write both files of LoRA on every row, over older ones, as mlx-lm's `--adapter-path` takes
+    them.
 
     All modules have LoRA, or all DoRA, of one scale and rank: see `unify_rank_and_scale`.
     """
@@ -139,7 +140,7 @@ def write_uniform_lora(folder: Path, lora: Loras, num_layers: int) -> None:
 
 
 def write_lora_file(path: Path, lora: Loras) -> None:
-    """Scales are not written."""
+    """Write the tensors of LoRA; scales are not written."""
     # LoRA of an embedding that does not act on the LM head has names of its own.
     apart = tuple(f"{module}.lora_" for module, one in lora.items() if not one.acts_on_head)
     tensors = {
@@ -197,7 +198,7 @@ def stack_experts(
 
 
 def scale_of_first(lora: Loras) -> float | None:
-    """All modules of a file have one scale; None without LoRA."""
+    """The scale of the first module, as all modules of a file have one scale; None without LoRA."""
     return next((weights.scale for weights in lora.values()), None)
 
 
@@ -206,7 +207,7 @@ def read_lora_file(
     what: str,  # the file should hold, for messages
     scale: float,  # from the settings
 ) -> dict[str, LoraWeights]:
-    """By module path, in the file's dtypes, under mlx-lm's names of tensors or ours."""
+    """LoRA by module path, in the file's dtypes, under mlx-lm's names of tensors or ours."""
     tensors = read_tensors(path, what)
     split = {name: name.rpartition(".")[::2] for name in tensors}
     apart = {path for path, leaf in split.values() if leaf.startswith(_EMBEDS)}
@@ -315,7 +316,7 @@ def _read_peft(
     folder: Path,
     settings: Mapping[str, Any],  # the content of adapter_config.json
 ) -> dict[str, LoraWeights]:
-    """With factors transposed to mlx-lm's layout."""
+    """LoRA of PEFT's files, with factors transposed to mlx-lm's layout."""
     path = folder / LORA_SETTINGS
     _check_peft_settings(path, settings)
     given = {name: settings.get(name, default) for name, (default, _, _) in _TAKEN.items()}
@@ -426,7 +427,7 @@ def num_parameters(lora: Loras) -> int:
 
 
 def describe_lora(lora: Loras) -> str:
-    """For example "LoRA of rank 8 on 9 modules (1,024 parameters)"."""
+    """LoRA in words, such as "LoRA of rank 8 on 9 modules (1,024 parameters)"."""
     ranks = sorted({weights.rank for weights in lora.values()})
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     is_dora = any(weights.magnitude is not None for weights in lora.values())

@@ -78,7 +78,8 @@ def _require_sizes_in_bounds(
     path: Path,  # for messages
     settings: Mapping[str, Any],
 ) -> None:
-    """Before mlx-lm allocates by them; a missing or null size is mlx-lm's to judge."""
+    """Refuse sizes out of bounds before mlx-lm allocates by them; a missing or null size is left to
+    mlx-lm."""
     for name, allowed in _SIZES.items():
         value: Any = settings.get(name)
         require(

@@ -61,7 +61,8 @@ def _family(backbone: Backbone) -> str:
 
 
 def _names_of_model(backbone: Backbone) -> list[str]:
-    """As it was loaded, and its folder's; of a folder in a Hub cache, the repository's too."""
+    """The names of a model: the one it was loaded by, its folder's, and in a Hub cache the
+    repository's."""
     names = [Path(backbone.origin.name).name]
     if backbone.origin.folder is not None:
         folder = backbone.origin.folder.resolve()
@@ -76,7 +77,7 @@ def find_local_head(backbone: Backbone) -> LocalHead | None:
     if _family(backbone) in OWN_HEAD_FAMILIES and has_own_mtp_head(backbone.origin.folder):
         return LocalHead(OWN_HEAD, None)
     rows = find_known_heads(backbone)
-    if len(rows) != 1:  # of several, one alone can be right
+    if len(rows) != 1:  # at most one of several is right
         return None
     fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)
     for name in rows[0].repositories:
@@ -87,7 +88,7 @@ def find_local_head(backbone: Backbone) -> LocalHead | None:
 
 
 def has_own_mtp_head(model_folder: Path | None) -> bool:
-    """By the tensors' names."""
+    """Whether a model's own files have the tensors of an MTP head, by their names."""
     if model_folder is None:
         return False
     try:

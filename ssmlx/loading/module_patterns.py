@@ -1,4 +1,4 @@
-"""Regular expressions of strangers, by which PEFT names modules, matched in bounded time.
+"""Untrusted regular expressions, by which PEFT names modules, matched in bounded time.
 
 Python's matcher backtracks and may take for ever: 60 optional letters are enough. Here all ways are
 followed at once (Thompson's construction): the set of places where a part of the expression may
@@ -53,7 +53,8 @@ class ModulePatterns:
         self._values = values
 
     def find(self, module: str, default: Any) -> Any:
-        """Of the first expression that matches the path, or what follows one of its dots."""
+        """The value of the first expression that matches the path, or what follows one of its
+        dots."""
         for text, parsed in self._parsed.items():
             if len(module) > MAX_LENGTH:
                 raise self._refusal(text, f"a module's path has {len(module)} characters")

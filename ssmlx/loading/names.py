@@ -77,7 +77,7 @@ def bundled_adapters() -> dict[str, Path]:
 
 
 def project_address() -> str:
-    """Of the project's repository, or words for it if the package is not installed."""
+    """The address of the project's repository, or words for it if the package is not installed."""
     with suppress(PackageNotFoundError):
         for entry in metadata("ssmlx").get_all("Project-URL", []):
             label, _, address = entry.partition(", ")
@@ -98,11 +98,11 @@ def adapters_made_here() -> dict[str, Path]:
 
 
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
-    """An adapter's folder, downloaded if it is not here yet; None for "none". It may not exist.
+    """An adapter's folder, which may not exist; downloaded if it is not here yet. None for "none".
 
     Tried in this order: a folder in the working directory that holds an adapter, an adapter that
     was made here or is bundled, any folder, a name on the Hub. A `Path` is always a folder. A
-    training run stands for its adapter.
+    training run's folder leads to its adapter.
     """
     if adapter == NO_ADAPTER:
         return None
@@ -113,7 +113,7 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
 
 
 def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
-    """See `resolve_adapter`; of a training run, the run's own folder."""
+    """The folder of `resolve_adapter`; for a training run, the run's own folder."""
     # What can only be a path is returned unchecked.
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
@@ -123,28 +123,30 @@ def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         hub_name, revision = on_hub.groups()
         return fetch_adapter(hub_name, revision, fetch)
     folder = Path(adapter)
-    bundled = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
-    if adapter and folder.is_dir() and (bundled is None or is_adapter_folder(folder)):
-        if bundled is not None:
-            place = "the folder of that name in the working directory, not the bundled adapter"
+    stored = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
+    if adapter and folder.is_dir() and (stored is None or is_adapter_folder(folder)):
+        if stored is not None:
+            place = (
+                "the folder in the working directory, not the adapter that is bundled or made here"
+            )
             logger.info("adapter %s: %s", adapter, place)
         return folder
     require(
-        bundled is not None or adapter not in CHECKOUT_ONLY,
+        stored is not None or adapter not in CHECKOUT_ONLY,
         f"the adapter {adapter} is not part of the installed package: its licence is "
         f"{CHECKOUT_ONLY.get(adapter)}",
         expected=f"a folder, or a bundled adapter ({', '.join(bundled_adapters())})",
         do=f"take examples/adapters/{adapter} from {project_address()}",
     )
-    if bundled is None:
+    if stored is None:
         names = ", ".join((*bundled_adapters(), *adapters_made_here()))
-        or_bundled = f", or a bundled adapter ({names})" if names else ""
+        or_stored = f", or a bundled adapter or one made here ({names})" if names else ""
         raise InputError(
-            f"no adapter folder {adapter}, and no bundled adapter of that name",
-            expected=f"a folder with LoRA or streams{or_bundled}",
+            f"no adapter folder {adapter}, and no bundled adapter or one made here of that name",
+            expected=f"a folder with LoRA or streams{or_stored}",
             do="check --adapter",
         )
-    return bundled
+    return stored
 
 
 def _local_path(name: str) -> Path | None:

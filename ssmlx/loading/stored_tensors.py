@@ -28,7 +28,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> str:
-        """For example "BF16"."""
+        """The type in the header, such as "BF16"."""
         return self.kind.partition(" ")[0]
 
 

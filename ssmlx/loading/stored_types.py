@@ -1,8 +1,8 @@
 """Refusing weights whose stored types mlx-lm's class would misread.
 
-MLX reads FP8 as plain bytes, so weights that nobody decodes would be numbers from 0 to 255, without
-an error. mlx-lm decodes its own formats, those of the methods in `_METHODS`, and FP8 with scales if
-the model's class does.
+MLX reads FP8 as plain bytes, so weights that are not decoded would be numbers from 0 to 255,
+without an error. mlx-lm decodes its own formats, those of the methods in `_METHODS`, and FP8 with
+scales if the model's class does.
 """
 
 import re
@@ -40,7 +40,8 @@ _DO = "use the model in bfloat16, or one that mlx-lm converted"
 
 
 def require_known_quantisation(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse weights that nobody would decode, by settings and headers; no weights are read."""
+    """Refuse weights that no class of mlx-lm decodes, by settings and headers; no weights are
+    read."""
     is_mlx_own = config.get("quantization") is not None
     method = None if is_mlx_own else _require_known_method(folder, config)
     stored: dict[str, StoredTensor] = {}
@@ -128,7 +129,8 @@ def _require_four_bits(
     folder: Path,
     groups: Any,  # "config_groups" of quantization_config
 ) -> None:
-    """mlx-lm reads all packed integers as if they were symmetric ones of 4 bits."""
+    """Refuse other packed integers than symmetric ones of 4 bits, as mlx-lm reads all of them as
+    these."""
     listed = groups.values() if isinstance(groups, dict) else []
     weights = [one.get("weights") for one in listed if isinstance(one, dict)]
     stated = [

@@ -16,7 +16,7 @@ def write_tensors(
     tensors: Mapping[str, mx.array],
     metadata: dict[str, str] | None = None,  # of the file's header
 ) -> None:
-    """Over an older file, which is not replaced as a whole."""
+    """Write a file over an older one, which is not replaced as a whole."""
     odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
     found = f"{odd} has NaN or infinity in {path.name}"
     do = "choose a wider --dtype, or train again"
@@ -32,7 +32,7 @@ def read_tensors(
     what: str,  # the file should hold, for messages
     names_begin_with: str = "",  # others are not read
 ) -> dict[str, mx.array]:
-    """The tensors are evaluated."""
+    """The tensors of a file, evaluated."""
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
     claim_process()

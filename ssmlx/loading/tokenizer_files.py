@@ -66,7 +66,8 @@ def _names_code(folder: Path) -> bool:
 
 
 def _settings_without_model(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """What a tokenizer's class is chosen by, and nothing that transformers checks."""
+    """The settings by which a tokenizer's class is chosen, without what transformers would
+    check."""
     model_type = config.get("model_type") or ""
     is_known = model_type in CONFIG_MAPPING
     kind = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
@@ -81,7 +82,7 @@ def _settings_without_model(config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def read_chat_template(folder: Path) -> str | dict[str, str] | None:
-    """A folder's chat template; by name, if there are several, or one that is not for chats."""
+    """A folder's chat template; several, or one that is not for chats, by their names."""
     # The order of transformers' tokenizers, then of its processors.
     found: dict[str, str] = {}
     for path in sorted([folder / JINJA_FILE, *folder.glob(NAMED_JINJA_FILES)]):

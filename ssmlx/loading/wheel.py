@@ -155,7 +155,7 @@ def package_index_url() -> str:
 
 
 def _pip_config_files() -> list[Path]:
-    """Whether they exist or not; a later file wins."""
+    """The files that pip may be configured by, whether they exist or not; a later file wins."""
     user = home()
     config = os.environ.get("XDG_CONFIG_HOME")
     mac = [user / "Library/Application Support"] if sys.platform == "darwin" else []
@@ -166,7 +166,7 @@ def _pip_config_files() -> list[Path]:
 
 
 def _download_wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
-    """What comes is not checked here."""
+    """Download a wheel's bytes, which are not checked here."""
     options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
     page_url = f"{index.rstrip('/')}/{wheel.name}/"
     accept = {"Accept": _PAGES}

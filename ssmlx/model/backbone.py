@@ -53,7 +53,7 @@ Reload = Callable[[Collection[str]], dict[str, nn.Module]]
 
 
 class FileStamp(NamedTuple):
-    """What tells one state of a file from all others."""
+    """Identifies one version of a file."""
 
     name: str
     inode: int
@@ -64,7 +64,7 @@ class FileStamp(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a base model came from, and what is fetched or read for it later."""
+    """The source of a base model, and what is fetched or read for it later."""
 
     name: str = "this model"  # a name or a folder, as it was given
     folder: Path | None = None  # of its weights; None if they were read from no folder
@@ -105,8 +105,8 @@ class Backbone(Stages):
         self.origin = origin or Origin()
         self.draft_bits = draft_bits
         self.group = group
-        # The base model's modules that an attached adapter's LoRA stands in for, by path; None for
-        # those that `origin.reload` gives.
+        # The base model's modules that an attached adapter's LoRA replaces, by path; None for those
+        # that `origin.reload` gives.
         self.replaced: Mapping[str, nn.Module | None] = {}
         # What others keep as long as these weights are in memory, such as a head that drafts;
         # shared by all copies of the backbone.
@@ -126,7 +126,7 @@ class Backbone(Stages):
             self._switch_to_own_call(error.found)
 
     def clone_sharing_weights(self) -> Backbone:
-        """Modules of the copy may be exchanged, and those of this backbone stay as they are."""
+        """A copy whose modules may be exchanged; those of this backbone stay as they are."""
         clone = copy.copy(self)
         clone.model = clone_sharing_arrays(self.model)
         clone.refresh_parts()
@@ -139,7 +139,7 @@ class Backbone(Stages):
             self.parts = find_available_parts(self.model, self.vocab_size)
 
     def without_adapter(self) -> Backbone:
-        """On the same arrays, without the LoRA that is attached; modules that are no longer in
+        """A backbone on the same arrays without the attached LoRA; modules that are no longer in
         memory are read from the model's files. This backbone itself if nothing was replaced."""
         if not self.replaced:
             return self
@@ -154,7 +154,7 @@ class Backbone(Stages):
 
     @property
     def replaced_in_memory(self) -> dict[str, nn.Module]:
-        """`origin.reload` reads the others."""
+        """The replaced modules that are kept in memory; `origin.reload` reads the others."""
         return {path: module for path, module in self.replaced.items() if module is not None}
 
     @cached_property
@@ -188,7 +188,7 @@ class Backbone(Stages):
         cache: StateCache,  # of the tokens before; its `commit_accepted` says how many stay
         taps: Sequence[int] = (),  # as `append` takes them
     ) -> CallOutput:
-        """For a model without stages."""
+        """Run a chain through a model without stages."""
         return self._run_own_call(cache.verify, tokens, taps)
 
     def _run_own_call(
@@ -249,17 +249,17 @@ class Backbone(Stages):
         return to_float(scaled.flatten()[largest]) / to_float(plain.flatten()[largest])
 
     def broadcast_from_rank0(self, *arrays: mx.array) -> list[mx.array]:
-        """Rank 0's values, if the model is split over ranks."""
+        """Give every rank the values of rank 0, if the model is split over ranks."""
         return from_rank0(arrays, self.group)
 
     def make_model_cache(self) -> list[Any]:
         """mlx-lm's own caches by layer, for the model's own call; `family.make_caches` makes those
-        that tell its windows."""
+        that know the model's attention windows."""
         return list(make_prompt_cache(self.parts.outer))
 
     @property
     def capabilities(self) -> Capabilities:
-        """Whether it can batch is tried by a few calls when that is first asked."""
+        """The model's abilities; a few calls try whether it can batch when that is first asked."""
         reason = self._no_stages
         return Capabilities(
             stages=reason,
@@ -278,7 +278,7 @@ class Backbone(Stages):
 
     @cached_property
     def _no_batches(self) -> Reason:
-        """Why texts of different lengths cannot share a call."""
+        """The reason why texts of different lengths cannot share a call."""
         return try_batches(self) if self._no_stages is None else self._no_stages
 
     def _embed_one_token(self) -> mx.array:  # [1, 1, D]

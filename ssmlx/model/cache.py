@@ -3,8 +3,8 @@
 Each layer keeps its state itself (`layer_state`); a cache knows which tokens are committed, and
 which paths are not counted yet. A step's rows (tree nodes, and in the upper layers the streams) are
 written before the committed tokens. `hold_accepted_path` copies the accepted path's rows, a
-handful, and `commit_accepted` writes them after the committed ones. Nothing else is ever moved: the
-rows that were not accepted, and all stream rows, are simply overwritten by the next step.
+handful, and `commit_accepted` writes them after the committed ones. A step moves nothing else: rows
+that were not accepted, and all stream rows, are simply overwritten by the next one.
 
 How many rows of a path count is known to the device at once and to the host when it has read the
 result. A step may be built before that: it sees the path's rows between its own and the committed
@@ -49,7 +49,7 @@ class AcceptedPath:
 
     @cached_property
     def counts(self) -> mx.array:  # [P]
-        """Which of the rows count."""
+        """Whether each of the P rows counts."""
         return indices(self.length) < self.count
 
 
@@ -89,8 +89,8 @@ class RowsCache:
         row_positions: mx.array,  # [R] of the step's rows, none before `end`
         window: int,  # W, tokens that the layer sees, including the row's own
     ) -> WindowKeys:
-        """As `key_positions`, without the first committed tokens that the window hides from every
-        row."""
+        """The positions of keys that a window shows: those of `key_positions`, without the first
+        committed tokens that are hidden from every row."""
         dropped = self._num_committed_before(max(0, self.end + 1 - window))
         return WindowKeys(self.key_positions(row_positions, dropped), dropped)
 
@@ -119,7 +119,7 @@ class RowsCache:
         self,
         committed: mx.array,  # [K] numbers of committed tokens
     ) -> mx.array:
-        """Their positions in the text."""
+        """The positions in the text of some committed tokens."""
         return committed
 
     @property
@@ -127,9 +127,8 @@ class RowsCache:
         return sum(state.nbytes for state in self._states.values())
 
     def path_masks(self, num_rows: int) -> list[mx.array]:  # [num_rows, P] each
-        """For each uncounted path, the oldest first: every row sees those of its P rows that
-        count. In a step's mask these columns stand between the step's own rows and the committed
-        tokens."""
+        """The mask columns of each uncounted path, the oldest first: every row sees those of the P
+        rows that count. They come between the step's own rows and the committed tokens."""
         return [mx.broadcast_to(path.counts, (num_rows, path.length)) for path in self._paths]
 
     def view(
@@ -138,14 +137,14 @@ class RowsCache:
         positions: mx.array | Positions,  # [R] of the rows; or [1], the first one's
         map_values: ValueMap | None = None,  # changes the rows' values before attention reads them
     ) -> LayerView:
-        """What decoder layer `layer` is handed for the R rows of a step: its keys and values become
-        scratch rows, and attention reads [R rows | P of each uncounted path | L tokens]."""
+        """The cache that decoder layer `layer` gets for the R rows of a step: keys and values
+        become scratch rows, and attention reads [R rows | P of each uncounted path | L tokens]."""
         return self._states[layer].step_view(
             positions, self._offset, [path.rows[layer] for path in self._paths], map_values
         )
 
     def _grow_buffers(self, scratch: int, capacity: int) -> None:
-        """Neither may become less."""
+        """Grow all buffers, by a copy; neither size may become less."""
         if scratch == self.scratch and capacity == self.capacity:
             return
         for state in self._states.values():
@@ -154,7 +153,7 @@ class RowsCache:
         self.capacity = capacity
 
     def _write_path(self, path: AcceptedPath) -> None:
-        """`offset` grows by the path's `num_tokens`."""
+        """Write a path after the committed tokens; `offset` grows by its `num_tokens`."""
         for layer, state in self._states.items():
             state.write_path(path.rows[layer], self._offset)
         self._offset += path.num_tokens or 0
@@ -178,8 +177,8 @@ class TreeCache(RowsCache, TextCache):
 
     @property
     def root_position(self) -> mx.array:  # [1]
-        """Not waited for: tokens before the next step's root, committed ones and those of `paths`
-        that count."""
+        """The number of tokens before the next step's root: committed ones, and those of `paths`
+        that count. On the device, not waited for."""
         position = mx.array([self._offset], mx.int32)
         for path in self._paths:
             position = position + path.count
@@ -205,8 +204,8 @@ class TreeCache(RowsCache, TextCache):
         return kept + [array for path in self._paths for rows in path.rows for array in rows]
 
     def reserve(self, *, more_tokens: int, step_rows: int = 0) -> None:
-        """Makes room for all rows of uncounted paths as well. Buffers are copied only when one of
-        them grows."""
+        """Make room for tokens and a step's rows, and for all rows of uncounted paths. Buffers are
+        copied only if one of them grows."""
         uncounted = sum(path.length for path in self._paths)
         capacity = self.capacity
         needed = self._offset + more_tokens + uncounted
@@ -215,11 +214,11 @@ class TreeCache(RowsCache, TextCache):
         self._grow_buffers(max(step_rows + uncounted, self.scratch), capacity)
 
     def drop_paths(self) -> None:
-        """They are of a step that was abandoned."""
+        """Drop uncounted paths: their step was abandoned."""
         self._paths = []
 
     def append_view(self, layer: int) -> LayerView:
-        """What decoder layer `layer` is handed when tokens are appended."""
+        """The cache that decoder layer `layer` gets when tokens are appended."""
         if self._paths:
             raise ValueError("there are uncounted paths: commit_accepted, or drop_paths first")
         return self._states[layer].append_view(self._offset)
@@ -243,8 +242,9 @@ class TreeCache(RowsCache, TextCache):
         self._paths.append(AcceptedPath(rows, count, lower_path.shape[0]))
 
     def commit_accepted(self, num_tokens: int) -> None:
-        """What it writes must not be evaluated together with a step that was built before: that one
-        still reads the buffers. The next step's evaluation does it."""
+        """Write the first `num_tokens` of the oldest path after the committed tokens. This must not
+        be evaluated with a step that was built before, which still reads the buffers: the next
+        step's evaluation does it."""
         if not self._paths:
             raise ValueError("no accepted path waits to be committed")
         path = self._paths[0]
@@ -261,8 +261,8 @@ class TreeCache(RowsCache, TextCache):
         self._offset += num_tokens
 
     def snapshot(self) -> TreeCache:
-        """Masks are shared too. MLX cannot write in place into what a copy holds: drop it before
-        evaluating."""
+        """A copy that shares all arrays, and the masks. MLX cannot write in place into what it
+        holds: drop it before evaluating."""
         held = copy.copy(self)
         held._states = {layer: state.copy() for layer, state in self._states.items()}
         held._paths = list(self._paths)
@@ -285,7 +285,7 @@ class TreeCache(RowsCache, TextCache):
         return cache
 
     def rows(self, num_tokens: int, layers: range | None = None) -> list[Rows]:
-        """By layer, slices of the buffers: the first `num_tokens` committed tokens."""
+        """The rows of the first `num_tokens` committed tokens by layer: slices of the buffers."""
         return [self._states[layer].first_rows(num_tokens) for layer in layers or self.layers]
 
     def keys_and_values(
@@ -296,9 +296,9 @@ class TreeCache(RowsCache, TextCache):
         return split_key_values(rows)
 
     def fork(self, num_tokens: int) -> TreeCache:
-        """Both hold the same buffers, of which MLX makes a copy when one of them writes. If the
-        tokens fill less than half of the buffers, only their rows are copied instead, without
-        scratch rows or free room."""
+        """A new cache of the first `num_tokens`. Both hold the same buffers, which MLX copies when
+        one of them writes. If the tokens fill less than half of the buffers, only their rows are
+        copied instead, without scratch rows or free room."""
         self._require_committed(num_tokens)
         if not num_tokens:
             return TreeCache(len(self.layers), step=self._step)
@@ -332,7 +332,8 @@ class TreeCache(RowsCache, TextCache):
 class StreamCache(RowsCache):
     """Keys and values of the upper layers for a second pass, that of one node's streams.
 
-    A layer's buffer holds what these streams see, once more, L of them committed:
+    Each layer has its own copy of the keys and values that the streams see; L of these are
+    committed:
 
     [2, Hkv, S + capacity, Dh]: | room | G streams | P paths | sinks | window | free room |
 
@@ -363,12 +364,13 @@ class StreamCache(RowsCache):
         first_visible: int = 0,  # number of the first token after the sinks that the streams see
     ) -> None:
         """Take over the committed tokens and uncounted paths of `cache`, which stays as it is."""
-        known = [path for path in self._paths if path.num_tokens is not None]
-        held = self.end + sum(path.num_tokens or 0 for path in known)
+        # Paths that both caches share, whose length the host has learned since.
+        counted = [path for path in self._paths if path.num_tokens is not None]
+        end_with_counted = self.end + sum(path.num_tokens or 0 for path in counted)
         skipped = max(0, first_visible - SINKS)
         scratch = num_streams + sum(path.length for path in cache.paths)
-        as_before = held == cache.offset and skipped == self._skipped and self.capacity > 0
-        if not as_before or scratch > self.scratch:
+        has_followed = end_with_counted == cache.offset and self.capacity > 0
+        if not has_followed or skipped != self._skipped or scratch > self.scratch:
             self.scratch = max(scratch, self.scratch)
             self.capacity = cache.capacity - skipped
             self._skipped = skipped
@@ -380,6 +382,6 @@ class StreamCache(RowsCache):
                 self._states[layer].grow(self.scratch, self.capacity)
         else:
             self._grow_buffers(self.scratch, max(self.capacity, cache.capacity - skipped))
-            for path in known:
+            for path in counted:
                 self._write_path(path)
         self._paths = list(cache.paths)

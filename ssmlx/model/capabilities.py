@@ -1,4 +1,4 @@
-"""What a model can do beside plain decoding, and if it cannot, why."""
+"""A model's abilities beside plain decoding, or the reasons why it lacks them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXPECTED: dict[Capability, str] = {
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Each is None if the model can, or the reason in words if it cannot."""
+    """A model's abilities: each is None if it can, or the reason in words if it cannot."""
 
     stages: Reason  # embedding, layers, norm and head run one after the other, as streams need it
     taps: Reason  # hidden states between layers

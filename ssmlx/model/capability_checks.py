@@ -1,4 +1,4 @@
-"""What a model is capable of, tried: a few tokens run through its stages and through itself.
+"""Trials of a model's abilities: a few tokens run through its stages and through itself.
 
 If both give the same logits, the stages are the model. That is tried when a model is loaded, in
 float32 and past windows that are made short for it, so that it takes a few calls.
@@ -72,8 +72,8 @@ def try_tree_masks(stages: Stages) -> bool:
 
 
 def try_batches(stages: Stages) -> Reason:
-    """Why texts of different lengths cannot share a call: two run in shared calls, the shorter one
-    padded in front, and each alone. Waits for the device."""
+    """Find out why texts of different lengths cannot share a call, if so: two run in shared calls,
+    the shorter one padded in front, and each alone. Waits for the device."""
     tried = _float32_with_short_windows(stages)
     tokens = mx.array(CHECK_TOKENS)
     first = tokens.size // 2
@@ -100,9 +100,9 @@ def try_chains(
     make_model_cache: Callable[[], list[Any]],
     dtype: mx.Dtype,  # of its own logits, for how far these may differ by rounding
 ) -> Reason:
-    """Why rejected tokens cannot be taken back from what a model without stages keeps.
-    `CHECK_TOKENS` run in pieces, as chains with wrong tokens after them, and in one call. Waits for
-    the device."""
+    """Find out why rejected tokens cannot be taken back, if so, from what a model without stages
+    keeps. `CHECK_TOKENS` run in pieces, as chains with wrong tokens after them, and in one call.
+    Waits for the device."""
     tried: Any = clone_sharing_arrays(model)
     _let_embeddings_return_float32(tried)
     tokens = mx.array(CHECK_TOKENS)
@@ -137,7 +137,8 @@ def try_last_hidden(
     norm_inputs: list[mx.array],  # what entered the final norm in one call
     logits: mx.array,  # [1, R, V] of this call
 ) -> Reason:
-    """Why the last hidden states of a model without stages cannot be had. Waits for the device."""
+    """Find out why a model without stages cannot give its last hidden states, if so. Waits for the
+    device."""
     try:
         if stages.final_norm is None:
             why = "its final norm was not found"
@@ -197,7 +198,7 @@ def _float32_with_short_windows(stages: Stages) -> Stages:
 
 
 def _let_embeddings_return_float32(model: nn.Module) -> None:
-    """Each gets another class, in place."""
+    """Give each embedding, in place, a class that returns float32."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             kind = type(module)
@@ -211,7 +212,7 @@ def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
 
 
 def _unexplained_difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
-    """None if rounding explains the largest difference: at most a thousandth of the largest
+    """The largest difference, or None if rounding explains it: at most a thousandth of the largest
     expected logit (or of 1) if `dtype` is float32, a tenth for other types. Waits for the
     device."""
     expected = expected.astype(mx.float32)

@@ -1,4 +1,4 @@
-"""What a drafted token says about the next one: corrections of the streams' last hidden states.
+"""The condition on a drafted token: corrections of the streams' last hidden states.
 
 Streams guess side by side, and none knows what another has guessed. The condition adds to the
 final-normed state n of a stream, before the LM head, what follows from the token a before it:
@@ -8,7 +8,7 @@ n + Q (sigmoid(W_g n) * W_e e(a)), e(a) the target's embedding of a, of RMS 1
 One for all streams, without biases; Q starts at zero, which changes nothing. It is DFlash 2's
 selector, a gated table of token pairs, on the target's own embeddings and head instead of tables
 over the vocabulary, which small data cannot fill. Hydra's heads (arXiv 2402.05109) and the MLP
-speculator (arXiv 2404.19124) see the token before in the same place.
+speculator (arXiv 2404.19124) see the token before in the same way.
 """
 
 from __future__ import annotations

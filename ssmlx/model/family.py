@@ -54,7 +54,7 @@ class Parts:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Nothing is run: whether the parts put together are the model is for `check_stages` to say."""
+    """Find a model's parts; nothing is run, and only `check_stages` tells whether they are all."""
     outer = language_model(model)
     decoder = _find_decoder(model)
     norm_name = _find_norm_name(model, decoder)
@@ -135,7 +135,7 @@ def no_stages_error(
 
 
 def settings_of(model: Any) -> Any:
-    """What a model was built from: `args`, or `config` in some classes."""
+    """The settings that a model was built from: `args`, or `config` in some classes."""
     return getattr(model, "args", getattr(model, "config", None))
 
 
@@ -145,7 +145,7 @@ def language_model(model: nn.Module) -> Any:
 
 
 def attention_of(layer: Any) -> Any:
-    """None if it has no attention by mlx-lm's usual names."""
+    """The attention of a layer; None if it has none by mlx-lm's usual names."""
     return getattr(layer, _first_name(layer, _ATTENTION_NAMES), None)
 
 

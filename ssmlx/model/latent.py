@@ -22,7 +22,7 @@ from .shapes import indices
 
 
 class RowsAsTexts(nn.Module):
-    """A base of the classes that `run_rows_as_texts` makes, to know them by."""
+    """A base that marks the classes made by `run_rows_as_texts`."""
 
 
 def is_latent(layer: Any) -> bool:
@@ -32,8 +32,7 @@ def is_latent(layer: Any) -> bool:
 
 
 def run_rows_as_texts(layers: Iterable[Any]) -> None:
-    """In place: latent attention gets a class that runs the rows of a step as texts of one row
-    each."""
+    """Give latent attention, in place, a class that runs a step's rows as texts of one row each."""
     for layer in layers:
         attention = attention_of(layer)
         if is_latent(layer) and not isinstance(attention, RowsAsTexts):
@@ -45,12 +44,12 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
 def _run_each_row_as_a_text(
     own: Any,  # the `__call__` of the module's class
 ) -> Callable[..., mx.array]:
-    """One row, rows without a `LayerView` and tokens that are appended go to `own` as they come."""
+    """A `__call__` that runs `own` once, with the R rows of a step as its batch axis."""
 
     def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
         # As the layers call it: `attn_scale` if there is one, the mask, the cache.
         *scales, mask, cache = given if len(given) > 1 else (None, None)
-        if x.shape[1] == 1 or not isinstance(cache, LayerView) or isinstance(cache.offset, int):
+        if not _are_rows_of_step(x, cache):
             return cast("mx.array", own(attention, x, *given, **named))
         rows = x.shape[1]
         scales = [scale.swapaxes(0, 2) for scale in scales]
@@ -62,6 +61,12 @@ def _run_each_row_as_a_text(
         return cast("mx.array", texts.swapaxes(0, 1))
 
     return call
+
+
+def _are_rows_of_step(x: mx.array, cache: Any) -> bool:
+    """Whether x [1, R, D] holds several rows of a step, and not appended tokens."""
+    # A view for appended tokens has the number of tokens before them as its offset.
+    return x.shape[1] > 1 and isinstance(cache, LayerView) and not isinstance(cache.offset, int)
 
 
 def _positions_of_rows(
@@ -76,9 +81,9 @@ def _update_and_fetch_texts(
     view: LayerView,
     rows: int,  # R
 ) -> UpdateAndFetch:
-    """For R texts of one row each, which write into and read the one cache: latents and rotated
-    keys, each [R, 1, 1, width], to latents [R, 1, keys, width], the same for every text, and keys
-    [1, 1, keys, width]."""
+    """A function by which R texts of one row each write into and read the one cache: it maps
+    latents and rotated keys, each [R, 1, 1, width], to latents [R, 1, keys, width], the same for
+    every text, and keys [1, 1, keys, width]."""
 
     def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
         latent, key = view.update_and_fetch(latent.swapaxes(0, 2), key.swapaxes(0, 2))

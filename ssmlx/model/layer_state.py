@@ -1,4 +1,4 @@
-"""What one layer keeps of a text, and how a step goes on from it.
+"""The state that one layer keeps of a text, and the views by which a step reads and extends it.
 
 The caches (`cache`) know which tokens are committed and which paths are not counted yet; a state
 knows what its layer keeps of them, rows of attention. What models without stages keep is in
@@ -25,7 +25,7 @@ ValueMap = Callable[[mx.array], mx.array]
 # Keys and values of a step's rows, to those that attention reads; it keeps the rows.
 UpdateAndFetch = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
-# Where the rows of a path are in buffers: once for all layers whose buffers are alike.
+# Indices of a path's rows in buffers: once for all layers whose buffers are alike.
 PathIndices = dict[tuple[int, ...], mx.array]
 
 
@@ -47,7 +47,7 @@ def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
 
 
 def count_rows(rows: Rows) -> int:
-    """R."""
+    """R, the number of rows."""
     return int(rows[0].shape[2])
 
 
@@ -58,8 +58,8 @@ def drop_rows(
 ) -> mx.array:
     if first == last:
         return array
-    behind = array[:, :, last:]
-    return mx.concatenate([array[:, :, :first], behind], axis=2) if first else behind
+    after = array[:, :, last:]
+    return mx.concatenate([array[:, :, :first], after], axis=2) if first else after
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class LayerView:
 
 
 class AttentionState:
-    """Keys and values of one layer, in one buffer if both have one shape, else in two.
+    """Keys and values of one layer, in one buffer if both have one shape, otherwise in two.
 
         [2, Hkv, S + capacity, Dh]:   | scratch S                   | committed                |
                                            ^ R rows       ^ P path    ^ L tokens, then free room
@@ -117,7 +117,7 @@ class AttentionState:
 
     @classmethod
     def of(cls, rows: Rows) -> AttentionState:
-        """Without scratch rows or free room."""
+        """A state of given rows, without scratch rows or free room."""
         return cls(0, count_rows(rows), rows)
 
     @property
@@ -133,7 +133,7 @@ class AttentionState:
         scratch: int,  # S
         capacity: int,  # most committed tokens
     ) -> None:
-        """Neither may become less. Buffers that grow are copied, with zeros in the new room."""
+        """Grow the buffers by a copy, with zeros in the new room; neither size may become less."""
         front = scratch - self._scratch
         back = capacity - self._capacity
         if front or back:
@@ -150,8 +150,8 @@ class AttentionState:
         # changes the rows' values, not those of paths, before they are written
         map_values: ValueMap | None,
     ) -> LayerView:
-        """When the layer runs, its rows, followed by those of `paths`, are written at the end of
-        the scratch; attention reads from there to the end of the committed tokens."""
+        """A view that writes the layer's rows, when it runs, followed by those of `paths`, at the
+        end of the scratch; attention reads from there to the end of the committed tokens."""
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             if map_values is not None:
@@ -172,8 +172,8 @@ class AttentionState:
         self,
         num_committed: int,  # L
     ) -> LayerView:
-        """When the layer runs, its rows are written after the committed tokens; attention reads no
-        scratch rows."""
+        """A view that writes the layer's rows, when it runs, after the committed tokens; attention
+        reads no scratch rows."""
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             first = self._scratch + num_committed
@@ -187,7 +187,7 @@ class AttentionState:
         path: mx.array,  # [P] numbers among the rows of the step that ran last
         known: PathIndices,  # shared by the layers of a step; read and filled in
     ) -> Rows:
-        """All P rows are copied, also those that do not count: a mask hides these."""
+        """Copies of all P rows, also of those that do not count: a mask hides these."""
         rows = []
         for buffer in self._buffers:
             shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
@@ -202,19 +202,20 @@ class AttentionState:
         rows: Rows,
         num_committed: int,  # L
     ) -> None:
-        """Rows that do not fit are dropped. Repetitions of the path's last node are written too:
-        they stand beyond the committed tokens, in free room."""
+        """Write a path after the committed tokens; rows that do not fit are dropped. Repetitions of
+        the path's last node are written too: they lie beyond the committed tokens, in free
+        room."""
         room = self._capacity - num_committed
         fitting = tuple([array[:, :, :room] for array in rows])
         self._write(self._scratch + num_committed, fitting)
 
     def first_rows(self, num_tokens: int) -> Rows:
-        """Slices of the buffers."""
+        """The rows of the first `num_tokens` committed tokens: slices of the buffers."""
         last = self._scratch + num_tokens
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
 
     def copy(self) -> AttentionState:
-        """What is written to either does not change the other."""
+        """A copy, whose writes do not change this one, nor the other way round."""
         twin = copy.copy(self)
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
@@ -248,7 +249,7 @@ class AttentionState:
             self._write(first, (keys, values))
 
     def _require_room(self, first: int, num_rows: int) -> int:
-        """Returns the number after the last row."""
+        """Refuse rows beyond the buffers; returns the number after the last row."""
         last = first + num_rows
         size = self._scratch + self._capacity
         if first < 0 or last > size:

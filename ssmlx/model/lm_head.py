@@ -36,8 +36,8 @@ class ScaledHead:
 
 
 def quantise(layer: nn.Module, bits: int) -> nn.Module:
-    """In MLX's affine mode, in groups of 64 weights, or of 32; unchanged if it is quantised already
-    or neither divides its width."""
+    """Quantise a layer in MLX's affine mode, in groups of 64 weights, or of 32; unchanged if it is
+    quantised already or neither divides its width."""
     width = int(layer.weight.shape[-1])
     group_sizes = [size for size in (64, 32) if width % size == 0]
     if isinstance(layer, PACKED_KINDS) or not group_sizes:
@@ -66,7 +66,7 @@ def row_weights(
     layer: nn.Module,  # of one of `HEAD_KINDS`
     tokens: mx.array,  # [...]
 ) -> mx.array:  # [..., D]
-    """Dequantised, with LoRA merged in, without any bias."""
+    """Rows of a head's weight, dequantised, with LoRA merged in, without any bias."""
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
         weights = layer.layer_of_merged_rows(tokens.flatten()).weight

@@ -37,7 +37,7 @@ class RowScope(threading.local):
     """The first row that LoRA acts on; None while it acts on no row.
 
     For scope "all" it stays 0. For scope "streams" the model sets it while its upper layers run,
-    where stream rows stand after the nodes. Each thread has its own, so that others may use the
+    in which stream rows come after the nodes. Each thread has its own, so that others may use the
     same model; every thread starts with the value given here.
     """
 
@@ -49,7 +49,7 @@ class RowScope(threading.local):
         self,
         row: int | None,  # None: LoRA acts on no row
     ) -> Iterator[None]:
-        """On this thread, inside the `with` block."""
+        """Set the first row on this thread, inside the `with` block."""
         before = self.first
         self.first = row
         try:
@@ -74,12 +74,12 @@ class LoraWeights:
 
     @property
     def rank(self) -> int:
-        """r."""
+        """r, the inner width of LoRA."""
         return int(self.a.shape[1])
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What was trained."""
+        """The trained arrays."""
         return [self.a, self.b, *([] if self.magnitude is None else [self.magnitude])]
 
 
@@ -90,7 +90,7 @@ class RowsAndProduct(NamedTuple):
     product: mx.array  # [R - first, r] those from the first that LoRA acts on, times A
 
 
-# The modules that stood in a model before others took their places, by path.
+# The modules of a model that others have replaced, by path.
 ReplacedModules = dict[str, nn.Module]
 
 # The first number in a module's path is its layer's, whatever the model calls its layers.
@@ -115,7 +115,7 @@ def select_paths_by_name(
     layer_label: str,  # for the error, such as "layer 3"
     do: str,  # for the error
 ) -> list[str]:
-    """As PEFT chooses modules, in the order of `paths`."""
+    """The paths that PEFT would choose, in the order of `paths`."""
 
     def is_named(path: str, name: str) -> bool:
         return path == name or path.endswith("." + name)
@@ -162,8 +162,8 @@ class LoraLayer(nn.Module):
 
     @property
     def added(self) -> list[mx.array]:
-        """Its own arrays, such as LoRA's factors and DoRA's gain; not those of the layer that it
-        wraps."""
+        """The arrays that it adds, such as LoRA's factors and DoRA's gain; not those of the layer
+        that it wraps."""
         return [value for value in self.values() if isinstance(value, mx.array)]
 
 
@@ -171,8 +171,9 @@ class RowLora(LoraLayer):
     """A linear layer with LoRA on the rows from `scope.first` on; DoRA's gain acts on every row, in
     scope or not.
 
-    Rows before that are computed exactly as without LoRA, except for DoRA's gain. Rows are told
-    apart only within one sequence: in a batch of several, LoRA acts on every row or on none.
+    Rows before that are computed exactly as without LoRA, except for DoRA's gain. Rows can be
+    distinguished only within one sequence: in a batch of several, LoRA acts on every row or on
+    none.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class RowLora(LoraLayer):
         self,
         x: mx.array,  # [..., in]
     ) -> mx.array:  # [..., out]
-        """With DoRA's gain if there is one."""
+        """The layer's product without LoRA, but with DoRA's gain if there is one."""
         y: mx.array = self.linear(x)
         if "gain" in self:
             y = y * self.gain
@@ -278,8 +279,8 @@ class SummedLora(RowLora):
 
 
 class EmbeddingLora(LoraLayer):
-    """An embedding, perhaps quantised, with LoRA or DoRA where it embeds and, if `acts_on_head`,
-    where it is the LM head."""
+    """An embedding, perhaps quantised, with LoRA or DoRA; also as the LM head, if
+    `acts_on_head`."""
 
     def __init__(
         self,
@@ -309,7 +310,7 @@ class EmbeddingLora(LoraLayer):
         self,
         x: mx.array,  # [..., D]
     ) -> mx.array:  # [..., V]
-        """With LoRA, or DoRA's gain, only if `acts_on_head`."""
+        """Logits of the LM head; with LoRA, or DoRA's gain, only if `acts_on_head`."""
         logits: mx.array = self.embedding.as_linear(x)
         if not self.acts_on_head:
             return logits
@@ -346,7 +347,7 @@ class ExpertsLora(LoraLayer):
         indices: mx.array,  # [...] the expert that each row goes to
         sorted_indices: bool = False,  # they are in ascending order
     ) -> mx.array:  # [..., R, out]
-        """As mlx-lm's `SwitchLinear`, with the expert's own LoRA."""
+        """The product of mlx-lm's `SwitchLinear`, with the expert's own LoRA."""
         chosen: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
         z = mx.gather_mm(x, self.lora_a.swapaxes(-1, -2), **chosen)
@@ -389,8 +390,8 @@ class SharedInput(threading.local):
 def share_products(
     loras: Mapping[str, RowLora],  # by path in the model
 ) -> None:
-    """In place: q, k and v projections of one parent module share one product, as do gate and up
-    projections."""
+    """Let q, k and v projections of one parent module share one product, and gate and up
+    projections too; in place."""
     groups: dict[tuple[str, str], list[RowLora]] = {}
     for path, lora in loras.items():
         above, _, name = path.rpartition(".")
@@ -422,8 +423,8 @@ def expected_lora_shapes(
     layer: nn.Module | None,  # perhaps split over ranks: the shapes are those of the whole
     weights: LoraWeights,  # only rank, DoRA and `acts_on_head` count
 ) -> dict[str, tuple[int, ...]]:
-    """By mlx-lm's names: "lora_a", "lora_b" and, for DoRA, "m" (the magnitude), which experts lack.
-    {} if LoRA cannot act on the layer."""
+    """Shapes by mlx-lm's names: "lora_a", "lora_b" and, for DoRA, "m" (the magnitude), which
+    experts lack. {} if LoRA cannot act on the layer."""
     rank = weights.rank
     # mlx-lm's layers with a `to_lora` have LoRA of their own kind.
     if not isinstance(layer, LORA_KINDS) or hasattr(layer, "to_lora"):
@@ -444,7 +445,7 @@ def weight_in_float32(
     layer: nn.Module,  # linear, an embedding, or experts
     rows: mx.array | None = None,  # [n] numbers of outputs, tokens or experts; all unless given
 ) -> mx.array:
-    """Dequantised."""
+    """A layer's weight, dequantised."""
     parts: list[Any] = [layer.get(name) for name in ("weight", "scales", "biases")]
     if rows is not None:
         parts = [None if part is None else part[rows] for part in parts]
@@ -457,7 +458,7 @@ def weight_in_float32(
 
 
 def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:  # in the layer's shape
-    """Dequantised, with scale * A B added, in float32, without DoRA's norms."""
+    """A layer's weight, dequantised, in float32, plus scale * A B, without DoRA's norms."""
     a, b = (array.astype(mx.float32) for array in (weights.a, weights.b))
     if isinstance(layer, EXPERTS):
         delta = b @ a
@@ -488,7 +489,7 @@ def shard_lora(
     weights: LoraWeights,  # of the whole layer; no DoRA, whose magnitude would not be split
     linear: nn.Module,  # with this rank's part of its weight
 ) -> LoraWeights:
-    """This rank's part, if the layer is split over ranks."""
+    """The rank's part of LoRA, if the layer is split over ranks."""
     if isinstance(linear, SPLIT_OUTPUTS):
         parts = mx.split(weights.b, linear.group.size(), axis=1)
         return replace(weights, b=parts[linear.group.rank()])
@@ -502,7 +503,7 @@ def copy_with_merged_lora(
     layer: nn.Module,  # not quantised, one that `is_mergeable`
     weights: LoraWeights,
 ) -> nn.Module:
-    """In the weight's own dtype; the other arrays are shared."""
+    """A copy with LoRA merged, in the weight's own dtype; the other arrays are shared."""
     twin = copy.copy(layer)
     weight = _weight_with_lora(layer, weights)
     gain = dora_gain(layer, weights)
@@ -525,7 +526,7 @@ def wrap_with_lora(
     scope: RowScope,
     dtype: mx.Dtype | None,  # of activations, which the factors are cast to; None keeps theirs
 ) -> LoraLayer:
-    """The layer is held, and stays as it is."""
+    """A layer with LoRA around `layer`, which is held and stays as it is."""
     if isinstance(layer, EMBEDDINGS):
         return EmbeddingLora(layer, weights, dtype)
     if isinstance(layer, EXPERTS):
@@ -546,8 +547,8 @@ def attach_lora(
     # see `share_products`; False in training, where the factors change
     shares_products: bool = True,
 ) -> ReplacedModules:
-    """In place; only DoRA's gains are computed. Returns the replaced modules: while those of merged
-    layers are kept, their weights are in memory twice."""
+    """Put LoRA into the model, in place; only DoRA's gains are computed. Returns the replaced
+    modules: while those of merged layers are kept, their weights are in memory twice."""
     modules = dict(model.named_modules())
     updates: dict[str, nn.Module] = {}
     for path, weights in lora.items():

@@ -28,7 +28,7 @@ def stream_visibility(
     ancestors: mx.array,  # [M, M] bool
     num_streams: int,  # G
 ) -> mx.array:  # [M * (1 + G), M * (1 + G)]
-    """Which row of a step (first axis) sees which (eqs. 1 and 2).
+    """Whether a row of a step (first axis) sees another (eqs. 1 and 2).
 
     A node sees its ancestors and itself. Stream j of a node sees what the node sees, and the node's
     streams 1 to j. No row sees another node's streams. With M = 2 (a root and its child) and G = 2,
@@ -99,12 +99,12 @@ def hide_outside_window(
 class WindowKeys(NamedTuple):
     """The keys that attention with a window reads in a step."""
 
-    positions: mx.array  # [keys] int, where they stand in the text
+    positions: mx.array  # [keys] int, in the text
     num_left_out: int  # of the first committed tokens, which no row sees
 
 
 class Columns(Protocol):
-    """What a mask needs to know of the cache that its rows stand in; `cache.RowsCache` has it."""
+    """The cache as a mask sees it: implemented by `cache.RowsCache`."""
 
     capacity: int
 
@@ -120,7 +120,7 @@ class Columns(Protocol):
 
 
 class LayerMask(NamedTuple):
-    """What one layer's attention sees: a mask, and the keys that it has no column for."""
+    """A mask for one layer's attention, and the keys that it has no column for."""
 
     mask: mx.array | metal.TreeMask | str | None  # as mlx-lm's layers take it
     first_left_out: int = 0  # number of the first key that is left out

@@ -29,13 +29,13 @@ def copy_with_parts(
 
 
 def module_arrays(model: nn.Module) -> list[mx.array]:
-    """Includes arrays that are no parameters, such as a rotary embedding's frequencies."""
+    """All arrays of a model, also those that are no parameters, such as rotary frequencies."""
     held = (value for module in model.modules() for value in module.values())
     return [value for value in held if isinstance(value, mx.array)]
 
 
 def clone_sharing_arrays(model: nn.Module) -> nn.Module:
-    """A module that stands in two places is one module in the copy too."""
+    """A copy of the modules, on the same arrays; a module that occurs twice is one in it too."""
     twin: nn.Module = _clone_modules_in(model, {})
     return twin
 

@@ -123,7 +123,7 @@ class Decoder(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """Under the name that other models have for it."""
+        """The final norm, under the name that other models have for it."""
         return self.final_layer_norm
 
     def embed_at(
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         positions: mx.array,  # [B, R] or [R], from 0 at the text's first token
     ) -> mx.array:  # [B, R, D]
         """A draft tree may reach beyond the last position; such tokens are never part of an answer,
-        and get the last position's. Padding stands before the first, at -1."""
+        and get the last position's. Padding comes before the first, at -1."""
         positions = mx.clip(positions, -1, self.last_position)
         embedded: mx.array = self.embed_tokens(tokens)
         of_positions: mx.array = self.embed_positions(positions + _FIRST_POSITION)

@@ -30,7 +30,7 @@ def launched_group() -> Group | None:
 
 
 def shard_over_ranks(model: nn.Module, group: Group) -> None:
-    """In place: keeps this rank's part of the weights, which need not have been computed yet."""
+    """Cut the model's weights, which need not be computed yet, to this rank's part; in place."""
     wrapped: Any = model
     size = group.size()
     require(
@@ -66,8 +66,8 @@ def partial_product(
 
 
 def sum_over_ranks(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
-    """Sent as one message, since sums must come in one order on every rank: all ranks call this
-    with the same shapes and dtypes."""
+    """Sum each array over the ranks, in one message, since sums must come in one order on every
+    rank: all ranks call this with the same shapes and dtypes."""
     flat = mx.concatenate([array.flatten() for array in arrays])
     flat = mx.distributed.all_sum(flat, group=group)
     ends = list(accumulate(array.size for array in arrays))
@@ -81,6 +81,6 @@ def from_rank0(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array
     if group is None:
         return list(arrays)
     if group.rank() > 0:
-        # Behind what they stand for, as on rank 0.
+        # Zeros are sent once the arrays that they replace are computed, as on rank 0.
         arrays = mx.depends([mx.zeros_like(array) for array in arrays], list(arrays))
     return sum_over_ranks(arrays, group)

@@ -2,7 +2,7 @@
 
 A recurrent layer (a gated delta net, Mamba 2, linear attention, a short convolution) keeps a state
 of the text instead of keys and values. A token cannot be dropped from a state as a row is dropped
-from a cache. So a call on drafted tokens keeps what its recurrences were given, at the place where
+from a cache. So a call on drafted tokens keeps the inputs of its recurrences, noted as
 mlx-lm's modules call them. Once it is known how many tokens were accepted, only the recurrence runs
 again, over their rows, from the state before the call; and the window that a convolution keeps is
 cut from its input. Both are small beside the call: no weight matrix is read again.
@@ -55,7 +55,7 @@ class Recurrence:
     _signature: _Signature
 
     def state_after_first(self, count: int) -> mx.array | None:
-        """None before a text's first token."""
+        """The state after the first `count` rows; None before a text's first token."""
         if count == 0:
             return self._arguments.get(self._signature.state)  # type: ignore[no-any-return]
         axis = self._signature.axis
@@ -66,7 +66,7 @@ class Recurrence:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What recurrences and convolutions were given in a call, in the order of the call."""
+    """The inputs of recurrences and convolutions in a call, in the order of the call."""
 
     recurrences: list[Recurrence]
     # [1, K - 1 + R, C] inputs of convolutions over K tokens: the window that the call before left,
@@ -80,15 +80,15 @@ _convolutions = Notes()
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Of the models that `hook_recurrences` has seen, on this thread."""
+    """Record the runs of models that `hook_recurrences` has seen, on this thread."""
     with _recurrences.taken() as recurrences, _convolutions.taken() as convolutions:
         yield Recording(recurrences, convolutions)
 
 
 def hook_recurrences(model: nn.Module) -> None:
-    """For good: `nn.Conv1d` modules get another class, and the functions of `RECURRENCES` are
-    replaced, for the whole process, in the Python files of the classes of all modules of
-    `model`."""
+    """Hook a model's recurrences, for good: `nn.Conv1d` modules get another class, and the
+    functions of `RECURRENCES` are replaced, for the whole process, in the Python files of the
+    classes of all modules of `model`."""
     for module in model.modules():
         if isinstance(module, nn.Conv1d):
             note_inputs(module, _convolutions.add)

@@ -36,8 +36,7 @@ _OF_GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotar
 def rope_settings(
     config: Mapping[str, Any],  # the content of config.json
 ) -> dict[str, Any]:
-    """What has to be changed in a config.json, so that every mlx-lm class reads its rotary
-    settings.
+    """The changes to a config.json by which every mlx-lm class reads its rotary settings.
 
     transformers 5 nests them under `rope_parameters`, which some of mlx-lm's classes ignore; for
     models whose sliding layers turn by other angles, once more by kind of layer. There the classes
@@ -101,7 +100,7 @@ def context_length(
 
 
 def _lengths(settings: Mapping[str, Any]) -> list[int]:
-    """In tokens; empty if the settings say nothing."""
+    """The context lengths that settings name, in tokens; empty if they name none."""
     # `n_positions` counts alone: it is the length of a table of learned positions.
     names = ("n_positions",) if settings.get("n_positions") else _LENGTHS
     values: list[Any] = [settings.get(name) for name in names]
@@ -109,7 +108,7 @@ def _lengths(settings: Mapping[str, Any]) -> list[int]:
 
 
 def _defaults(model_type: Any) -> dict[str, Any]:
-    """Of transformers' settings of a model type."""
+    """The defaults in transformers' settings of a model type."""
     is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     kind = CONFIG_MAPPING[model_type] if is_known else None
     return {name: getattr(kind, name, None) for name in _LENGTHS}
@@ -126,8 +125,8 @@ def _scales_angles(model: nn.Module, kind: str, factor: float) -> bool:
 
 
 def keep_positions_in_table(model: nn.Module) -> None:
-    """In place: a table of learned positions (`wpe`) gives its last row for any position past it.
-    No answer goes so far, but drafted tokens may, and MLX would read past the table."""
+    """Let a table of learned positions (`wpe`) give its last row for any position past it, in
+    place. No answer goes so far, but drafted tokens may, and MLX would read past the table."""
     for module in model.modules():
         table = module.get("wpe")
         if isinstance(table, nn.Module):
@@ -143,8 +142,7 @@ def _bounded_class(kind: Any) -> Any:
 
 
 class Positions:
-    """Where a step's rows stand, with the rotary angles that follow, computed once for all
-    layers."""
+    """The positions of a step's rows, with their rotary angles, computed once for all layers."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@
     S   scratch rows that the cache keeps before the committed ones
     D   hidden size          V  vocabulary        Hkv  key/value heads      Dh  head size
 
-Rows of the upper layers stand nodes first, then streams node by node: stream j (1 to G) of
+Rows of the upper layers are nodes first, then streams node by node: stream j (1 to G) of
 node i is row M + i * G + j - 1.
 """
 
@@ -41,7 +41,7 @@ def to_list(array: mx.array) -> list[Any]:
 def expect_shape(
     name: str,  # of the array: the error begins with it
     array: mx.array,  # not computed
-    *shape: int | None,  # None stands for any size
+    *shape: int | None,  # None: any size
 ) -> None:
     found = array.shape
     if len(found) != len(shape) or any(
@@ -51,7 +51,7 @@ def expect_shape(
 
 
 def evaluated(array: mx.array) -> mx.array:
-    """What is kept must be computed, for no other thread can compute it later."""
+    """Compute an array that is to be kept, for no other thread can compute it later."""
     mx.eval(array)
     return array
 
@@ -67,11 +67,11 @@ def take(
     array: mx.array,  # [n]
     positions: mx.array,  # [m]
 ) -> mx.array:  # [m]
-    """One primitive, where brackets cost two."""
+    """One MLX primitive; indexing with [] takes two."""
     return mx.take_along_axis(array, positions, axis=0)
 
 
 def arrays_in(tree: Any) -> list[mx.array]:
-    """In nested lists, tuples and dictionaries, such as a module's parameters."""
+    """The arrays in nested lists, tuples and dictionaries, such as a module's parameters."""
     pairs: Any = tree_flatten(tree)
     return [leaf for _, leaf in pairs if isinstance(leaf, mx.array)]

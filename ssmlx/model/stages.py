@@ -38,8 +38,8 @@ Mask = mx.array | TreeMask | WindowMasks | CausalMasks
 
 @dataclass(frozen=True, eq=False)
 class CallOutput:
-    """What a call of the model gives for its R rows, all of it lazy: logits that nobody evaluates
-    are never computed."""
+    """The results of a model's call on R rows, all lazy: logits that are not evaluated are never
+    computed."""
 
     logits: mx.array  # [R, V] of the token after each row
     # [1, R, D] before the final norm; None without stages (see `taps`)
@@ -67,8 +67,8 @@ class Stages:
         self.refresh_parts()
 
     def refresh_parts(self) -> None:
-        """After some modules of `model` were exchanged. Calls on two tokens find out what the model
-        does before its layers and after its head."""
+        """Find the parts again after modules of `model` were exchanged. Calls on two tokens find
+        out what the model does before its layers and after its head."""
         self.parts = find_parts(self.model)
         run_rows_as_texts(self.parts.layers)
         self._takes_named_masks = all_call_mlx_attention(self.parts.layers)
@@ -85,17 +85,17 @@ class Stages:
 
     @property
     def windows(self) -> list[int | None]:
-        """By layer, how many tokens a token sees, including itself; None for all."""
+        """The tokens that a token of each layer sees, including itself; None for all."""
         return self.parts.windows
 
     @property
     def final_norm(self) -> Any:
-        """None if it was not found."""
+        """The norm before the LM head; None if it was not found."""
         return self.parts.final_norm
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of tokens in the vocabulary."""
         return self.parts.vocab_size
 
     @property
@@ -105,7 +105,7 @@ class Stages:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the hidden states between layers."""
+        """The type of the hidden states between layers."""
         return self._embed_one_token().dtype
 
     @property
@@ -133,7 +133,7 @@ class Stages:
         self,
         tokens: mx.array,  # [...]
     ) -> mx.array:  # [..., D]
-        """Neither scaled nor with positions."""
+        """Rows of the embedding, neither scaled nor with positions."""
         rows: mx.array = self.parts.embedding(tokens)
         return rows
 
@@ -175,7 +175,7 @@ class Stages:
 
     @property
     def lm_head(self) -> LMHead:  # normed [..., D] to logits [..., V]
-        """Scaled and capped as the model does."""
+        """The LM head, which scales and caps logits as the model does."""
         return self._head_with_layer(None)
 
     def append(
@@ -202,7 +202,7 @@ class Stages:
         return CallOutput(self.logits(hidden), hidden, taps=filled_taps(tapped))
 
     def _embed_one_token(self) -> mx.array:  # [1, 1, D]
-        """Its shape and type are those of hidden states."""
+        """The embedding of a token, for the shape and type of hidden states."""
         return self.embed(mx.array([0]), mx.array([0]))
 
     def _query_scale(
@@ -211,7 +211,7 @@ class Stages:
         # [R], or [B] if R is 1; or the first row's, a number or [1]
         offset: int | mx.array | Positions,
     ) -> mx.array:  # [B, 1, R, 1]; B is 1 if all texts have the same positions
-        """What a model that scales queries multiplies them by (Ministral, Mistral 4)."""
+        """The factors of a model that scales queries (Ministral, Mistral 4)."""
         if isinstance(offset, Positions):
             offset = offset.array
         positions = mx.array(offset).reshape(-1)
@@ -266,14 +266,14 @@ def filled_taps(tapped: LayerInputs) -> dict[int, mx.array]:
 
 
 class _NoCache:
-    """What a decoder without layers is given instead of their caches."""
+    """Takes the place of the layers' caches in a decoder without layers."""
 
     offset = 0
 
 
 def wrap_ropes(stages: Stages) -> list[tuple[Any, nn.Module]]:
-    """In place. Returns the attention modules that were changed, with their former rotary
-    embeddings."""
+    """Wrap layers' rotary embeddings in place; returns the attention modules that were changed,
+    with their former rotary embeddings."""
     found: list[tuple[Any, nn.Module, PositionedRope]] = []
     for layer in [] if stages.embeds_positions else stages.layers:
         attention: Any = attention_of(layer)

@@ -1,4 +1,4 @@
-"""What a model itself keeps of one text, in mlx-lm's caches, and the way back from drafted tokens.
+"""The cache of a model called as a whole: mlx-lm's caches, and the way back from drafted tokens.
 
 A `cache.TreeCache` holds rows of attention, which this package writes. Models whose layers cannot
 be run one by one, those with recurrent layers for example, are called as a whole, with caches of
@@ -31,11 +31,11 @@ class Rollback(Protocol):
     """Takes back from one mlx-lm cache the last rows of a call on a chain."""
 
     def keep_first(self, count: int) -> None:
-        """To be called once, and before the cache is used again."""
+        """Take back all rows but the first `count`; once, before the cache is used again."""
 
 
 class _RowsRollback:
-    """Of attention that sees the whole text: the rows are at the cache's end."""
+    """Takes back rows of attention over the whole text, which are at the cache's end."""
 
     def __init__(self, cache: KVCache, num_rows: int) -> None:
         self._cache = cache
@@ -46,8 +46,8 @@ class _RowsRollback:
 
 
 class _WindowRollback:
-    """Of attention that sees a window: a call of several rows leaves new arrays in the cache. To be
-    made before the call: it holds the arrays from before."""
+    """Takes back rows of attention over a window: a call of several rows leaves new arrays in the
+    cache. To be made before the call, as it holds the arrays from before."""
 
     def __init__(self, cache: RotatingKVCache, num_rows: int) -> None:
         self._cache = cache
@@ -68,18 +68,18 @@ StateAfterFirst = Callable[[int], mx.array | None]
 
 
 class _StatesRollback:
-    """Of a recurrent layer: each of its states can be had after any row of the call."""
+    """Takes back a recurrent layer's states: each can be had after any row of the call."""
 
     def __init__(self, cache: ArraysCache, states_after_first: list[StateAfterFirst]) -> None:
         self._cache = cache
         self._states_after_first = states_after_first
 
     def keep_first(self, count: int) -> None:
-        self._cache.cache = [behind(count) for behind in self._states_after_first]
+        self._cache.cache = [state_after(count) for state_after in self._states_after_first]
 
 
 class _StateSources:
-    """Finds what each state that a call left in a cache comes from.
+    """Finds the source of each state that a call left in a cache.
 
     A recurrence's state is the very array that the recurrence returned. All others are windows: the
     last rows of the convolutions' inputs, in the order in which the convolutions ran.
@@ -94,7 +94,7 @@ class _StateSources:
         self,
         state: mx.array | None,  # that a cache holds after the call
     ) -> StateAfterFirst:
-        """To be asked once for each state, in the caches' order."""
+        """How to get `state` after any row of the call; asked once each, in the caches' order."""
         if state is None:
             return lambda count: None
         recurrence = self._recurrences.get(id(state))
@@ -113,7 +113,7 @@ class StateCache(TextCache):
 
     It takes only chains, and none after a call that the host has not read. After `verify` these
     hold rejected tokens too. They are taken back when the caches are used next: until then
-    `keep_first` may still go back to any place in the chain.
+    `keep_first` may still go back to any accepted token of the chain.
     """
 
     def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
@@ -200,8 +200,8 @@ class StateCache(TextCache):
         return self.mark()
 
     def longest_keepable(self, num_tokens: int) -> int:
-        """All within the last chain, and if every layer keeps the rows of the whole text; else the
-        last mark before, the text's end, or 0."""
+        """`num_tokens` within the last chain, or if every layer keeps the rows of the whole text;
+        otherwise the last mark before, the text's end, or 0."""
         num_tokens = min(num_tokens, self._offset)
         if self._is_in_chain(num_tokens) or not self.has_fixed_places:
             return num_tokens
@@ -209,7 +209,7 @@ class StateCache(TextCache):
         return max(place for place in places if place <= num_tokens)
 
     def keep_first(self, num_tokens: int) -> None:
-        """Marks after that place are forgotten."""
+        """Go back to the first `num_tokens`; marks after them are forgotten."""
         if num_tokens < 0 or num_tokens != self.longest_keepable(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}
@@ -221,8 +221,8 @@ class StateCache(TextCache):
         self,
         layer: int,  # its number among the layers that have a cache of their own
     ) -> tuple[mx.array, mx.array]:  # [1, H, R, Dh] and [1, H', R, Dh']
-        """Of a layer with a window of W tokens: the newest ones, at least W or all; in the text's
-        order if there are more than W, else in any."""
+        """Keys and values of a layer; with a window of W tokens, of the newest ones, at least W or
+        all, in the text's order only if there are more than W."""
         self._take_back_rejected()
         cache = self._caches[layer]
         if type(cache) not in (KVCache, RotatingKVCache) or cache.keys is None:
@@ -231,7 +231,8 @@ class StateCache(TextCache):
         return cache.keys[..., :held, :], cache.values[..., :held, :]
 
     def fork(self, num_tokens: int) -> StateCache:
-        """It has taken back what was rejected, and cannot go back into the last chain."""
+        """A new cache of the first `num_tokens`, without rejected tokens; it cannot go back into
+        the last chain."""
         fork = self.snapshot()
         fork.keep_first(num_tokens)
         fork._take_back_rejected()
@@ -245,7 +246,7 @@ class StateCache(TextCache):
         return held
 
     def drop_free_room(self) -> None:
-        """For a fork that is shorter than what it was made of: the rest is freed. Waits for it."""
+        """Free the rows after the text, of a fork that is shorter than its origin. Waits for it."""
         for cache in flatten_caches(self._caches):
             if type(cache) is KVCache and cache.keys is not None:
                 cache.keys = mx.contiguous(cache.keys[..., : cache.offset, :])
@@ -254,7 +255,7 @@ class StateCache(TextCache):
 
     @property
     def _state_caches(self) -> list[ArraysCache]:
-        """Those of recurrent layers."""
+        """The caches of recurrent layers."""
         return [one for one in flatten_caches(self._caches) if isinstance(one, ArraysCache)]
 
     def _is_in_chain(self, num_tokens: int) -> bool:
@@ -262,8 +263,8 @@ class StateCache(TextCache):
         return self._chain is not None and self._chain.start <= num_tokens <= self._offset
 
     def _restore(self, num_tokens: int) -> None:
-        """To a marked place or the beginning; any place if all layers keep the rows of the whole
-        text. `offset` stays."""
+        """Go back to a marked offset or the beginning; to any offset if all layers keep the rows of
+        the whole text. `offset` stays."""
         self._take_back_rejected()
         if num_tokens == 0:
             self._caches = self._make_caches()
@@ -309,7 +310,8 @@ class _PendingChain:
                 )
 
     def end_call(self, recorded: Recording) -> None:
-        """Find where the states that the call left come from."""
+        """Record how to undo the recurrent states of the call that just ran; ValueError for an
+        unknown recurrence."""
         sources = _StateSources(recorded, self.num_rows)
         for cache in self._state_caches:
             states_after_first = [sources.find(state) for state in cache.cache]
@@ -322,7 +324,7 @@ class _PendingChain:
 
 
 def flatten_caches(caches: Iterable[Any]) -> Iterator[Any]:
-    """Those in a `CacheList` one by one."""
+    """Yield caches, those in a `CacheList` one by one."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from flatten_caches(cache.caches)

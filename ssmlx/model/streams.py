@@ -71,7 +71,7 @@ class StreamWeights:
 
     @property
     def trainable_arrays(self) -> list[mx.array]:
-        """Always in the same order: training and its checkpoints go by it."""
+        """The trained arrays, always in the same order: training and its checkpoints go by it."""
         low_rank = (self.init, self.root_init, self.prune)
         maps = [array for m in low_rank if m is not None for array in (m.a, m.b)]
         if (given := self.condition) is not None:
@@ -106,7 +106,7 @@ class ValueRotation:
         num_nodes: int,  # M
         num_streams: int,  # G
     ) -> mx.array:  # as `values`
-        """Nodes' values stay as they are."""
+        """Rotate the values of streams; those of nodes stay as they are."""
         if num_streams == 0:
             return values
         turned = self.rotate_streams(values[:, :, num_nodes:], num_streams)
@@ -200,7 +200,7 @@ class StreamFusedModel:
 
     @property
     def starts_from_root(self) -> bool:
-        """Whether streams start from the root too, where it is known."""
+        """Whether streams start from the root too, if it is known."""
         return self.streams is not None and self.streams.root_init is not None
 
     @property
@@ -240,8 +240,8 @@ class StreamFusedModel:
         return TreeCache(self.num_layers, scratch=scratch)
 
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
-        """Without streams. The mask is written into a buffer of the cache: it holds until the next
-        mask of the same size."""
+        """Positions and mask of nodes without streams. The mask is written into a buffer of the
+        cache: it holds until the next mask of the same size."""
         key = tree.topology
         takes_bits = self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
@@ -283,11 +283,11 @@ class StreamFusedModel:
     def condition_logits(
         self,
         normed: mx.array,  # [..., D] last hidden states of streams, after the final norm
-        previous: mx.array,  # [..., K'] tokens that may stand before the stream's own
+        previous: mx.array,  # [..., K'] tokens that may come before the stream's own
         tokens: mx.array,  # [..., K] the stream's tokens whose logits are wanted
     ) -> mx.array:  # [..., K', K]
-        """To add to the logits of `tokens`, for each token before (`Condition`); scaled as the
-        model scales its logits."""
+        """Terms to add to the logits of `tokens`, for each token before (`Condition`); scaled as
+        the model scales its logits."""
         assert self.streams is not None and self.streams.condition is not None
         condition = self.streams.condition
         embedded = self.backbone.token_embeddings(previous)
@@ -376,7 +376,7 @@ class StreamFusedModel:
         visible = stream_visibility(tree.ancestors, num_streams)
         most = cache.offset + sum(path.length for path in cache.paths)
         if starts is None and self.window_start(cache, most) > SINKS:
-            # The device knows where the root stands, the host perhaps not yet.
+            # The device knows the root's position, the host perhaps not yet.
             assert self.config is not None
             start = window_start(cache.root_position, self.config.stream_window)
             starts = mx.broadcast_to(start, (num_nodes,))

@@ -1,7 +1,7 @@
-"""What a model keeps of one text, as all who decode see it, whatever kind of model it is.
+"""The interface to a model's cache of one text, for any kind of model.
 
-Of a model whose layers run one by one it is a `cache.TreeCache`: rows of attention, which the
-package writes itself. Of one that is called as a whole it is a `state_cache.StateCache`: mlx-lm's
+For a model whose layers run one by one it is a `cache.TreeCache`: rows of attention, which the
+package writes itself. For one that is called as a whole it is a `state_cache.StateCache`: mlx-lm's
 own caches. A signature that says `TextCache` takes either; one that says `TreeCache` needs the rows
 of tokens, or the nodes of a tree; one that says `StateCache` needs a chain.
 """
@@ -17,7 +17,7 @@ CACHE_STEP = 256  # tokens by which the room for a text grows at once, as in mlx
 
 
 class TextCache(ABC):
-    """What a model keeps of one text.
+    """A model's cache of one text.
 
     Some of the text's first tokens are committed: what they left is kept. A call may leave more, of
     which `commit_accepted` says how much becomes text.
@@ -83,17 +83,17 @@ class TextCache(ABC):
 
     @property
     def has_fixed_places(self) -> bool:
-        """Whether `keep_first` can only go back to certain places of the text."""
+        """Whether `keep_first` can only go back to certain offsets of the text."""
         return False
 
     def mark_here_alone(self) -> bool:
-        """Let `keep_first` come back to where the text ends now, and no longer to places that were
+        """Let `keep_first` come back to the present end of the text, and no longer to offsets
         marked before. Returns whether it can."""
         return True
 
     @abstractmethod
     def longest_keepable(self, num_tokens: int) -> int:
-        """How many of a text's first `num_tokens` tokens `keep_first` and `fork` can keep: never
+        """The number of a text's first `num_tokens` that `keep_first` and `fork` can keep: never
         more than are committed."""
 
     @abstractmethod
@@ -127,6 +127,6 @@ class TextCache(ABC):
         self,
         layer: int,  # its number among the layers that keep something
     ) -> tuple[mx.array, mx.array]:  # [1, H, R, Dh] and [1, H', R, Dh']
-        """What one layer's attention keeps of the committed tokens; keys carry their rotary
+        """Keys and values of the committed tokens in one layer; keys carry their rotary
         positions. Slices of the buffers: drop them before the cache is written to, or it is
         copied."""

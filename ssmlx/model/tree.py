@@ -1,7 +1,7 @@
 """Draft trees: their fixed topologies, and the trees that streams draft (section 3.2.2, A.1).
 
 A tree stores for every node the path from the root to it. Masks, acceptance and the cache all read
-that one table. Nodes stand in breadth-first order, so the root is node 0 and a parent comes before
+that one table. Nodes are in breadth-first order, so the root is node 0 and a parent comes before
 its children. Everything that depends on the drafted tokens stays on the device, with shapes that
 the settings alone decide.
 """
@@ -27,7 +27,7 @@ PAD_TOKEN = -1
 class Topology:
     """The shape of a tree of N nodes, without its tokens."""
 
-    # [N - 1] where each node's token stands in the flattened [G, K] candidate table
+    # [N - 1] index of each node's token in the flattened [G, K] candidate table
     slots: mx.array
     depths: mx.array  # [N] distance from the root
     # [N, P] the node at each depth on the way from the root; repeats the node itself beyond
@@ -58,7 +58,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Includes the root."""
+        """N, the nodes with the root."""
         return self.depths.shape[0]
 
 
@@ -137,7 +137,7 @@ def _parents(
 def _ancestors(
     paths: mx.array,  # [N, P]
 ) -> mx.array:  # [N, N]
-    """Column j is row i itself or one of its ancestors."""
+    """Whether column j is row i itself or one of its ancestors."""
     return (paths[:, :, None] == indices(paths.shape[0])).any(axis=1)
 
 
@@ -145,7 +145,7 @@ def _below_root(
     paths: mx.array,  # [N, P]
     depths: mx.array,  # [N]
 ) -> mx.array:  # [N, P]
-    """Which entries are neither the root nor repeated."""
+    """Whether an entry is neither the root nor repeated."""
     levels = indices(paths.shape[1])
     return (levels > 0) & (levels <= depths[:, None])
 
@@ -162,8 +162,8 @@ def top_nodes(
 
 
 def clip_logprobs(logprobs: mx.array) -> mx.array:
-    """To a range below 0, in float32: so a child's path sum is always below its parent's, and never
-    -inf."""
+    """Clip to a range below 0, in float32: so a child's path sum is always below its parent's, and
+    never -inf."""
     return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
 
 
@@ -190,7 +190,8 @@ def topology_of_paths(
 
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
-    """Every node has `width` children, `levels` levels deep below the root; K is `width`."""
+    """A tree in which every node has `width` children, `levels` deep below the root; K is
+    `width`."""
     ranks = [path for depth in range(levels + 1) for path in product(range(width), repeat=depth)]
     return topology_of_paths(ranks, width)
 
@@ -223,8 +224,8 @@ def candidate_topology(
 
 @lru_cache(maxsize=64)
 def chain_with_siblings_topology(width: int, levels: int) -> Topology:
-    """Each level has `width` nodes, all of them children of the level above's candidate 0. So N = 1
-    + levels * width, and K is `width`."""
+    """A chain with siblings: each level has `width` nodes, all of them children of the level
+    above's candidate 0. So N = 1 + levels * width, and K is `width`."""
     ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
     return topology_of_paths([(), *ranks], width)
 
@@ -233,7 +234,8 @@ def draft_topology(
     config: TreeConfig,
     num_streams: int,  # G, levels below the root
 ) -> Topology:
-    """Of kind "full" it is the drafted tree's own; else its best nodes are the drafted tree."""
+    """For "full", the topology of the drafted tree itself, InputError if that is too large; for
+    "best", of all candidate nodes, from which the best are chosen."""
     if config.kind == "full":
         config.num_nodes(num_streams)
         return full_topology(config.full_width, num_streams)
@@ -246,7 +248,7 @@ def count_candidates(
     *,
     conditional: bool,  # candidates are scored given the token before them
 ) -> int:
-    """K, how many of each stream's likeliest tokens `grow_tree` has to be given."""
+    """K, the number of each stream's likeliest tokens that `grow_tree` needs."""
     if not conditional:
         return draft_topology(config, num_streams).num_candidates
     return max(RESCORED, config.full_width) if config.kind == "full" else RESCORED
@@ -262,7 +264,7 @@ def root_tree(
 def chain_tree(
     tokens: mx.array,  # [N]
 ) -> Tree:
-    """Each is the one child of the token before it."""
+    """A tree in which each token is the one child of the token before it."""
     chain = chain_with_siblings_topology(1, tokens.shape[0] - 1)
     return Tree(tokens, chain.depths, chain.paths, chain.num_internal, chain)
 
@@ -384,7 +386,7 @@ def _best_children(
 
 
 def _split_levels(array: mx.array) -> list[mx.array]:
-    """As a list: brackets would gather them."""
+    """The rows of `array` as a list; one split is cheaper than indexing each."""
     return [one.squeeze(0) for one in mx.split(array, array.shape[0])]
 
 
@@ -406,14 +408,14 @@ def _full_conditional_tree(
 
 @dataclass(frozen=True, eq=False)
 class _BeamLayout:
-    """What is known of a beam's N nodes, including the root, before their tokens are."""
+    """The layout of a beam's N nodes, including the root, before their tokens are known."""
 
     counts: list[int]  # of each depth below the root
     depths: mx.array  # [N]
     root_score: mx.array  # [1]
     nodes: mx.array  # [N] from 0 up
     above: mx.array  # [N] the first node of each node's parent's depth
-    up: mx.array  # [N, P] how far above each node the node at each depth of its path is
+    up: mx.array  # [N, P] levels from each node up to the node at each depth of its path
     slots: mx.array  # [N - 1] the first of the candidates [G, K] of each node below the root
 
 
@@ -424,8 +426,8 @@ def _beam_layout(
     num_candidates: int,  # K
     width: int,  # most children of a node
 ) -> _BeamLayout:
-    """Depth d keeps `size` - d nodes, or all children of depth d - 1 if these are fewer.
-    Evaluated."""
+    """The layout of a beam whose depth d keeps `size` - d nodes, or all children of depth d - 1 if
+    these are fewer. Evaluated."""
     counts = [1]
     for level in range(levels):
         counts.append(min(size - 1 - level, counts[-1] * width))

@@ -1,1 +1,1 @@
-"""What to draft: costs and acceptance that are learned, and the controller that weighs them."""
+"""Decisions on what to draft: learned costs and acceptance, and the controller that weighs them."""

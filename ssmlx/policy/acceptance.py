@@ -1,4 +1,4 @@
-"""How many of the drafted tokens a text accepts, over what its drafter offers.
+"""Acceptance ratios: the drafted tokens that a text accepts, over those its drafter offers.
 
 An acceptance ratio of 1 means as many accepted tokens as offered; of 0.5, half as many.
 """
@@ -45,7 +45,7 @@ class AcceptancePrior:
         self._ratios: dict[tuple[str, int], Ratio] = {}
 
     def ratio(self, name: str, context: int, first_ratio: float = FIRST_RATIO) -> float:
-        """Of the context's bucket, else of the longest shorter one known, else `first_ratio`."""
+        """The ratio of the context's bucket, or the longest shorter one known; or `first_ratio`."""
         return self._nearest(name, context, first_ratio).value
 
     def learn(
@@ -68,13 +68,13 @@ class AcceptancePrior:
         ratio.value += (accepted / offered - ratio.value) * offered / ratio.weight
 
     def _nearest(self, name: str, context: int, first_ratio: float) -> Ratio:
-        """Not to be changed: it may be another bucket's."""
+        """The ratio that `ratio` gives; not to be changed, as it may be another bucket's."""
         bucket = context_bucket(context)
         known = [one for other, one in self._ratios if other == name and one <= bucket]
         return self._ratios[name, max(known)] if known else Ratio(first_ratio)
 
     def known_ratios(self, context: int) -> dict[str, float]:
-        """By name, as `ratio` gives them; those that were never learned are left out."""
+        """The ratios by name, as `ratio` gives them; without those that were never learned."""
         bucket = context_bucket(context)
         names = {name for name, one in self._ratios if one <= bucket}
         return {name: self.ratio(name, context) for name in names}
@@ -106,7 +106,7 @@ class AcceptancePrior:
 
 
 class AnswerAcceptance:
-    """What an answer accepts under one name: a prior ratio, more and more replaced by counts."""
+    """An answer's acceptance under one name: a prior ratio, more and more replaced by counts."""
 
     def __init__(
         self,

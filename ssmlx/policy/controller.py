@@ -2,9 +2,10 @@
 
 It weighs what drafters offer (tokens a call should bring) against what calls cost, both in plain
 calls, and drafts the shape that advances fastest, or nothing if plain decoding does. How far an
-answer may fall behind plain decoding is bounded, and so is what probes of other shapes may lose (a
-conservative bandit: Wu et al., 2016). See `CostTable` for costs, which are frozen while an answer
-runs, and `AnswerAcceptance` for what is accepted.
+answer may fall behind plain decoding is limited by estimated costs, and probes of other shapes are
+paid from a bank (as a conservative bandit: Wu et al., 2016). See `CostTable` for costs, and
+`AnswerAcceptance` for what is accepted. An answer's costs are frozen between three events: its text
+enters another context bucket, a size is timed for the first time, calls are far off their cost.
 """
 
 from collections import deque
@@ -38,7 +39,7 @@ MAX_BEHIND = 4.0
 """Plain calls that an answer may fall behind plain decoding, were the next call to bring one token:
 what a short answer may lose."""
 MAX_BEHIND_PER_TOKEN = 0.07
-"""The same for each token of the answer, if that is more: a long answer has at least 0.93 of
+"""The same for each token of the answer, if that is more: a long answer has at least about 0.93 of
 plain decoding's speed."""
 CREDIT_CALLS = 4.0
 """Calls whose expected gain is added to what the answer may be behind: if drafting promises
@@ -50,13 +51,13 @@ out one that was disturbed."""
 PROBE_CALLS = MIN_RUN_CALLS + 1
 """Calls of a probe: each verifies what the one before it drafted, so the first is not timed."""
 MAX_BEHIND_FOR_PROBE = 1.0
-"""Plain calls that an answer may be behind when a probe begins: who loses tries nothing new."""
+"""Plain calls that an answer may be behind when a probe begins: an answer that is losing does not
+probe."""
 MIN_PROBE_GAIN = 1.08
-"""What a shape has to promise over the best known one, as a factor on its speed, for a probe; the
+"""Factor on the speed of the best known shape that another one has to promise for a probe; the
 noise of a call's seconds is about 8 %."""
 MIN_TIMED_WEIGHT = 0.4
-"""Weight of a cost, in runs, below which its size counts as never timed: above what an
-extrapolated cost has (`UNKNOWN_WEIGHT`), below what a head start has (`SEED_WEIGHT`)."""
+"""Weight of a cost below which its size counts as never timed, see "Weights" in `costs`."""
 INFORMATIVE_CHANGE = 0.1
 """Relative change of a cost from which on another probe may begin at once."""
 
@@ -88,10 +89,10 @@ the device idles while the host looks up, drafts and launches."""
 
 
 class ExpectedCall(NamedTuple):
-    """What a call should bring, and what it should take."""
+    """The tokens that a call should bring, and the plain calls that it should take."""
 
     tokens: float  # that the answer should advance by
-    plain_calls: float  # as many of which it should take
+    plain_calls: float  # that it should take
 
     @property
     def speed(self) -> float:
@@ -100,7 +101,7 @@ class ExpectedCall(NamedTuple):
 
 
 PLAIN_CALL = ExpectedCall(tokens=1.0, plain_calls=1.0)
-"""What a call of plain decoding brings and takes."""
+"""A call of plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Candidate:
     offer: Offer
     tokens: float  # that the call should advance by, 1 or more
     cost: float  # plain calls that it should take
-    # plain calls that it may take at best: the less than `cost`, the less is known
+    # plain calls that it may take at best: the less is known, the further below `cost`
     hoped_cost: float
 
     @property
@@ -126,7 +127,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a call drafts for the next one."""
+    """The draft that a call makes for the next one."""
 
     candidate: Candidate | None  # None for nothing
     risk: float | None = None  # plain calls that it may lose, if it begins a probe
@@ -152,7 +153,7 @@ def size_to_time(
     offer: Offer,
     most_timed: int,  # largest number of nodes that was timed so far, 0 for none
 ) -> int:
-    """Nodes of the shape that is to be timed next, not always one of the offer's sizes."""
+    """Number of nodes that is to be timed next; not always one of the offer's sizes."""
     size = max(2 * most_timed, FIRST_NODES, offer.shapes[0].nodes)
     return min(size, offer.shapes[-1].nodes)
 
@@ -161,7 +162,7 @@ class Controller:
     """Decides what each call of one answer drafts, by expected tokens and costs.
 
     Between calls it is a function of frozen costs and of what was accepted. Seconds are collected
-    for `finish`, and have two uses before: a size that nobody has timed is known as soon as a few
+    for `finish`, and have two uses before: a size that was never timed is known as soon as a few
     of its calls are, and calls in a row that are far off their cost, as on a machine that
     throttles, make the answer time plain calls again and scale its costs.
     """
@@ -206,7 +207,7 @@ class Controller:
 
     @classmethod
     def deterministic(cls, sources: Sequence[OfferSource], context: int = 0) -> "Controller":
-        """One that knows nothing of earlier answers, learns nothing and reads no seconds."""
+        """A controller that knows no earlier answers, learns nothing and reads no seconds."""
         return cls(CostTable(), AcceptancePrior(), sources, context=context, reads_seconds=False)
 
     def next(
@@ -214,12 +215,12 @@ class Controller:
         *,
         is_read: bool = False,  # whether drafters know that call's tokens already
     ) -> DraftShape | None:
-        """What the call under way is to draft; remembered, so that `record` finds it again."""
+        """Decide what the call under way is to draft; remembered for `record`."""
         self._decisions.append(self._decide(is_read))
         return self._decisions[-1].shape
 
     def expected_fastest_call(self) -> ExpectedCall:
-        """What the fastest call should bring and take, were all tokens so far known to drafters."""
+        """The fastest call, as if drafters knew all tokens so far; `PLAIN_CALL` if it is that."""
         best = max(self._candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
             return PLAIN_CALL
@@ -278,7 +279,7 @@ class Controller:
         self._is_run_open = False
 
     def _enter_bucket(self, context: int) -> None:
-        """Go on with the costs of another bucket; what was timed is learned for the one before."""
+        """Teach what was timed to the bucket before, and go on with the costs of another one."""
         self._teach_costs()
         self._runs = []
         self._context = context
@@ -311,7 +312,8 @@ class Controller:
         fastest = max(candidates, key=self._favoured_speed)
         least_speed = ENTER_SPEED if self._pending is None else LEAVE_SPEED
         pays = fastest.speed > least_speed and self._may_lose(fastest)
-        probe = self._choose_probe(fastest.speed if pays else 1.0)
+        speed = fastest.speed if pays else 1.0
+        probe = self._choose_probe(speed, is_parked=not pays)
         if probe is not None:
             return probe
         return Decision(fastest) if pays else NOTHING
@@ -321,35 +323,40 @@ class Controller:
         return self._cost_names.get(shape.drafter, shape.drafter), shape.nodes
 
     def _candidates(self, is_read: bool) -> Iterator[Candidate]:
-        """Every shape that can be drafted now, with what is expected of it."""
+        """Every shape that can be drafted now, with what is expected of it.
+
+        Also notes each drafter's cost name, whether it needs host tokens, and new ratios.
+        """
         for source in self._sources:
             offer = source.offer()
             if offer is None:
                 continue
             self._cost_names[offer.drafter] = offer.cost_name
-            likely = 1.0
-            wait = 0.0
-            then = offer
+            likelihood = 1.0
+            wait_calls = 0.0
+            offer_after_read = offer
             if offer.needs_host_tokens:
                 self._need_host_tokens.add(offer.drafter)
                 if not is_read:
-                    wait = self._wait_for_tokens()
+                    wait_calls = self._wait_for_tokens()
                     # What is left of the offer after tokens that are not known yet.
-                    likely, then = offer.after_tokens(
+                    likelihood, offer_after_read = offer.after_tokens(
                         self._expected_unread_tokens, self._acceptance_ratio
                     )
-            for shape in self._shapes_to_consider(then, offer.cost_name):
+            for shape in self._shapes_to_consider(offer_after_read, offer.cost_name):
                 kind = self._cost_kind(shape)
+                accepted = offer_after_read.expected_accepted(shape, self._acceptance_ratio)
                 yield Candidate(
                     shape,
                     offer,
-                    1 + likely * then.expected_accepted(shape, self._acceptance_ratio),
-                    1 + likely * (self._costs.calls(kind) - 1) + wait,
-                    1 + likely * (self._costs.optimistic_calls(kind) - 1) + wait,
+                    1 + likelihood * accepted,
+                    1 + likelihood * (self._costs.calls(kind) - 1) + wait_calls,
+                    1 + likelihood * (self._costs.optimistic_calls(kind) - 1) + wait_calls,
                 )
 
     def _shapes_to_consider(self, offer: Offer, cost_name: str) -> list[DraftShape]:
-        """The shapes up to the most nodes that were timed, and the next larger one."""
+        """The shapes up to the most nodes that were timed (`FIRST_NODES` before any were), and the
+        one of exactly `size_to_time` nodes, if it is offered."""
         if not offer.shapes:
             return []
         most_timed = self._costs.largest_known(cost_name)
@@ -358,7 +365,7 @@ class Controller:
         return [one for one in offer.shapes if one.nodes <= most or one.nodes == next_size]
 
     def _wait_for_tokens(self) -> float:
-        """Plain calls that waiting for the call under way takes; 0 if it is awaited anyhow."""
+        """Plain calls that waiting for the call under way takes; 0 if it has to be read anyway."""
         pending = self._pending
         is_awaited = pending is not None and pending.drafter in self._need_host_tokens
         return 0.0 if is_awaited else HOST_WAIT
@@ -391,16 +398,16 @@ class Controller:
 
     def _choose_probe(
         self,
-        # tokens per plain call without a probe; exactly 1.0 says that plain decoding is best
-        speed: float,
+        speed: float,  # tokens per plain call without a probe
+        *,
+        is_parked: bool,  # whether plain decoding is best now
     ) -> Decision | None:
-        """The start of a probe: a shape that may turn out faster than what is drafted now."""
+        """Begin a probe, if one is due: of a shape that may be faster than what is drafted now."""
         if self._behind > MAX_BEHIND_FOR_PROBE or not self._table.may_probe(
             is_start=self._tokens <= 1
         ):
             return None
-        is_parked = speed == 1.0
-        # Where plain decoding is best every shape counts, however little it promises.
+        # If plain decoding is best every shape counts, however little it promises.
         probes = [
             (self._probe_risk(one, speed), one)
             for one in self._candidates(is_read=True)
@@ -411,7 +418,7 @@ class Controller:
             risk, probe = max(affordable, key=lambda pair: pair[1].hoped_speed)
             return Decision(probe, risk)
         if probes and is_parked and self._table.bank >= BANK_MOST:
-            # Never parked for good: a full bank pays for whatever risks least.
+            # Never parked for good: a full bank pays for the least risk, even if that exceeds it.
             risk, probe = min(probes, key=lambda pair: pair[0])
             return Decision(probe, risk)
         return None
@@ -428,6 +435,7 @@ class Controller:
         return 0.0 if shape.drafter in self._need_host_tokens else ENTRY
 
     def _next_entry(self, shape: DraftShape) -> float:
+        """The entry cost if `shape` is drafted now: none if a tree is under way."""
         return self._entry_cost(shape) if self._pending is None else 0.0
 
     def _acceptance_ratio(self, name: str, first_ratio: float) -> float:
@@ -447,7 +455,7 @@ class Controller:
         return next(found, NOTHING)
 
     def _charge(self, call: CallRecord) -> float:
-        """Plain calls that a call is charged with: by frozen costs, pessimistic, not by seconds."""
+        """Plain calls that a call is charged with: its pessimistic frozen cost, not its seconds."""
         if call.shape is None:
             return 1.0 if call.drafted is None else 1 + self._entry_cost(call.drafted)
         steady = self._costs.pessimistic_calls(self._cost_kind(call.shape))
@@ -469,13 +477,14 @@ class Controller:
         """Count a probe's calls down, end it if another shape was drafted, or begin one."""
         if self._probe_calls:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
+        # A probe of the shape that is drafted already is neither begun nor paid for.
         elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
             self._probe_calls = PROBE_CALLS - 1
             self._table.pay_for_probe(decision.risk)
 
     def _learn_first_timings(self) -> None:
-        """End the probe of a size that nobody had timed: this answer gains too."""
+        """End the probe of a size that was never timed, and use its cost in this answer already."""
         self._probe = None
         self._teach_costs()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
@@ -568,7 +577,7 @@ class Controller:
                 self._plain_calls_due = MAX_PLAIN_CALLS
 
     def _rescale_costs(self) -> None:
-        """After surprises: scale the answer's costs to the median of what its latest calls took."""
+        """Scale the answer's costs, after surprises, to the median of its latest calls' seconds."""
         plain = self._table.plain_seconds(self._context, only_of_this_process=True)
         if plain is None or not self._follows_seconds or not self._latest:
             return

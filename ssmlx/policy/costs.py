@@ -1,4 +1,4 @@
-"""What a target call costs, in plain calls: one table for a machine, a geometry, a dtype.
+"""Costs of target calls, in plain calls: one table for a machine, a geometry, a dtype.
 
 A call is of a kind: one that verifies and drafts n nodes of a drafter, `("streams", n)`; one that
 verifies n nodes that were drafted on the host, at no cost, `("rows", n)`; or one plain call for b
@@ -13,11 +13,18 @@ from statistics import fmean, median, stdev
 from typing import Any, Self
 
 Kind = tuple[str, int]
-"""What a cost is kept by: (a drafter's name or `ROWS`, nodes), or (`BATCH`, texts)."""
+"""The key of a cost: (a drafter's name or `ROWS`, nodes), or (`BATCH`, texts)."""
 BATCH = "batch"
 ROWS = "rows"
 
 # Values without another reason were chosen by replaying recorded answers: see `tests.replayed`.
+
+# Weights say how well a cost is known, in runs:
+#     0                   nothing of its name was measured: `assumed_extra_calls`
+#     UNKNOWN_WEIGHT 0.3  beyond the measured numbers of nodes; below MIN_TIMED_WEIGHT 0.4 in
+#                         `controller`, so it counts as never timed
+#     SEED_WEIGHT 0.5     a head start, another context's cost, or one that turned out wrong
+#     1                   learned from one run; averages of more, up to MAX_WEIGHT 8
 
 BUCKETS = (0, 256, 1024, 3072)
 """Least committed tokens of each context bucket: attention over a longer context changes the ratios
@@ -39,7 +46,7 @@ NOISE_WEIGHT = 12
 MEDIAN_ERROR = 1.25
 """Standard error of a median over that of a mean, of normal noise: sqrt(pi / 2)."""
 TYPICAL_RUN_CALLS = 5
-"""Calls that a run has as a rule: what a weight of 1 stands for in computed errors."""
+"""Calls of a typical run: as many as a weight of 1 means in computed errors."""
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
@@ -62,11 +69,12 @@ CLAMP = 0.25
 """Relative change of a cost that one answer may cause at most: of one that is not yet learned, and
 of one that is. A single disturbed answer does not overturn a table."""
 FIRST_BANK = 3.0
-"""Plain calls that probes may lose on a new machine."""
+"""Plain calls that probes may risk on a new machine, by estimated costs."""
 BANK_MOST = 4.0
 """The same at most, however many tokens were written."""
 BANK_REFILL = 0.012
-"""Plain calls that the bank gains with each token: probes take 1.2 % of all time at most."""
+"""Plain calls that the bank gains with each token: probes take about 1.2 % of all time. A full bank
+also pays for a probe that risks more than it holds (`Controller._choose_probe`)."""
 PROBE_WAIT = 64
 PROBE_WAIT_MOST = 512
 """Tokens between two probes: at first, and at most after doubling with each that taught nothing."""
@@ -101,7 +109,7 @@ class Mean:
 
 @dataclass
 class PlainTiming:
-    """What plain calls take in one context bucket."""
+    """The seconds of plain calls in one context bucket."""
 
     seconds: float  # of one call
     tokens_since: int = 0  # written since the last timing
@@ -206,7 +214,7 @@ class FrozenCosts:
 
 
 class CostTable:
-    """What calls cost on one machine, by context bucket, and what probes may lose.
+    """Costs of calls on one machine, by context bucket, and the bank that pays for probes.
 
     Everything is in plain calls, so the table holds for a machine that is busy or slow.
     """
@@ -223,7 +231,7 @@ class CostTable:
         self._plain: dict[int, PlainTiming] = {}
 
     def frozen(self, context: int) -> FrozenCosts:
-        """A copy of the costs of a context's bucket, else of the longest shorter one known."""
+        """A copy of the costs of a context's bucket, or of the longest shorter one known."""
         means = self._nearest(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
@@ -317,7 +325,7 @@ class CostTable:
         timing.tokens_since = 0
 
     def note_tokens(self, tokens: int, context: int) -> None:
-        """An answer after `context` tokens advanced by `tokens`."""
+        """Note that an answer after `context` tokens advanced by `tokens`."""
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens
         timing = self._plain.get(context_bucket(context))
@@ -341,17 +349,19 @@ class CostTable:
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
     def _nearest(self, context: int) -> dict[Kind, Mean]:
-        """The bucket's, else of the longest shorter one that has any. Not to be changed."""
+        """The costs of the bucket, or of the longest shorter one with any. Not to be changed."""
         bucket = context_bucket(context)
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
     def _own_bucket(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's own bucket, to be changed by the caller."""
+        """The costs of a context's own bucket, to be changed by the caller.
+
+        A new bucket begins with the nearest one's, at a weight of at most `SEED_WEIGHT`.
+        """
         bucket = context_bucket(context)
         if bucket not in self._means:
             inherited = self._nearest(context)
-            # Another context's costs are a head start, no more.
             self._means[bucket] = {
                 kind: Mean(mean.value, min(mean.weight, SEED_WEIGHT))
                 for kind, mean in inherited.items()
@@ -359,7 +369,7 @@ class CostTable:
         return self._means[bucket]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON; waits, and counts of timed calls, are left out."""
+        """The table as JSON, without waits and counts of timed calls."""
         costs = [
             [bucket, name, count, mean.value, mean.weight]
             for bucket, means in self._means.items()

@@ -1,4 +1,4 @@
-"""What drafters offer: the tokens that a call with so many nodes should bring."""
+"""Offers of drafters: the tokens that a call with so many nodes should bring."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ RatioOf = Callable[[str, float], float]
 
 @dataclass(frozen=True)
 class AcceptanceCount:
-    """What a call says of one acceptance ratio."""
+    """A call's evidence for one acceptance ratio."""
 
     name: str  # the ratio's
     first_ratio: float  # assumed if nothing was learned
@@ -25,7 +25,7 @@ class AcceptanceCount:
 
 
 class Offer(Protocol):
-    """What a drafter can draft now, and how many tokens of it should be accepted.
+    """The drafts that a drafter can make now, and how many of their tokens should be accepted.
 
     Attributes:
         drafter: its registered name.
@@ -51,11 +51,11 @@ class Offer(Protocol):
         ...
 
     def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
-        """What the ratios learn from `accepted` drafted tokens of a tree of `shape`."""
+        """Counts for the ratios, from `accepted` drafted tokens of a tree of `shape`."""
         ...
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> "LaterOffer":
-        """What is left of it when the text has `tokens` more, and how likely it still holds."""
+        """The rest of the offer when the text has `tokens` more, and how likely it still holds."""
         ...
 
 
@@ -171,9 +171,8 @@ class LevelsOffer:
 
 MATCH_LENGTHS = (1, 2, 3, 4, 6, 9, 13, 17, 33)
 FIRST_RATIOS = (0.25, 0.45, 0.5, 0.55, 0.65, 0.75, 0.8, 0.9, 0.95)
-"""By bucket of match lengths: the least tokens of a match, and the share of next tokens that are
-accepted before any was learned, about as in answers to e2e's, dialogsum's and sql's test
-prompts."""
+"""The least tokens of each bucket of match lengths, and the share of next tokens accepted there
+before any was learned: about as in answers to e2e's, dialogsum's and sql's test prompts."""
 CHAIN_NODES = (2, 4, 8, 16, 24, 32)
 """Nodes of the chains that are offered: few, for every number is another kernel to compile."""
 
@@ -187,14 +186,14 @@ def match_ratio(drafter: str, length: int) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class ChainOffer:
-    """A chain of the tokens that followed the text's last ones at an earlier place.
+    """A chain of the tokens that followed an earlier occurrence of the text's last ones.
 
     The match grows with each token that is right, and a longer one is right more often: ratios are
     kept by the length of the match.
     """
 
     largest: DraftShape  # chain that the drafter can draft
-    match_length: int  # tokens at the text's end that stood at that place
+    match_length: int  # tokens at the text's end that occurred there
     following: int  # tokens that followed them there
     cost_name: str = ROWS
     needs_host_tokens: bool = True
@@ -229,7 +228,7 @@ class ChainOffer:
             yield AcceptanceCount(*self._ratio(level), float(level < accepted), 1.0)
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> LaterOffer:
-        # Beyond the chain's end too, as if tokens stood there.
+        # Beyond the chain's end too, as if it had tokens there.
         likely = 1.0
         for level in range(tokens):
             likely *= ratio_of(*self._ratio(level))
@@ -241,22 +240,23 @@ class ChainOffer:
         return min(shape.levels, self.following)
 
     def _ratio(self, level: int) -> tuple[str, float]:
-        """By level; 0 is the first drafted token."""
+        """The name and first value of a level's ratio; level 0 is the first drafted token."""
         return match_ratio(self.drafter, self.match_length + level)
 
 
 @runtime_checkable
 class OfferSource(Protocol):
-    """What the controller asks of a drafter, or of what stands for it."""
+    """An object that the controller asks for offers: a drafter, or a `SteadySource` in its
+    place."""
 
     def offer(self) -> Offer | None:
-        """What it can draft after the tokens that it knows; None for nothing. Asking changes
-        nothing."""
+        """The draft that it could make after the tokens that it knows; None for nothing. Asking
+        changes nothing."""
         ...
 
 
 class SteadySource:
-    """The same offer at every call."""
+    """An offer source that makes the same offer at every call."""
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer

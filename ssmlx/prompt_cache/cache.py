@@ -48,7 +48,7 @@ class _Entry:
             owner._leave_memory(self)
 
     def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
-        """How many tokens at the beginning of `tokens` a fork can hold; 0 under another key."""
+        """The number of first `tokens` that a fork can hold; 0 under another key."""
         if key != self.key:
             return 0
         # Recurrent states and windows go back only to certain places.
@@ -63,18 +63,18 @@ def place_for_next_turn(
     model: StreamFusedModel,
     prompt: Sequence[int],  # tokens of the whole prompt
     cache: TextCache,  # which the prompt is processed into
-    # tokens of the prompt before the place; a function is asked only if `cache` has fixed places,
-    # else it is all but the last
+    # tokens of the prompt before that offset; a function is asked only if `cache` has fixed places,
+    # otherwise it is all but the last token
     length: int | Callable[[], int],
     *,
     # whether a copy goes to `prompts` in any case, for others that run meanwhile
     copies: bool = False,
 ) -> PromptPlace | None:
-    """The place of a prompt that a later one can begin with, whatever follows it in this text.
+    """The offset in a prompt up to which a later one can begin with it, whatever follows here.
 
-    None if `cache` can go back to any place, and no copy is wanted. Nothing is kept yet: when the
-    prompt is processed up to there, the cache marks the place. If a layer keeps a window, the cache
-    cannot come back, and a copy goes to `prompts` instead.
+    None if `cache` can go back to any offset, and no copy is wanted. Nothing is kept yet: when the
+    prompt is processed up to there, the cache marks the offset. If a layer keeps a window, the
+    cache cannot come back, and a copy goes to `prompts` instead.
     """
     if not (copies or cache.has_fixed_places):
         return None
@@ -119,7 +119,6 @@ class PromptCache:
         max_disk_bytes: int = 2**32,
     ) -> None:
         self.max_bytes = max_bytes
-        # Of the engines that use it; it counts in the first.
         self._pools: list[MemoryPool] = []  # of the engines that use it; it counts in the first
         self._folder = (
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
@@ -198,7 +197,7 @@ class PromptCache:
             self._add(entry)
 
     def identify(self, model: StreamFusedModel) -> None:
-        """Find out now what tells a model's prompts from others', before its first answer.
+        """Compute now the key that distinguishes a model's prompts, before its first answer.
 
         Reads all its weights once, if there is a folder.
 
@@ -244,7 +243,7 @@ class PromptCache:
         return self._pools[0] if self._pools else None
 
     def _count_all(self, pool: MemoryPool) -> None:
-        """MLX thread. What does not fit is dropped."""
+        """Count all that is kept in `pool`; what does not fit is dropped. MLX thread."""
         for one in self._all_kept():
             pool.keep_or_free(one, one.nbytes)
 
@@ -291,7 +290,7 @@ class PromptCache:
         self.close()
 
     def _key_and_folder(self, model: StreamFusedModel) -> tuple[CacheKey, PromptFolder | None]:
-        """The key of a model's prompts, and the folder where they are kept, if they are."""
+        """The key of a model's prompts, and the folder that they are kept in, or None."""
         backbone = model.backbone
         folder = self._folder
         if folder is not None and backbone.group is None and backbone.capabilities.has("stages"):
@@ -305,7 +304,7 @@ class PromptCache:
     def _load(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
-        """Read a file of the folder as the newest prompt; how many of `tokens` it begins with."""
+        """Read a file of the folder as the newest entry, and how many of `tokens` that shares."""
         try:
             found, cache = read_prompt(path, model)
         except InputError as error:
@@ -319,7 +318,7 @@ class PromptCache:
         return entry, entry.shared(key, tokens)
 
     def _find(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
-        """The entry in memory that shares most with `tokens`, the latest used now; how many."""
+        """The entry in memory that shares most with `tokens`, marked as used, and how many."""
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]
             if not any(counts):
@@ -334,7 +333,7 @@ class PromptCache:
     def _add(self, entry: _Entry) -> None:
         """Add an entry as the newest; entries that it covers, or that no longer fit, leave."""
         limits = [self.max_bytes, self._pool.limit if self._pool else None]
-        # Too large for memory: to the folder at once.
+        # Too large for memory: written to the folder at once.
         if any(limit is not None and entry.nbytes > limit for limit in limits):
             self._save(entry)
             return

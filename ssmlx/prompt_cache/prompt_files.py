@@ -47,7 +47,7 @@ _FIELDS = fields(CacheKey)
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a prompt file says of itself."""
+    """The header of a prompt file."""
 
     key: CacheKey  # of the model whose keys and values it has
     tokens: Tokens  # ids of the prompt
@@ -148,7 +148,7 @@ def _arrays_by_name(
 
 
 def _rows_of_one_token(model: StreamFusedModel) -> list[Rows]:
-    """By layer, uncomputed: for their shapes and dtypes."""
+    """Rows of one token by layer, uncomputed: for their shapes and dtypes."""
     cache = TreeCache(model.num_layers)
     model.backbone.append(mx.array([0]), cache)
     return cache.rows(1)

@@ -86,7 +86,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "--memory",
             "GIB",
             "memory for running answers and cached prompts, besides the weights; cached prompts "
-            "are evicted first (default: two thirds of what the weights leave)",
+            "are evicted first (default: two thirds of the memory left after loading the weights)",
             float,
         ),
         ("--max-open", "N", "most answers at once; further ones wait (default: %(default)s)", 8),
@@ -104,7 +104,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_private_api_keys(key_file: Path | None) -> list[bytes]:
-    """Each once, in their order. Who may read the file is not looked at on Windows."""
+    """Return the unique keys of --api-keys, in file order. On Windows permissions are not
+    checked."""
     if key_file is None:
         return []
     expected = "keys, one a line, in a file that only you can read"
@@ -130,8 +131,8 @@ def make_prompt_caches(
     disk_folder: Path | None,  # with keys, a folder in it for each, named by its hash
     api_keys: Sequence[bytes],
 ) -> list[PromptCache]:
-    """In their order, or one for all without keys. They share 4 GiB of disk; in memory the engine's
-    pool alone bounds them."""
+    """Return a prompt cache for each key, in their order, or one for all if there are no keys. They
+    share 4 GiB of disk; in memory the engine's pool alone bounds them."""
     from ..prompt_cache import PromptCache
 
     names = [hashlib.sha256(key).hexdigest()[:16] for key in api_keys] or [""]
@@ -143,8 +144,9 @@ def make_prompt_caches(
 
 
 def served_adapters(model_name: str, adapters: Sequence[str]) -> dict[str, str | None]:
-    """The model's own name comes first; None stands for the adapter that a chat takes. "auto" or
-    "none" says what that name has, any other adapter gets the name MODEL:ADAPTER."""
+    """Return the adapters by the model name that requests use, the model's own name first; None is
+    the adapter that a chat takes. "auto" or "none" chooses the adapter of the model's own name; any
+    other adapter gets the name MODEL:ADAPTER."""
     own = [one for one in adapters if one in (AUTO_ADAPTER, NO_ADAPTER)]
     found = f"--adapter {' and --adapter '.join(own)}"
     require(len(own) < 2, found, expected="one of them", do="omit the other")
@@ -201,7 +203,7 @@ def _serve(args: argparse.Namespace) -> None:
     for one in models.values():
         time_unknown_costs(
             engine.model(one), engine.tokenizer, config, loaded
-        )  # refuses what does not fit
+        )  # also refuses a drafter that does not fit
     handler = RequestHandler(
         engine, models, prompt_caches, loaded, args.template_args or {}, limits, args.any_model
     )

@@ -66,7 +66,7 @@ IGNORED = "X-Ignored-Fields"
 # The header that says that the form of this model's calls is not known.
 TOOL_CALLS = "X-Tool-Calls"
 _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
-_READ_ON = 8  # bodies of how many times the largest that is read are read to their end
+_READ_ON = 8  # a body of up to so many times the limit is read to its end before it is refused
 # Objects and lists inside each other in a body, which is read by recursion.
 _DEEPEST = 100
 _AT_ONCE = 100  # items of a long list of a reply that are made into JSON at once
@@ -82,7 +82,7 @@ class Routes:
     handler: RequestHandler
     config: GenerateConfig
     hosts: Sequence[str]  # names of this server, and origins of pages that may use it; lower case
-    keys: Sequence[bytes]  # without any, nobody needs one
+    keys: Sequence[bytes]  # empty if requests need none
 
     async def get_page(self, request: Request) -> Response:
         self._admit(request)
@@ -119,7 +119,7 @@ class Routes:
             "type": "model",
             "display_name": name,
             "owned_by": "ssmlx",
-            "created": 0,  # a model has no time here
+            "created": 0,  # when a model was made is not known
             "created_at": "1970-01-01T00:00:00Z",
             "shutdown_date": None,
             "deprecated_at": None,
@@ -154,7 +154,8 @@ class Routes:
         return JSONResponse({"input_tokens": num_tokens}, headers=headers)
 
     def _deadline(self) -> float:
-        """When a request that begins now has to be answered, by the clock of the event loop."""
+        """The time by which a request that begins now has to be answered, by the clock of the event
+        loop."""
         return asyncio.get_running_loop().time() + self.handler.limits.time
 
     async def _read_request(
@@ -195,7 +196,7 @@ class Routes:
             return self.handler.prompt_caches[0]
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
-        # All are compared, so that the time that it takes says nothing.
+        # All are compared, so that the time that it takes reveals nothing.
         same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
             raise HTTPException(401, "missing or invalid API key", {"WWW-Authenticate": "Bearer"})
@@ -219,7 +220,7 @@ class Routes:
     async def _read_pieces(
         self,
         request: Request,
-        has_come: Callable[[int], None],  # is called with the number of bytes that came so far
+        has_come: Callable[[int], None],  # called with the number of bytes that came so far
     ) -> bytes:
         """Return the bytes of a body, which count in `BodyBytes` until the response is sent."""
         limit = self.handler.limits.body
@@ -236,7 +237,7 @@ class Routes:
             else:
                 pieces.clear()
                 held.grow_to(0)
-                # It is read on and dropped: a client that still sends reads no answer.
+                # The rest is read and dropped: a client that still sends does not read the refusal.
                 if size > _READ_ON * limit:
                     break
         if size > limit:
@@ -255,7 +256,7 @@ class Routes:
 
 
 def _is_known(address: str, hosts: Sequence[str]) -> bool:
-    """Whether a URL, or the name of its host, is one of `hosts`; the port is not looked at."""
+    """Whether a URL, or the name of its host, is one of `hosts`; the port is ignored."""
     with suppress(ValueError):
         return address.lower() in hosts or urlsplit(address).hostname in hosts
     return False
@@ -292,7 +293,7 @@ def _is_shallow(value: dict[str, Any]) -> bool:
 
 
 async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, which is cancelled, with ClientDisconnect, if the client leaves."""
+    """Await `work`; if the client disconnects, cancel it and raise ClientDisconnect."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

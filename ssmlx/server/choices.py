@@ -19,7 +19,7 @@ from .grammars import unsupported_form_error
 from .request_prompts import Prompt, PromptReader
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
 
-# Tokens of an echoed prompt in a part, so that nobody waits long while one is written.
+# Tokens of an echoed prompt in a part, so that other requests do not wait long while it is written.
 _AT_ONCE = 256
 
 

@@ -20,8 +20,8 @@ from .fields import (
     check_number,
     check_value,
     list_parts,
-    read_number,
     read_typed,
+    read_whole_number,
     with_fields,
 )
 from .requests import (
@@ -34,11 +34,15 @@ from .requests import (
     TextPart,
     ToolCallPart,
     Waiting,
-    read_asked,
+    read_shared_fields,
 )
 from .tool_choice import read_tool_choice
 
-_ALLOWED = {one.name: allowed for one in fields(GenerateConfig) if (allowed := allowed_values(one))}
+_ALLOWED = {
+    one.name: allowed
+    for one in fields(GenerateConfig)
+    if (allowed := allowed_values(GenerateConfig, one))
+}
 # What decodes: the package, for all that may change an answer comes with it.
 FINGERPRINT = f"ssmlx-{__version__}"
 _MOST_STOPS = 256  # texts are looked for with every token
@@ -57,7 +61,7 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
 
 
 def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) -> AnswerRequest:
-    """Read the fields that all APIs of chats share, by the names that chat completions have."""
+    """Read the fields that all APIs of chats share, under the names that chat completions have."""
     choice = read_tool_choice(body)
     turns = list_parts(body.get("messages"), "messages")
     check_field(bool(turns), "messages is empty", "at least one message", "messages")
@@ -70,7 +74,7 @@ def read_turns(body: Body, config: GenerateConfig, logprobs: int | None = None) 
         template_args=_read_template_args(body),
         config=_read_config(body, config, logprobs),
         **_read_continuation(body, turns),
-        **read_asked(body),
+        **read_shared_fields(body),
     )
 
 
@@ -91,7 +95,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         echoes=read_typed(body, "echo", bool, False),
         writes=writes,
         config=_read_config(body, config, logprobs),
-        **read_asked(body),
+        **read_shared_fields(body),
         **_read_choices(body),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
@@ -128,7 +132,7 @@ def _read_choices(body: Body) -> dict[str, Any]:
     """Return the arguments of `AnswerRequest` that chat and text completions alone have."""
     options = read_typed(body, "stream_options", dict, {})
     return {
-        "choices": read_number(body, "n", 1, 16) or 1,
+        "choices": read_whole_number(body, "n", 1, 16) or 1,
         "reports_usage": bool(options.get("include_usage")),
     }
 
@@ -143,7 +147,7 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     ok = not is_greedy or config.acceptance.kind == "exact"
     expected = "more than 0, as this server uses typical acceptance"
     check_value(ok, "temperature", found.get("temp"), expected)
-    if read_number(body, "seed", -(2**63), 2**63 - 1) is not None:
+    if read_whole_number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] = body["seed"] % 2**63  # a negative one too becomes one of 63 bits
     return found | {
         "stop": _read_stop(body, config),
@@ -171,7 +175,7 @@ def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] 
 
 
 def _read_template_args(body: Body) -> dict[str, Any]:
-    """Return variables of the chat template, of which `chat_template_kwargs` has the last word."""
+    """Return variables of the chat template; `chat_template_kwargs` overrides other fields."""
     given = read_typed(body, "chat_template_kwargs", dict, {})
     effort = read_typed(body, "reasoning_effort", str)
     if effort == "none":
@@ -187,7 +191,8 @@ class _Continuation(TypedDict):
 
 
 def _read_continuation(body: Body, turns: Sequence[Body]) -> _Continuation:
-    """Continue a last turn of the assistant that has text and no calls, unless a field says no."""
+    """Return whether the answer continues the last turn: an assistant's with text and no calls,
+    unless a field says no."""
     wants = read_typed(body, "continue_final_message", bool)
     opens = read_typed(body, "add_generation_prompt", bool)
     found = "continue_final_message is true"
@@ -265,7 +270,7 @@ class TextCompletionWriter:
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
-            if not self._is_stream:  # nobody reads those of a stream, and they may be many
+            if not self._is_stream:  # a stream's are not read again, and may be many
                 whole["logprobs"] = _append(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason

@@ -13,7 +13,7 @@ from .requests import StreamItem, Waiting
 _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
 
-# Bytes of a body that keeps nobody waiting: it takes some hundredths of a second to read.
+# Bytes of a body that is read without a queue: it takes some hundredths of a second.
 SMALL = 64 * 2**10
 
 

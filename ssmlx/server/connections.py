@@ -86,7 +86,8 @@ class BoundedConnection(H11Protocol):
             self._read_on()
 
     def _read_on(self) -> None:
-        """Read on while a request is answered: only so is it seen that the client has gone."""
+        """Read on while a request is answered, since only reading shows that the client has
+        disconnected."""
         # h11 keeps what comes meanwhile, such as another request, and uvicorn stops to read for it.
         ahead, _ = self.conn.trailing_data
         if len(ahead) > _MOST_AHEAD:
@@ -137,14 +138,16 @@ class BoundedConnection(H11Protocol):
 
 
 def make_connection_class(limits: Limits) -> Callable[..., BoundedConnection]:
-    """Return what makes connections; fewer than `limits.connections` if there are too few files."""
+    """Return the class of connections; with fewer than `limits.connections` if the process may not
+    open so many files."""
     files = _raise_limit_of_files()
     most = limits.connections if files is None else min(limits.connections, files - _RESERVED)
     return partial(BoundedConnection, limits=limits, most=max(1, most))
 
 
 def _raise_limit_of_files() -> int | None:
-    """Raise how many files the process may open as far as it may; None if there is no limit."""
+    """Raise how many files the process may open as far as allowed; return that, or None if there is
+    no limit."""
     try:
         import resource
     except ImportError:  # on Windows

@@ -1,6 +1,6 @@
 """The fields of a request: how they are checked, and one rule for those that a route may have.
 
-1. A field that the route's reader reads is followed, or its value is refused.
+1. A field that the route's reader looks up is followed, or its value is refused.
 2. A field of `WITHOUT_EFFECT` changes nothing about what is answered here.
 3. A field of `REFUSED` would change the answer, and cannot be followed: it is refused by its name,
    unless its value asks for nothing.
@@ -42,10 +42,9 @@ def check_number(name: str, value: Any, allowed: Allowed) -> Any:
     return value
 
 
-def read_number(body: Body, name: str, least: float, most: float) -> Any:
-    """Return a field's number, or None; it has to be a whole number if `least` is an `int`."""
-    allowed = Allowed(least=least, most=most, whole=isinstance(least, int))
-    return check_number(name, body.get(name), allowed)
+def read_whole_number(body: Body, name: str, least: int, most: int) -> Any:
+    """Return a field's whole number if it is in that range, or None if it is absent."""
+    return check_number(name, body.get(name), Allowed(least=least, most=most, whole=True))
 
 
 def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
@@ -72,7 +71,10 @@ def content_text(content: Any, place: str = "content") -> str:
 
 
 class Fields(Mapping[str, Any]):
-    """The fields of a request, which remember the names that were asked for: those are followed."""
+    """The fields of a request, which record the names that a reader looked up: those are followed.
+
+    `in` and `get` count too.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -89,7 +91,8 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def ignored(self) -> list[str]:
-        """Names of fields that no reader asked for; RequestError if one had to be followed."""
+        """Return the names of fields that no reader looked up; RequestError for one in `REFUSED`
+        whose value asks for something."""
         found = []
         for name, value in self._values.items():
             if name in self.followed or name in WITHOUT_EFFECT:
@@ -109,16 +112,20 @@ def with_fields(body: Body, own: Mapping[str, Any]) -> Body:
 
 
 WITHOUT_EFFECT = {
-    # who asks, what it costs, what is kept, and where: nothing is kept or billed here
-    "user", "metadata", "store", "service_tier", "safety_identifier", "user_profile_id",
-    "workspace_id", "billing_policy", "fallback_credit_token", "inference_geo", "request_id",
-    "session_id", "priority", "speed", "access_programs", "background_options", "betas",
-    # how fast it is found: prompts are cached anyway, and drafting leaves answers as they are
+    # who asks, and notes: an answer does not depend on them
+    "user", "metadata", "safety_identifier", "user_profile_id", "workspace_id", "request_id",
+    "session_id",
+    # prices, places and queues of a hosted service: this server has one of each
+    "service_tier", "billing_policy", "fallback_credit_token", "inference_geo", "priority", "speed",
+    "access_programs", "background_options", "betas",
+    # whether a reply can be fetched later: none can, only prompts are cached
+    "store",
+    # how fast an answer comes: prompts are cached anyway, and drafting leaves answers as they are
     "cache_control", "cache_prompt", "cache_salt", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "draft_model", "num_draft_tokens", "id_slot",
     # what else is reported beside the answer
     "timings_per_token", "diagnostics", "include", "stream_options", "max_tool_calls",
-    # what would be done where another server declines to answer
+    # models to fall back to when another server refuses to answer
     "fallbacks",
 }  # fmt: skip
 

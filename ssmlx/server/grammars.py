@@ -27,13 +27,14 @@ _MOST_REGEX = 8192  # characters of regular expressions
 _MOST_SPELT = 16 * 2**10  # characters of a grammar that a request spells out
 _MOST_PROPERTIES = 1000  # of one object; their cost is that of all pairs
 _LIMITS = LLParserLimits(initial_lexer_fuel=500_000, max_grammar_size=100_000)
-# Bytes for llguidance's recursion, which would else end the process: some 80,000 rules deep.
+# Bytes for llguidance's recursion, some 80,000 rules deep; an overflow would end the process.
 _STACK = 256 * 2**20
 _starting = threading.Lock()  # the stack's size is set for all threads that start
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return llguidance's grammar of JSON in one line; the schema {} stands for any object."""
+    """Return llguidance's grammar of one line of JSON that follows `schema`; {} allows any
+    object."""
     check_schema_size(schema)
     # Objects may have only the properties that the schema names, unless it says otherwise.
     wanted = with_closed_objects(schema or {"type": "object"})
@@ -70,12 +71,12 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
             left += one
 
 
-def _json_form(value: Any) -> str:
-    """The grammar for a JSON schema, given as an object or as its text."""
+def _grammar_of_json(value: Any) -> str:
+    """Return the grammar for a JSON schema, given as an object or as its text."""
     return json_grammar(json.loads(value) if isinstance(value, str) else value)
 
 
-def _choice_form(value: Any) -> str:
+def _grammar_of_choice(value: Any) -> str:
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ValueError("it is not a list of strings")
     if len(value) > _MOST_CHOICES:
@@ -84,25 +85,27 @@ def _choice_form(value: Any) -> str:
     return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}"
 
 
-def _regex_form(pattern: Any) -> str:
+def _grammar_of_regex(pattern: Any) -> str:
     if isinstance(pattern, str) and len(pattern) > _MOST_REGEX:
         raise ValueError(f"it has more than {_MOST_REGEX:,} characters")
     return grammar_from("regex", pattern)
 
 
-def _grammar_form(text: Any) -> str:
+def _grammar_of_text(text: Any) -> str:
+    """Return the grammar that a request spells out, in the form that llguidance compiles."""
     if isinstance(text, str) and len(text) > _MOST_SPELT:
         raise ValueError(f"it has more than {_MOST_SPELT:,} characters")
     return grammar_from("grammar", text)
 
 
-# Makes the grammar of each kind of form, by the name that vLLM has for it; ValueError if it cannot.
+# Functions that make the grammar of a form, by vLLM's name for its kind; ValueError if the form is
+# too long or invalid.
 _KINDS: Mapping[str, Callable[[Any], str]] = {
-    "json": _json_form,
+    "json": _grammar_of_json,
     "json_object": lambda wanted: json_grammar({}),
-    "regex": _regex_form,
-    "choice": _choice_form,
-    "grammar": _grammar_form,
+    "regex": _grammar_of_regex,
+    "choice": _grammar_of_choice,
+    "grammar": _grammar_of_text,
 }
 # Fields of a request that ask for one of these forms: vLLM's older ones, and llama.cpp's.
 _FIELDS = {
@@ -248,7 +251,7 @@ def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=8)
 def compiled_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return the matcher of a grammar at its beginning, which is to be copied."""
+    """Return the matcher of a grammar at its beginning, of which each answer takes a copy."""
     if len(grammar) > MOST_CHARS:
         raise unsupported_form_error(None, f"it has more than {MOST_CHARS:,} characters")
     compiled: Future[LLMatcher] = Future()

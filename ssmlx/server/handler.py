@@ -38,9 +38,9 @@ class Limits:
     # nor read more of a reply
     wait: float = setting(60.0, above=0)
     time: float = setting(600.0, above=0, option="--timeout")  # seconds of a request in all
-    silence: float = setting(5.0, above=0)  # seconds before a stream says that it is there
+    silence: float = setting(5.0, above=0)  # seconds before a silent stream sends a sign of life
     body: int = setting(8 * 2**20, least=1)  # bytes of a request
-    bodies: int = setting(64 * 2**20, least=1)  # of all requests that are no small ones
+    bodies: int = setting(64 * 2**20, least=1)  # bytes of all requests but small ones
     head: float = setting(10.0, above=0)  # seconds for the head of a request to come
     idle: float = setting(75.0, above=0)  # seconds between a reply and the next request
     connections: int = setting(1000, least=1)
@@ -62,7 +62,7 @@ class PrometheusMetrics:
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
     def report_pool(self, pool: MemoryPool) -> None:
-        """Report a pool's bytes whenever metrics are asked for."""
+        """Report a pool's bytes whenever metrics are requested."""
         self._memory.labels("running").set_function(lambda: pool.running)
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
@@ -81,7 +81,7 @@ class RequestHandler:
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
-    # of each API key: its processed prompts, which nobody else's answers begin with
+    # of each API key: its processed prompts, which only its own answers begin with
     prompt_caches: Sequence[PromptCache] = ()
     loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
@@ -193,7 +193,8 @@ class RequestHandler:
     async def _open_until_deadline(
         self, open_: Callable[[Choice], Answer[Segment]], choice: Choice
     ) -> AsyncIterator[Answer[Segment]]:
-        """Open an answer for the block; the deadline cancels it, which is no error to a reader."""
+        """Open an answer for the block; the deadline cancels it, which its reader sees as an
+        end."""
         async with await asyncio.to_thread(open_, choice) as answer:
             loop = asyncio.get_running_loop()
             timer = loop.call_at(choice.ask.deadline, answer.cancel)

@@ -32,7 +32,7 @@ from .typed_blocks import (
 )
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
+_SIGNATURE = "none"  # of thinking: clients require the field, and do not check it
 
 
 def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
@@ -53,7 +53,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     offered = read_offered_tools([*listed_tools(body), *turns.tools], "input_schema")
     thinking = read_typed(body, "thinking", dict, {}).get("type")
     template_args = read_typed(body, "chat_template_kwargs", dict, {})
-    if thinking:  # `chat_template_kwargs` has the last word
+    if thinking:  # `chat_template_kwargs` overrides it
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
     form = read_typed(body, "output_config", dict, {}).get("format")
     translated = {

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from ..errors import ContextLengthError, InputError, NoRoomError
 from ..turns import TurnError
 
-AGAIN = {"Retry-After": "1"}  # of a refusal that may pass
+AGAIN = {"Retry-After": "1"}  # for refusals after which a later request may succeed
 # The header by which OpenAI's and Anthropic's clients do not repeat what would fail again.
 _NEVER = {"x-should-retry": "false"}
 # What Anthropic's API calls an error, by its status; OpenAI's has kinds of its own for few.

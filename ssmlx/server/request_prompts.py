@@ -97,7 +97,7 @@ class PromptReader:
 
     async def read_prompts(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
         """Return all prompts of a request, with the compiled form of answers, and its settings."""
-        # In pieces, so that the rest is left out if nobody waits for it any more.
+        # In pieces, so that the rest is left out if the request was cancelled.
         size = ask.num_bytes
         first, config = await READING.run(size, self.read_first_prompt, ask)
         prompts = [await READING.run(size, self._check_prompt, ask, first)]
@@ -134,7 +134,7 @@ class PromptReader:
         return begins_after(prompt, self.engine.tokenizer, prefill)
 
     def _compile_form(self, ask: AnswerRequest) -> LLMatcher | None:
-        """Compile the form of the answers; a call that is forced goes before another form."""
+        """Compile the form of the answers; a forced call takes precedence over another form."""
         if ask.grammar is None and not ask.forced_tools:
             return None
         if ask.forced_tools:

@@ -17,7 +17,7 @@ from .fields import Body, content_text, read_typed
 from .grammars import read_grammar
 
 
-def asked(read: Callable[[Body], Any], default: Any) -> Any:
+def shared_field(read: Callable[[Body], Any], default: Any) -> Any:
     """Make a field of `AnswerRequest` that every API has; `read` gives None for the default."""
     return field(default=default, metadata={"read": read})
 
@@ -42,23 +42,27 @@ class NamespacedName(NamedTuple):
 class AnswerRequest:
     """A request of any API, its fields checked as far as they can be without a model."""
 
-    model: str = asked(typed("model", str), "")  # "" for the server's own
-    question: str | list[int] | list[Message]  # a prompt as it stands, or the turns of a chat
-    config: GenerateConfig  # the server's with the request's own; its `max_tokens` at most
+    model: str = shared_field(typed("model", str), "")  # "" for the server's own
+    question: str | list[int] | list[Message]  # a prompt, or the turns of a chat
+    # the server's settings with the request's; max_tokens is never above the server's
+    config: GenerateConfig
     tools: Tools | None = None
     template_args: Mapping[str, Any] | None = None  # for the chat template
     choices: int = 1  # answers that are wanted
-    grammar: str | None = asked(read_grammar, None)  # of llguidance, which the answer follows
-    forced_tools: Sequence[str] = ()  # names of tools; the answer has to call one of them
+    # of llguidance, which the answer follows
+    grammar: str | None = shared_field(read_grammar, None)
+    forced_tools: Sequence[str] = ()  # names of tools, one of which the answer has to call
     parallel_calls: bool = True  # whether it may call several
-    continues: bool = False  # whether it goes on from the last turn, the assistant's
+    continues: bool = False  # whether it continues the last turn, the assistant's
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
     begins: Begins = "text"  # what the answer begins with, once its prompt is known
     matcher: LLMatcher | None = None  # of its form at the beginning, once that is compiled
-    ignores_end: bool = asked(typed("ignore_eos", bool), False)  # no end token is ever chosen
+    # whether no end token is ever chosen
+    ignores_end: bool = shared_field(typed("ignore_eos", bool), False)
     # expected text: the settings' `prompt_lookup.reference`, as tokens
-    prediction: str = asked(_read_prediction, "")
-    stream: bool = asked(typed("stream", bool), False)  # the answer is sent part by part
+    prediction: str = shared_field(_read_prediction, "")
+    # whether the answer is sent part by part
+    stream: bool = shared_field(typed("stream", bool), False)
     reports_usage: bool = False  # whether a stream ends with its usage
     echoed: Mapping[str, Any] = field(default_factory=dict)  # fields that a reply repeats
     num_bytes: int = 0  # of the body
@@ -77,8 +81,8 @@ class AnswerRequest:
         return self.choices * (1 + len(self.others))
 
 
-def read_asked(body: Body) -> dict[str, Any]:
-    """Return the arguments of `AnswerRequest` that every API has, by `asked`."""
+def read_shared_fields(body: Body) -> dict[str, Any]:
+    """Return the arguments of `AnswerRequest` that every API has, each read by its own reader."""
     readers = {one.name: one.metadata["read"] for one in fields(AnswerRequest) if one.metadata}
     found = {name: read(body) for name, read in readers.items()}
     return {name: value for name, value in found.items() if value is not None}
@@ -86,12 +90,12 @@ def read_asked(body: Body) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TextPart:
-    """A piece of an answer's text, from one target call; it may be empty."""
+    """A piece of an answer's text, from one target call, or of an echoed prompt; may be empty."""
 
     text: str
     tokens: int = 0
     logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats have them
-    choice: int = 0  # what it is a part of
+    choice: int = 0  # the index of the choice
 
 
 class ReasoningPart(TextPart):
@@ -105,7 +109,7 @@ class ToolCallPart:
     id: str
     name: str
     text: str  # its arguments, as the JSON text of an object
-    choice: int = 0  # what it is a part of
+    choice: int = 0  # the index of the choice
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,8 @@ class ChoiceEnd:
             "predicted_ms": round(1000 * last.decode_seconds, 3),
             "predicted_per_second": round(last.generation_tps, 3),
             "draft_n": last.drafted_tokens,
-            # each call brings one token that was not drafted
-            "draft_n_accepted": last.generation_tokens - last.target_calls,
+            # also those of the last call that come after the answer's end, as in llama.cpp
+            "draft_n_accepted": sum(one.accepted for one in last.drafts.values()),
             "target_calls": last.target_calls,
             "tokens_per_call": round(last.generation_tokens / max(1, last.target_calls), 3),
         }
@@ -145,12 +149,12 @@ class ChoiceEnd:
 
 @dataclass(frozen=True)
 class Begun:
-    """No part of an answer: the request's first answer has begun."""
+    """Stream item: the request's first answer has begun."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """No part of an answer: none has come for a while."""
+    """Stream item: no part has come for a while."""
 
     done: int = 0  # tokens of the prompts that were processed
     total: int = 0

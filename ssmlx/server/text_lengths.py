@@ -41,14 +41,15 @@ def with_length_check(
     bytes_per_token: int | None,  # by `most_bytes_per_token`
     limit: int | None,  # tokens of the context, if it has a limit
 ) -> Any:
-    """Return a tokenizer that refuses texts that are certainly too long, or the given one."""
+    """Return a tokenizer that refuses texts that are certainly too long, or the given one if none
+    is."""
     if limit is None or bytes_per_token is None:
         return tokenizer
     return LengthCheckedTokenizer(tokenizer, bytes_per_token, limit)
 
 
 def most_bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
-    """Return how many bytes of a text one token stands for at most, if that is known."""
+    """Return the most bytes of a text that one token represents, or None if that is not known."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -90,7 +91,8 @@ def _keeps_all(step: Mapping[str, Any]) -> bool:
 
 
 def _most_composed(step: Mapping[str, Any]) -> int | None:
-    """Return how many bytes of a text a normalizer makes one of at most, if that is known."""
+    """Return the most bytes of a text that a normalizer turns into one, or None if that is not
+    known."""
     if step["type"] == "Replace":
         old = step["pattern"].get("String")
         is_longer = old is not None and len(old.encode()) <= len(step["content"].encode())

@@ -9,10 +9,10 @@ from .fields import Body, check_field, check_value, read_typed
 class ToolChoice(NamedTuple):
     """The tools that a request offers, and those of which it forces a call."""
 
-    tools: list[Any] | None  # those that are offered; None for none
+    tools: list[Any] | None  # those that are offered; None if there are none
     forced: tuple[str, ...]  # names of which the answer has to call one; () if it need not
     is_parallel: bool  # whether it may have several calls
-    left_out: tuple[str, ...]  # tools that are no functions, such as "tools[1] (custom)"
+    left_out: tuple[str, ...]  # tools that are not functions, such as "tools[1] (custom)"
 
 
 _EXPECTED = "auto, none, required, any, or the name of one of the tools"
@@ -50,14 +50,15 @@ def read_tool_choice(body: Body) -> ToolChoice:
 
 
 def _split_functions(tools: Sequence[Any]) -> tuple[list[Any] | None, tuple[str, ...]]:
-    """Return the functions among tools, None for none, and the places of the others."""
+    """Return the functions among tools, or None if there are none, and what the others are, such as
+    "tools[1] (custom)"; RequestError for a tool that is not an object."""
     functions = []
     others = []
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
         check_value(isinstance(tool, Mapping), place, tool, "an object")
         kind = tool.get("type", "function")
-        # Another server would run the others, or their calls have no JSON.
+        # The others are run by a hosted server, or their calls have no JSON.
         if kind == "function":
             functions.append(tool)
         else:

@@ -127,7 +127,7 @@ class Turns:
         calls.append({"id": id, "type": "function", "function": function})
 
     def _add_tool_result(self, block: Body, place: str) -> None:
-        """Add a turn with a tool's result; chat templates want the tool's name too."""
+        """Add a turn with a tool's result and, as chat templates need it, the tool's name."""
         id_field, result_field = _RESULTS[block["type"]]
         id = block.get(id_field) or block.get("id")
         ok = isinstance(id, str) and id in self._names
@@ -220,7 +220,7 @@ def read_offered_tools(
     for place, namespace, tool in _without_namespaces(listed):
         check_value(isinstance(tool, Mapping), place, tool, "an object")
         kind = tool.get("type", "function")
-        # Another server would run it, or its calls have no JSON.
+        # A hosted server would run it, or its calls have no JSON.
         if kind != "function" and schema_field not in tool:
             left_out.append(f"{place} ({kind})")
             continue

@@ -1,7 +1,7 @@
 """A fused attention kernel for tree and stream rows on Apple GPUs, and what leads to it.
 
-MLX's `scaled_dot_product_attention` stays the reference and the fallback. The kernel was run for
-its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
+MLX's `scaled_dot_product_attention` stays the reference and the fallback. The kernel's results were
+checked on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 """
 
 from .hook import (

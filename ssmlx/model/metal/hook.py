@@ -1,4 +1,4 @@
-"""How a step comes to the fused kernel: the switch, its mask as bits, and the hook in the layers.
+"""The way of a step to the fused kernel: the switch, its mask as bits, the hook in the layers.
 
 mlx-lm's attention modules call `scaled_dot_product_attention` by a name of their own module. That
 name is replaced by a function that looks at the mask: a `TreeMask` is ours, everything else goes to
@@ -33,12 +33,12 @@ def is_available() -> bool:
 
 
 def choose_attention(
-    # "auto": the fused kernel at shapes where a trial found it right and clearly faster; "mlx":
-    # never; "fused": wherever its head sizes allow
+    # "auto": the fused kernel at shapes for which a trial found it right and clearly faster; "mlx":
+    # never; "fused": always, if the head sizes allow
     attention: Attention,
 ) -> None:
-    """Of tree and stream rows, in this process, from the next step on. Without Metal, "auto" is
-    "mlx"."""
+    """Choose the attention of tree and stream rows, in this process, from the next step on. Without
+    Metal, "auto" is "mlx"."""
     global _chosen
     check_choice("attention", attention, ATTENTIONS)
     require(
@@ -130,7 +130,7 @@ def choose_division(
     queries: mx.array,  # [1, H, R, Dh]; only shape and dtype count
     keys: mx.array,  # [1, Hkv, C + L, Dh]; only the shape counts
 ) -> Division | None:
-    """How the kernel divides this attention; None for MLX's own. With "auto" a shape without a
+    """The kernel's division of this attention; None for MLX's own. With "auto" a shape without a
     trial is noted for `time_pending_shape`, with "fused" the trial is made here."""
     if not is_on():
         return None
@@ -154,6 +154,7 @@ def choose_division(
 # The layers of a step ask for the same.
 @lru_cache(maxsize=16)
 def _division_and_bucket(shape: AttentionShape) -> tuple[Division, Bucket]:
+    """The kernel's division of a shape on this chip, and the shapes that share its trial."""
     division = divide_attention(shape, this_chip())
     return division, Bucket.of(shape, division)
 
@@ -163,8 +164,8 @@ def trials() -> Mapping[Bucket, Trial]:
 
 
 def time_pending_shape() -> bool:
-    """Try the kernel at the shape that was noted last, and return whether there was one. For a
-    moment when nobody waits: it takes some 50 ms, and longer if the kernel has to be compiled."""
+    """Try the kernel at the shape that was noted last, and return whether there was one. To be
+    called between calls: it takes some 50 ms, and longer if the kernel has to be compiled."""
     if not _wanted or not is_on():
         return False
     bucket, shape = _wanted.popitem()

@@ -103,8 +103,8 @@ class Kernel:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are three kernels, for good)
     def build(self) -> Callable[..., list[mx.array]]:
-        """Its arguments are the fields of `Call`. Inputs are read where they lie: they need not be
-        contiguous."""
+        """Build a callable, whose arguments are the fields of `Call`. Inputs are read in place:
+        they need not be contiguous."""
         built = mx.fast.metal_kernel(
             name=self.name,
             input_names=self.inputs,
@@ -139,15 +139,15 @@ MERGE = Kernel("ssmlx_merge", ("partial", "largest", "total"), ("out",), _MERGE)
 
 
 def run_on_metal(kernel: Kernel, call: Call) -> list[mx.array]:
-    """Lazily, on the GPU."""
+    """Run a kernel, lazily, on the GPU."""
     return kernel.build()(**vars(call))
 
 
 def pack_bits(
     visible: mx.array,  # [R, C]; keys after the first C are committed tokens, which every row sees
 ) -> mx.array:  # [R, W] uint32
-    """Bit j of word w is set if a row sees key 32 * w + j; bits after the first C are set. W is C /
-    32 rounded up, or more, so that R * W is at least 8."""
+    """Pack a mask into words: bit j of word w is set if a row sees key 32 * w + j; bits after the
+    first C are set. W is C / 32 rounded up, or more, so that R * W is at least 8."""
     rows, columns = visible.shape
     words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
     padded = mx.pad(
@@ -168,7 +168,7 @@ def attend(
     division: Division,
     run: Run | None = None,
 ) -> mx.array:  # [1, H, R, Dh]
-    """Lazily. If the division splits the keys, a second kernel merges the parts."""
+    """Attend, lazily. If the division splits the keys, a second kernel merges the parts."""
     run = run or run_on_metal
     dtype, (_, num_heads, num_rows, head_size) = queries.dtype, queries.shape
     template = [("T", dtype), ("D", head_size)]

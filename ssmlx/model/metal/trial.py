@@ -29,7 +29,7 @@ AttentionFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
 class Attentions(NamedTuple):
-    """Both attentions under one mask, each of queries, keys and values to [1, H, R, Dh]."""
+    """Both attentions under one mask; each maps queries, keys and values to [1, H, R, Dh]."""
 
     of_mlx: AttentionFunction
     of_kernel: AttentionFunction
@@ -48,9 +48,9 @@ class Trial:
 
 
 def make_random_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.array]:
-    """[1, H, R, Dh] queries; keys and values [1, Hkv, keys, Dh], slices of one cache, which has
-    room in front and behind as a real one; and a mask [R, R], cut to [R, keys]. Always the same for
-    one shape; computed."""
+    """[1, H, R, Dh] queries; keys and values [1, Hkv, keys, Dh], slices of one cache, with free
+    space before and after the keys, as in a real cache; and a mask [R, R], cut to [R, keys]. Always
+    the same for one shape; computed."""
     key = mx.random.key(0)
     queries = mx.random.normal((1, shape.heads, shape.rows, shape.head_size), shape.dtype, key=key)
     size = (2, shape.kv_heads, shape.keys + 64, shape.head_size)
@@ -68,7 +68,7 @@ def make_attentions(
     visible: mx.array,  # [R, C] of the first C keys; every row sees the others
     division: Division,
 ) -> Attentions:
-    """Masks are computed here, as once for all layers of a step."""
+    """Make both attentions; masks are computed here, as once for all layers of a step."""
     scale = shape.head_size**-0.5
     committed = mx.ones((shape.rows, shape.keys - visible.shape[1]), mx.bool_)
     mask = mx.concatenate([visible, committed], axis=1)
@@ -91,9 +91,9 @@ def run_layers(
 
 
 def try_kernel(shape: AttentionShape, division: Division) -> Trial:
-    """First the values, then the speed: the kernel was tested for meaning, not on every GPU and
-    compiler, and nobody's text may depend on that. Takes `MAX_SECONDS` or `TURNS` turns, whichever
-    is longer, beside the compilation."""
+    """Check the kernel's values, then its speed: it was not tested on every GPU and compiler, and
+    no answer may depend on these. Takes `MAX_SECONDS` or `TURNS` turns, whichever is longer, beside
+    the compilation."""
     queries, layer_key_values, visible = make_random_inputs(shape)
     theirs, ours = make_attentions(shape, visible, division)
     expected = theirs(queries, *layer_key_values)
@@ -104,7 +104,7 @@ def try_kernel(shape: AttentionShape, division: Division) -> Trial:
     except (RuntimeError, ValueError) as error:
         gap = math.inf
         reason = f"does not run ({error})".replace("\n", " ")
-    if not gap <= _TOLERANCES[shape.dtype]:  # nor where it is no number
+    if not gap <= _TOLERANCES[shape.dtype]:  # also false for NaN
         logging.getLogger("ssmlx").warning("the fused attention kernel %s; MLX's is used", reason)
         return Trial(agrees=False)
     key_values = [layer_key_values] * max(1, min(8, _ROWS_IN_A_CALL // shape.keys))
