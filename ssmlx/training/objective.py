@@ -125,9 +125,7 @@ class Objective(ABC):
         """
 
     def rootless_anchors(self, batch: Batch, step: int) -> np.ndarray | None:
-        """[B, K] bool, which anchors' streams learn at a step without the root's term; None for
-        none.
-        """
+        """Which anchors' streams learn at a step without the root's term, [B, K] bool, or None."""
         if not self.train.teaches_rootless_starts:
             return None
         # Multiples of the golden ratio spread evenly, and are not in step with `STRIDE`.
