@@ -128,7 +128,7 @@ def read_json_rows(
     option: str,  # that named the file
     expected: str,  # what a line should be, for messages
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON Lines file, each with its place, "FILE, line N"."""
+    """The objects of a JSON Lines file, each with where it is: "FILE, line N"."""
     text = read_text(path, expected=expected, do=f"check {option}")
     # JSON allows line separators inside texts that str.splitlines would cut at.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -109,7 +109,7 @@ def as_messages(prompt: Prompt) -> Any:
 
 
 def last_user_text(prompt: Prompt) -> str:
-    """The text of the user's last turn; empty if there is none."""
+    """The text of the user's last turn; empty without one."""
     said = [turn["content"] for turn in as_messages(prompt) if turn["role"] == "user"]
     return str(said[-1]) if said else ""
 
@@ -338,7 +338,7 @@ def encode_user_text(
 ) -> list[int]:
     """The tokens of one question, up to where the answer starts."""
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
-    check_text(text)  # before a template moves the place that the message names
+    check_text(text)  # before a template moves the position that the message names
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":

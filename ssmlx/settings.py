@@ -188,9 +188,10 @@ def check_settings(
 ) -> None:
     """Check the numbers and choices of every field that `setting` made; of a tuple or sequence,
     each one."""
+    settings: Any = type(config)
     for one in fields(config):
-        kind = setting_types(type(config))[one.name]
-        allowed = allowed_values(type(config), one)
+        kind = setting_types(settings)[one.name]
+        allowed = allowed_values(settings, one)
         values = getattr(config, one.name)
         if allowed is None or (values is None and kind.is_optional):
             continue
@@ -355,8 +356,8 @@ class TreeConfig:
 
     kind: TreeKind = setting(
         "best",
-        "for streams and Medusa heads. full: K children for every node; best: the N likeliest "
-        "nodes",
+        "the tree that streams and Medusa heads draft. full: K children for every node; best: the "
+        "N likeliest nodes",
         choices=get_args(TreeKind),
         option="--tree",
     )
@@ -426,7 +427,7 @@ class PruneConfig:
     kind: PruneKind = setting(
         "off",
         "remove unlikely nodes before the upper layers. budget: keep the M likeliest; threshold=P: "
-        "keep nodes with a probability of at least P given their parent (default P: "
+        "keep nodes with a probability of at least P given their parent (threshold alone: "
         f"{PRUNE_THRESHOLD})",
         choices=get_args(PruneKind),
         option="--prune",
@@ -720,7 +721,7 @@ class SamplingConfig:
     )
     seed: int | None = setting(
         None,
-        "the same seed gives the same answer with any drafter (in float32; default: random)",
+        "same seed, same answer with any drafter (in float32; default: random)",
         least=0,
         most=2**64 - 1,
         group="sampling",
@@ -840,7 +841,7 @@ class GenerateConfig(SamplingConfig):
 
     decoding: Decoding | None = setting(
         None,
-        "speculative drafts for every call, plain never (default: what is faster)",
+        "speculative drafts for every call, plain never (default: the faster way)",
         choices=DECODINGS,
         metavar="HOW",
         group="decoding",
@@ -902,7 +903,7 @@ class GenerateConfig(SamplingConfig):
             expected="--temp above 0",
             do="give --temp, or omit acceptance=",
         )
-        # A text is a sequence of texts, too: of its characters, which nobody means.
+        # A text is a sequence of texts, too: of its characters, which is never meant.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         is_fine = isinstance(stop, list | tuple)
         do = "give some text, or omit the option"

@@ -45,7 +45,7 @@ reconstructed from the adapter, so protect the adapter as you protect the data.
 
 Everything is stored in ~/.cache/ssmlx/adapters/NAME ($SSMLX_CACHE/adapters/NAME if that is set):
 the questions, the answers, the adapter, and figures.json, which has the measured speed-up.
-`python -m ssmlx.adapters` lists and removes adapters."""
+`python -m ssmlx.adapters` lists, renames and removes adapters."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -83,7 +83,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "memory to use at most, in GB (default: 70 %% of the machine's)",
             float,
         ),
-        ("--seed", "N", "seed of the questions that the model is asked (default: %(default)s)", 0),
+        ("--seed", "N", "seed of the questions to the model (default: %(default)s)", 0),
         (
             "--give-way",
             None,

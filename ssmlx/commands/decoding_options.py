@@ -97,7 +97,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         (
             "--generation-config",
             "SOURCE",
-            "none: greedy without options (default: auto: as the model's file says)",
+            "none: ignore the model's generation_config.json (default: auto: follow it)",
             str,
             ("auto", "none"),
         ),
@@ -111,7 +111,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
             "--penalty",
             "NAME=X",
             f"{', '.join(penalties[:-1])} or {penalties[-1]} of recent tokens, such as "
-            f'"repetition=1.2 context=64" (default: the last {recent}); repeatable',
+            f'"repetition=1.2 context=64" (default context: {recent}); repeatable',
             list,
         ),
     )

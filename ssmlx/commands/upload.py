@@ -76,7 +76,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--license",
             "ID",
-            "licence for the card, such as apache-2.0; the base model's terms hold too",
+            "licence for the card, such as apache-2.0; the base model's terms apply too",
             str,
         ),
         (
@@ -129,7 +129,7 @@ def _send(args: argparse.Namespace) -> None:
         set_base_name(base, contents, figures)
     text = _hide_home_folder(make_card(args.repo, base, adapter, figures, args.license))
     contents[CARD] = text.encode()
-    print(f"{text}\nto {args.repo}, {'private' if args.private else 'for everybody to see'}:")
+    print(f"{text}\nto {args.repo}, {'private' if args.private else 'public'}:")
     for file, content in contents.items():
         print(f"{len(content):14,}  {file}")
     if args.dry_run:

@@ -164,7 +164,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _definition(place: str, known: Mapping[str, Any]) -> Any:
-    """The definition at a place such as "#/$defs/name"."""
+    """The definition that a reference such as "#/$defs/name" names."""
     found: Any = known
     for name in place.removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, Mapping) else None

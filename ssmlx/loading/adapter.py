@@ -61,7 +61,7 @@ class Adapter:
     # by module path, on every row, so it changes the answers; empty if it is fused into the base
     lora: Loras = field(default_factory=dict)
     base_model: str = ""  # the name of the model that it is for; empty if its files name none
-    name: str | None = None  # by which it was asked for
+    name: str | None = None  # by which it was requested
 
     def describe(self) -> str:
         """One line about the adapter, for the user."""

@@ -12,9 +12,9 @@ from .names import AUTO_ADAPTER
 
 
 class LoadedAdapters:
-    """One base, alone and with any of its adapters, each loaded when it is first asked for.
+    """One base, alone and with any of its adapters, each loaded when it is first requested.
 
-    Any thread may ask. One folder gives one model, under whatever name it is asked for.
+    Any thread may call it. One folder gives one model, whatever name it is requested by.
     """
 
     def __init__(

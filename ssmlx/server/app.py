@@ -332,7 +332,7 @@ class AnswerResponse(StreamingResponse):
         self._is_begun = False
         kind = "text/event-stream" if ask.stream else "application/json"
         headers = {"Cache-Control": "no-cache"}
-        if ask.stream:  # else nginx keeps events until it has many
+        if ask.stream:  # without it, nginx holds events back until it has many
             headers["X-Accel-Buffering"] = "no"
         super().__init__((), media_type=kind, headers=headers)
 

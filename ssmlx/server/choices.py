@@ -107,7 +107,7 @@ class AnswerParser:
         # An answer in a form is split from a thought before it, and not further; a forced call is.
         is_free = ask.grammar is None or bool(ask.forced_tools)
         self._reader: AnswerReader | None = None
-        if ask.is_chat or ask.forced_tools:  # else the text is not split
+        if ask.is_chat or ask.forced_tools:  # otherwise the text is not split
             self._reader = AnswerReader(format, ask.tools, ask.begins, reads_text=is_free)
 
     def parse(self, part: TextPart | ChoiceEnd) -> list[Part]:

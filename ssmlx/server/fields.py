@@ -29,7 +29,7 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
 
 
 def check_value(ok: bool, name: str, value: Any, expected: str) -> None:
-    """Raise a `RequestError` for the value of a field, by its name or place, if `ok` is false."""
+    """Raise a `RequestError` for the value of a field, by its name or path, if `ok` is false."""
     if not ok:  # only then, as a value may be most of a body
         raise RequestError(name, f"{name} is {quoted(value)}", expected)
 
@@ -107,7 +107,7 @@ class Fields(Mapping[str, Any]):
 
 
 def with_fields(body: Body, own: Mapping[str, Any]) -> Body:
-    """Return `body` with other fields in place of its own, which are not read then."""
+    """Return `body` with `own` instead of its fields of these names, which are not read then."""
     return ChainMap(dict(own), cast("dict[str, Any]", body))  # a chain writes to its first alone
 
 
@@ -123,7 +123,7 @@ WITHOUT_EFFECT = {
     # how fast an answer comes: prompts are cached anyway, and drafting leaves answers as they are
     "cache_control", "cache_prompt", "cache_salt", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "draft_model", "num_draft_tokens", "id_slot",
-    # what else is reported beside the answer
+    # what is reported beside the answer
     "timings_per_token", "diagnostics", "include", "stream_options", "max_tool_calls",
     # models to fall back to when another server refuses to answer
     "fallbacks",

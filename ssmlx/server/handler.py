@@ -178,7 +178,7 @@ class RequestHandler:
                             for part in choice.response_parts(last):
                                 yield part
                 if last is None or last.finish_reason is None:
-                    self.reader.check_open()  # else it was the deadline that ended it
+                    self.reader.check_open()  # if it is open, the deadline ended the answer
                 if last is None:
                     raise TimeoutError  # a choice that has a token ends there, by its length
                 choice.check_form()

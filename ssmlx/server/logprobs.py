@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.sampling import TokenLogprobs
 from ..generation.segments import GenerationResponse
 
-LEAST = -9999.0  # in the place of minus infinity, which JSON lacks; vLLM's number
+LEAST = -9999.0  # instead of minus infinity, which JSON lacks; vLLM's number
 
 
 class TokenEntries:

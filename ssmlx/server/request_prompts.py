@@ -195,7 +195,7 @@ class PromptReader:
             named = "enable_thinking" if is_code else str(tokenizer.chat_template)
             if "enable_thinking" not in named:
                 args.pop("enable_thinking", None)
-            elif ask.grammar is not None or ask.forced_tools:  # whatever was asked for
+            elif ask.grammar is not None or ask.forced_tools:  # even if it was requested
                 args["enable_thinking"] = False
             if "reasoning_effort" not in named:
                 args.pop("reasoning_effort", None)
@@ -211,7 +211,7 @@ class PromptReader:
     ) -> int | None:
         """Return how many tokens of a chat's prompt are before its template opens the answer."""
         opens = ask.is_chat and ask.opens_turn and not ask.continues
-        # With stages, the cache can go back to any place.
+        # With stages, the cache can go back to any position.
         if not opens or model.backbone.capabilities.has("stages"):
             return None
         turns_alone = replace(ask, opens_turn=False)
@@ -227,7 +227,7 @@ class PromptReader:
         tokenizer = self.engine.tokenizer
         mask = GrammarMask(matcher)
         end_mark = thought_end(find_format(tokenizer))
-        if ask.begins == "text" or not end_mark:  # else a thought that the prompt opened is free
+        if ask.begins == "text" or not end_mark:  # a thought that it opened is free
             return mask
         most = ask.config.max_tokens * 3 // 4  # the rest is for what comes after the thought
         return ThoughtLimit(mask, tokenizer, end_mark, most)

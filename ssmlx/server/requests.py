@@ -71,7 +71,7 @@ class AnswerRequest:
     others: Sequence[str | list[int]] = ()  # further prompts, each answered as the first one
     echoes: bool = False  # whether an answer begins with its prompt
     writes: bool = True  # whether anything is generated
-    # tools and blocks that are left out, by their places: "tools[1] (web_search)"
+    # tools and blocks that are left out, by their paths in the request: "tools[1] (web_search)"
     left_out: Sequence[str] = ()
     # of tools that are offered under another name, by that: what the client calls them
     namespaced: Mapping[str, NamespacedName] = field(default_factory=dict)

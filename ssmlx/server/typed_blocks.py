@@ -71,8 +71,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._turns: list[dict[str, Any]] = []  # their texts are lists until `joined`
-        self.left_out: list[str] = []  # places and types of blocks that no turn has anything of
-        self.tools: list[tuple[str, Any]] = []  # places and tools that blocks offer
+        self.left_out: list[str] = []  # paths and types of blocks that no turn includes
+        self.tools: list[tuple[str, Any]] = []  # tools that blocks offer, with their paths
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
     def add_block(self, role: Any, block: Body, place: str) -> None:
@@ -206,11 +206,11 @@ class OfferedTools(NamedTuple):
 
     tools: list[dict[str, Any]]
     namespaced: dict[str, NamespacedName]  # what the client calls those of a namespace
-    left_out: list[str]  # places and types of tools that are no functions
+    left_out: list[str]  # paths and types of tools that are not functions
 
 
 def read_offered_tools(
-    listed: Iterable[tuple[str, Any]],  # tools with their places in the request
+    listed: Iterable[tuple[str, Any]],  # tools with their paths in the request
     schema_field: str,  # of a tool that has the JSON schema of its arguments
 ) -> OfferedTools:
     """Read the functions among tools; those of namespaces are offered under longer names."""
@@ -236,7 +236,7 @@ def read_offered_tools(
 
 
 def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, name of its namespace or None, tool) of tools, those in namespaces too."""
+    """Yield (path, name of its namespace or None, tool) of tools, those in namespaces too."""
     for place, tool in listed:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":
             inner = list_parts(tool.get("tools"), f"{place}.tools")
@@ -247,13 +247,13 @@ def _without_namespaces(listed: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
 
 
 def listed_tools(body: Body) -> list[tuple[str, Any]]:
-    """Return the `tools` of a request, each with its place."""
+    """Return the `tools` of a request, each with its path."""
     listed = read_typed(body, "tools", list, [])
     return [(f"tools[{number}]", tool) for number, tool in enumerate(listed)]
 
 
 class Named(NamedTuple):
-    """A value, and the name or place that it has in a request."""
+    """A value, and the name or path that it has in a request."""
 
     name: str
     value: Any
