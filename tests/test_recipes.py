@@ -314,7 +314,7 @@ def test_answers_and_then_streams_are_made_in_minutes(tmp_path, monkeypatch, cap
     small = ["--epochs", "1", "--", "--num-streams", "2", "--num-msa-layers", "1",
              "--lora-rank", "2", "--root-init-rank", "4"]  # fmt: skip
     work = tmp_path / "work"
-    argv = ["--out", str(out), "--work", str(work), "--answers", str(made), *common, "--", *small]
+    argv = ["--out", str(out), "--work", str(work), "--answers", str(made), *common, *small]
     with monkeypatch.context() as patch:
         stopped = stopping(TorchTrainer.advance, 9, itertools.count(1))
         patch.setattr(TorchTrainer, "advance", stopped)

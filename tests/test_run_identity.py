@@ -184,7 +184,7 @@ def test_heads_are_told_by_their_folders(base, data, made, jobs, tmp_path, start
     expected = expected_identities(
         base,
         jobs[0],
-        ["norm", TORCH_DTYPE, of_lora],
+        ["final norm", TORCH_DTYPE, of_lora],
         [TORCH_DTYPE, of_lora, settings, of_init],
     )
     assert written_identities(tmp_path, "hidden.states") == expected
