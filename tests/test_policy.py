@@ -472,6 +472,15 @@ def test_what_is_written_is_read():
     )
 
 
+def test_a_machine_that_has_changed_is_believed_at_once():
+    table = CostTable()
+    table.learn_plain_seconds(0, [0.1] * 64)
+    table.learn_plain_seconds(0, [0.104] * 2)  # rounding of a clock: one of many
+    assert table.plain_seconds(0) == pytest.approx(0.1, rel=0.01)
+    table.learn_plain_seconds(0, [0.3] * 2)
+    assert table.plain_seconds(0) == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize(
     "change",
     [
