@@ -6,7 +6,6 @@ that these read.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,15 +74,18 @@ def in_shape(config: StreamConfig, text: str) -> StreamConfig:
         expected="LAYERS:VOCABULARY:SHARE, such as 4:16384:0.82",
         do="correct it",
     )
-    share = float(parts[2])
-    assert config.tokens_per_call is not None
-    tokens = {n: 1 + share * (one - 1) for n, one in config.tokens_per_call.items()}
     return replace(
         config,
         num_msa_layers=int(parts[0]),
         draft_vocab_size=int(parts[1]),
-        tokens_per_call=tokens,
+        tokens_per_call=tokens_with_share(config, float(parts[2])),
     )
+
+
+def tokens_with_share(config: StreamConfig, share: float) -> dict[int, float]:
+    """Tokens per call by nodes if that share of the accepted drafts is accepted."""
+    assert config.tokens_per_call is not None
+    return {n: 1 + share * (one - 1) for n, one in config.tokens_per_call.items()}
 
 
 def read_rows(text: str) -> tuple[str, StepCosts]:
@@ -130,16 +132,14 @@ def price(args: argparse.Namespace) -> None:
     print("| adapter | layers | vocabulary |", " | ".join(chips), "|")
     print("|---" * (3 + len(chips)) + "|")
     for name, config in shapes:
-        base = read_base_settings(resolve_model(config.base_model))
+        share = drafting_share(config, read_base_settings(resolve_model(config.base_model)))
+        tokens = tokens_with_share(config, args.kept)
         cells = []
         for rows in chips.values():
-            costs = call_costs(config, rows, drafting_share(config, base))
-            assert config.tokens_per_call is not None
-            tokens = {n: 1 + args.kept * (one - 1) for n, one in config.tokens_per_call.items()}
-            nodes, speed = fastest_tree(costs, tokens)
+            nodes, speed = fastest_tree(call_costs(config, rows, share), tokens)
             cells.append(f"{speed:.2f} ({nodes} nodes)")
         shape = f"| {name} | {config.num_msa_layers} | {config.draft_vocab_size:,} |"
-        print(shape, " | ".join(cells), "|", file=sys.stdout)
+        print(shape, " | ".join(cells), "|")
 
 
 main = make_main(PROG, parse_args, price)

@@ -9,6 +9,7 @@ from threading import Barrier
 import mlx.core as mx
 import pytest
 from real import tokens_of, words
+from tiny import cost_shared_calls
 
 import ssmlx
 from ssmlx.answers import Prefilled
@@ -20,7 +21,6 @@ from ssmlx.generation.plan import Plan
 from ssmlx.loading.load import load_base
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.policy.controller import PLAIN_CALL, ExpectedCall
-from ssmlx.policy.costs import BATCH, FrozenCosts
 
 LENGTH = 12
 ADAPTERS = ("streams", "all", "none")
@@ -46,10 +46,7 @@ def batches(engine, monkeypatch):
 
 def cost_batches(monkeypatch, cost):
     """A call for several texts costs so many plain calls."""
-    calls = FrozenCosts.calls
-    monkeypatch.setattr(
-        FrozenCosts, "calls", lambda self, kind: cost if kind[0] == BATCH else calls(self, kind)
-    )
+    cost_shared_calls(monkeypatch, lambda rows: cost)
 
 
 @pytest.fixture
@@ -240,13 +237,8 @@ def test_answers_stay_in_their_mode_if_both_are_as_fast(
     ask, together, batches, monkeypatch, mode, begins, goes_on
 ):
     """A shared call takes as many plain calls as it has rows, but for 2 %."""
-    costs = FrozenCosts.calls
     calls_a_row = begins
-    monkeypatch.setattr(
-        FrozenCosts,
-        "calls",
-        lambda self, kind: calls_a_row * kind[1] if kind[0] == BATCH else costs(self, kind),
-    )
+    cost_shared_calls(monkeypatch, lambda rows: calls_a_row * rows)
     answers = [ask(text, max_tokens=60) for text in QUESTIONS[:2]]
     for _ in range(3):
         next(answers[0]), next(answers[1])

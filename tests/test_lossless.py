@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 from mlx_lm.utils import load_model
 from real import tokens_of, write_tokenizer
-from tiny import all_pairs, first_tokens, make_adapter, make_base, mlx_lm_tokens, token_steps
+from tiny import (
+    all_pairs,
+    cost_shared_calls,
+    first_tokens,
+    make_adapter,
+    make_base,
+    mlx_lm_tokens,
+    token_steps,
+)
 from tiny_classes import write_model
 from tiny_heads import HEAD_KINDS, make_heads
 
@@ -26,7 +34,6 @@ from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.policy.controller import PLAIN_CALL
-from ssmlx.policy.costs import BATCH, FrozenCosts
 from ssmlx.settings import PruneConfig
 
 COUNTS = Path(__file__).parent / "data" / "target_calls.json"
@@ -168,14 +175,9 @@ def by_prompt_cache(case: Case, settings: dict[str, Any]) -> tuple[list[int], in
 
 
 def in_shared_calls(case: Case, settings: dict[str, Any]) -> tuple[list[int], int]:
-    costs = FrozenCosts.calls
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plan, "expected_fastest_call", PLAIN_CALL)
-        patch.setattr(
-            FrozenCosts,
-            "calls",
-            lambda self, kind: 1.001 if kind[0] == BATCH else costs(self, kind),
-        )
+        cost_shared_calls(patch, lambda rows: 1.001)
         with ask(case, PROMPT[::-1], max_tokens=2 * LENGTH) as other:
             return heard(segment for segment in ask(case, PROMPT, **settings) if next(other))
 

@@ -30,6 +30,7 @@ from ssmlx.model.condition import Condition
 from ssmlx.model.lora import LoraWeights, split_layer_path
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
 from ssmlx.model.tree import Tree
+from ssmlx.policy.costs import BATCH, FrozenCosts
 from ssmlx.settings import StreamConfig
 
 LAYERS = 3
@@ -337,6 +338,16 @@ def all_pairs(*axes, times: int = 1, where=lambda *case: True) -> list[tuple]:
         chosen.append(best)
         missing -= pairs[id(best)]
     return chosen
+
+
+def cost_shared_calls(patch: pytest.MonkeyPatch, calls_by_rows) -> None:
+    """Let a call for several answers cost so many plain calls, by its rows; others cost as ever."""
+    costs = FrozenCosts.calls
+    patch.setattr(
+        FrozenCosts,
+        "calls",
+        lambda self, kind: calls_by_rows(kind[1]) if kind[0] == BATCH else costs(self, kind),
+    )
 
 
 def slow(*cases, mark=pytest.mark.slow) -> list:
