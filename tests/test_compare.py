@@ -235,11 +235,11 @@ def test_what_default_learns_stays_in_a_folder_of_the_run(command, tmp_path, mon
     code, out, _ = command(*more, "--costs", kept, "--fresh")
     known = rows_of(saved(tmp_path))["default"]["num_costs"]
     assert code == 0 and known > 0
-    (line,) = [line for line in out.splitlines() if line.startswith("default: ")]
+    (line,) = [line for line in out.splitlines() if ": default: " in line]
     assert mentions(line, str(known))
     # Another folder is another run, and begins with nothing.
     code, out, _ = command(*more, "--costs", tmp_path / "new")
-    (line,) = [line for line in out.splitlines() if line.startswith("default: ")]
+    (line,) = [line for line in out.splitlines() if ": default: " in line]
     assert code == 0 and not re.search(r"\d", line)
 
 

@@ -158,8 +158,9 @@ def test_chat_as_a_user_runs_it():
     chat = run_module("ssmlx.chat", "--model", BASE, *asked, stdin="hi\n/stats\n/quit\n")
     assert chat.returncode == 0 and chat.stdout.strip()
     where, *_ = chat.stderr.splitlines()
-    quiet, *_ = said_later(chat.stderr)
+    faster, quiet, *_ = said_later(chat.stderr)
     assert mentions(where, "ssmlx", BASE) and mentions(quiet, "8")
+    assert mentions(faster, "--decoding")
 
 
 @pytest.mark.slow

@@ -38,7 +38,9 @@ def describe(
     return Drafting(
         _source(model, plan, adapter, found),
         decision(plan),
-        _faster_by_head(model, plan) or _faster_by_adapter(model, adapter, found),
+        _faster_if_plain_was_asked(model, plan)
+        or _faster_by_head(model, plan)
+        or _faster_by_adapter(model, adapter, found),
         _effect(model, adapter),
     )
 
@@ -122,6 +124,11 @@ def _effect(model: StreamFusedModel, adapter: str | None) -> str:
         return f"the {kind} model's answers are untouched"
     own = "the model was fine-tuned with them"
     return own if adapter is None else "the adapter is part of the model"
+
+
+def _faster_if_plain_was_asked(model: StreamFusedModel, plan: Plan) -> str:
+    can_draft = model.backbone.capabilities.has("chains")
+    return "without --decoding plain" if plan.config.decoding == "plain" and can_draft else ""
 
 
 def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
