@@ -157,7 +157,7 @@ def answer_record(
         "tokens_per_call": round(last.tokens_per_call, 4),
         "prefill_seconds": round(last.prefill_seconds, 6),
         "decode_seconds": round(last.decode_seconds, 6),
-        "draft_calls": last.draft_calls,
+        "draft_model_calls": last.draft_model_calls,
         "drafts": {name: asdict(one) for name, one in last.drafts.items()},
         "lossy": last.lossy,
         "memory": asdict(last.memory) if last.memory else None,

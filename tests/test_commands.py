@@ -38,8 +38,8 @@ from ssmlx.settings import DRAFTERS
 PROG = "ssmlx.generate"
 KEYS = [
     "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens",
-    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "drafts",
-    "lossy", "memory",
+    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_model_calls",
+    "drafts", "lossy", "memory",
 ]  # fmt: skip
 ASK = ("--prompt", "w1 w2")
 PLAIN = ("--decoding", "plain")

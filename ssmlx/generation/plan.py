@@ -62,9 +62,9 @@ class Plan:
         return scratch_rows(self.drafters)
 
     @property
-    def draft_calls(self) -> int:
-        """Forward passes of a draft model so far."""
-        return sum(drafter.draft_calls for drafter in self.drafters)
+    def draft_model_calls(self) -> int:
+        """Forward passes so far of what drafts beside the target."""
+        return sum(drafter.draft_model_calls for drafter in self.drafters)
 
     @property
     def needs_context_tokens(self) -> bool:
