@@ -45,8 +45,7 @@ EPILOG = """examples:
 
 Fields of --jsonl: prompt, text, tokens, finish_reason (stop, length or context), prompt_tokens,
 generation_tokens, target_calls (forward passes; the prompt counts as one), tokens_per_call, lossy,
-prefill_seconds, decode_seconds, draft_model_calls (forward passes of a draft model), drafts (by
-drafter), memory."""
+prefill_seconds, decode_seconds, draft_model_calls, drafts (by drafter), memory."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
