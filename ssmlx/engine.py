@@ -107,6 +107,7 @@ class Engine:
         check_memory(memory_gb)
         loaded, self.tokenizer = load(
             model,
+            adapter=None,  # each is put on the one base when it is asked for
             dtype=dtype,
             merge_lora=merge_lora,
             draft_head=draft_head,

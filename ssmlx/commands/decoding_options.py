@@ -20,7 +20,7 @@ from ..drafters.option import (
     shared_settings,
 )
 from ..errors import require
-from ..loading.names import DEFAULT_ADAPTER, bundled_adapters
+from ..loading.names import AUTO_ADAPTER, DEFAULT_ADAPTER, bundled_adapters
 from ..pairs import Key, parse_pairs, split_words
 from ..settings import (
     DEFAULT_MODEL,
@@ -47,7 +47,7 @@ from .setting_options import (
 
 def add_model_options(
     parser: argparse.ArgumentParser,
-    adapters: Any = str,  # `list` if --adapter may be repeated
+    adapters: Any = AUTO_ADAPTER,  # `list` if --adapter may be repeated
 ) -> None:
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
     add_options(
