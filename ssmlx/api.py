@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from .generation.segments import GenerationResponse, plan_answer_segments, resol
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .settings import GenerateConfig
+from .settings import GenerateConfig, with_settings
 
 
 def stream_generate(
@@ -58,16 +58,17 @@ def stream_generate(
         progress: called with (tokens processed, tokens in all) while the prompt is processed.
         earlier: what the session answered before: what this answer repeats of it is drafted, and
             it is added. An `ssmlx.Engine` and its chats keep their own.
-        settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
+        settings: single fields of `GenerateConfig`, such as `max_tokens=100`; `temperature` is
+            `temp`. Arguments of mlx-lm that are not followed are refused, with what to use instead.
 
     Returns:
         The answer: iterate over it, or `async` over it; `cancel` stops it.
 
     Raises:
-        InputError: the prompt is empty or too long, or the settings do not fit the model.
-        TypeError: `GenerateConfig` has no field of such a name.
+        InputError: the prompt is empty or too long, or there is no such setting, or the settings do
+            not fit the model.
     """
-    config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
+    config = resolve_sampling(with_settings(config, settings), model)
     config, loaded = split_drafter(config, drafter)
     opened = partial(
         plan_answer_segments,
@@ -100,7 +101,7 @@ def generate(
             of statistics and one of memory.
 
     Raises:
-        InputError, TypeError: see `stream_generate`.
+        InputError: see `stream_generate`.
     """
     text = ""
     last = None

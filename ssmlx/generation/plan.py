@@ -26,7 +26,7 @@ from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
 from ..policy.controller import PLAIN_CALL, Controller, ExpectedCall
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
-from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
+from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig, with_settings
 from .default_head import HEAD_DRAFTER, default_head, require_default_head
 from .learned import Learned, learned_of
 from .memory import cache_size_of
@@ -103,7 +103,7 @@ def make_plan(
     context: int = 0,  # tokens that are committed when the answer begins
     earlier: EarlierAnswers | None = None,  # answers of the session, which this one may repeat
     end_tokens: Collection[int] = (),  # of an answer, or of a part of it: text drafts end with them
-    **settings: Any,  # single fields of `GenerateConfig`
+    **settings: Any,  # single fields of `GenerateConfig`, see `with_settings`
 ) -> Plan:
     """Make the plan of one answer: what `config` comes to on `model`. Nothing is decoded.
 
@@ -112,7 +112,7 @@ def make_plan(
     also look up in the text, in `earlier` and in an expected text. The first plan for a model may
     load its default head, and read what was learned of this machine.
     """
-    config = replace(config or GenerateConfig(), **settings)
+    config = with_settings(config, settings)
     config = config.following(model.backbone.origin.sampling)
     config, given = split_drafter(config, drafter)
     kind, loaded = choose_drafter(model, config, given)
