@@ -13,6 +13,8 @@ from .bars import Progress
 from .drafters.registry import DrafterArgument, split_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import without_controls
+from .generation.plan import Decode, decode_plan
+from .generation.samplers import LogitsProcessor, Sampler, decode_with, with_plain_decoding
 from .generation.segments import GenerationResponse, plan_answer_segments, resolve_sampling
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
@@ -31,6 +33,8 @@ def stream_generate(
     context: Sequence[int] = (),
     progress: Progress | None = None,
     earlier: EarlierAnswers | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
     **settings: Any,
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
@@ -58,6 +62,13 @@ def stream_generate(
         progress: called with (tokens processed, tokens in all) while the prompt is processed.
         earlier: what the session answered before: what this answer repeats of it is drafted, and
             it is added. An `ssmlx.Engine` and its chats keep their own.
+        sampler: a function of mlx-lm's kind: of the log probabilities [1, V] of the next token it
+            chooses that token, in place of the settings of sampling. Decoding is plain then, and
+            so it is with `logits_processors`. Both are called on the thread that runs MLX, whose
+            random state then depends on the caller's.
+        logits_processors: functions of mlx-lm's kind, called in order with all tokens [T] so far,
+            the prompt's too, and the logits [1, V] of the next one; they return the logits to
+            decide by.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`; `temperature` is
             `temp`. Arguments of mlx-lm that are not followed are refused, with what to use instead.
 
@@ -68,8 +79,12 @@ def stream_generate(
         InputError: the prompt is empty or too long, or there is no such setting, or the settings do
             not fit the model.
     """
-    config = resolve_sampling(with_settings(config, settings), model)
-    config, loaded = split_drafter(config, drafter)
+    config = with_settings(config, settings)
+    decode: Decode = decode_plan
+    if sampler is not None or logits_processors:
+        config = with_plain_decoding(config, sampler)
+        decode = decode_with(sampler, logits_processors or ())
+    config, loaded = split_drafter(resolve_sampling(config, model), drafter)
     opened = partial(
         plan_answer_segments,
         model,
@@ -80,6 +95,7 @@ def stream_generate(
         cache=cache,
         context=context,
         earlier=earlier,
+        decode=decode,
     )
     return Answer(run_on_mlx_thread(opened), progress)
 

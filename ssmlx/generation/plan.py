@@ -285,12 +285,8 @@ def decode_plan(
     asked for. Yields a step for each call; None before each piece of the prompt and after the last,
     and while a drafter starts.
     """
-    require(
-        len(context) == cache.offset or not (context or plan.needs_context_tokens),
-        f"{len(context)} tokens of context for a cache of {cache.offset} tokens",
-        expected="the whole text, which drafters and penalties read",
-        do="pass context=, the tokens in the cache",
-    )
+    if context or plan.needs_context_tokens:
+        require_context(context, cache)
     shared: dict[str, Any] = {
         "context": context,
         "sampler": plan.sampling,
@@ -311,6 +307,16 @@ def decode_plan(
         acceptance=plan.config.acceptance,
         controller=plan.controller,
         **shared,
+    )
+
+
+def require_context(context: Sequence[int], cache: TextCache) -> None:
+    """Require the tokens of all that a cache holds."""
+    require(
+        len(context) == cache.offset,
+        f"{len(context)} tokens of context for a cache of {cache.offset} tokens",
+        expected="the whole text, which is read",
+        do="pass context=, the tokens in the cache",
     )
 
 
