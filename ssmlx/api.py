@@ -19,6 +19,7 @@ from .generation.segments import GenerationResponse, plan_answer_segments, resol
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
+from .prompts import require_loaded
 from .settings import GenerateConfig, with_settings
 
 
@@ -79,6 +80,9 @@ def stream_generate(
         InputError: the prompt is empty or too long, or there is no such setting, or the settings do
             not fit the model.
     """
+    call = "generate(model, tokenizer, prompt)"
+    require_loaded(model, StreamFusedModel, "model", call)
+    require_loaded(tokenizer, TokenizerWrapper, "tokenizer", call)
     config = with_settings(config, settings)
     decode: Decode = decode_plan
     if sampler is not None or logits_processors:
