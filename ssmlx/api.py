@@ -19,7 +19,7 @@ from .generation.segments import GenerationResponse, plan_answer_segments, resol
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompts import require_loaded
+from .prompts import Prompt, last_user_text, require_loaded
 from .settings import GenerateConfig, with_settings
 
 
@@ -161,14 +161,15 @@ def drafts_line(response: GenerationResponse) -> str:
 
 
 def answer_record(
-    prompt: str,  # as the user gave it
+    prompt: Prompt,  # with whatever else its line holds
     responses: list[GenerationResponse],  # all segments of the answer, one or more
 ) -> dict[str, Any]:
-    """JSON values of a whole answer, for `--json`."""
+    """JSON values of a whole answer, for `--jsonl`, with other fields of its prompt's line."""
     last = responses[-1]
     logprobs = [one for response in responses for one in response.logprobs or ()]
     return {
-        "prompt": prompt,
+        **{name: value for name, value in prompt.items() if name not in ("messages", "tools")},
+        "prompt": last_user_text(prompt),
         "text": "".join(response.text for response in responses),
         "tokens": [token for response in responses for token in response.tokens],
         "finish_reason": last.finish_reason,

@@ -14,7 +14,7 @@ from .errors import InputError, quoted, require
 from .json_files import found_in_json, read_json_rows
 from .rendering import render_turns
 from .settings import StreamConfig
-from .turns import ROLES, Message, normalise_turns
+from .turns import ROLES, Message, is_systems, normalise_turns
 
 _APPLY = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _NO_TEMPLATE_ARGS = {*_APPLY, "messages"} - {"tools", "documents"}
@@ -42,8 +42,13 @@ def read_prompts(
 
     "messages" are normalised; a last turn of the assistant's, as training data has it, is left out.
     """
+    return [row for _, row in read_prompt_rows(path, option)]
+
+
+def read_prompt_rows(path: Path, option: str = "--prompts") -> list[tuple[str, dict[str, Any]]]:
+    """What `read_prompts` does, each with where it is: "FILE, line N"."""
     rows = read_json_rows(path, option, 'an object such as {"prompt": "..."}')
-    return [_check_prompt_row(row, where) for where, row in rows]
+    return [(where, _check_prompt_row(row, where)) for where, row in rows]
 
 
 def _check_prompt_row(
@@ -106,6 +111,14 @@ def as_messages(prompt: Prompt) -> Any:
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
+
+
+def with_system(prompt: Prompt, system: str | None) -> Prompt:
+    """A prompt with a system prompt, unless there is none or it has one of its own."""
+    turns = as_messages(prompt)
+    if system is None or is_systems(turns[0]):
+        return prompt
+    return {**prompt, "messages": [{"role": "system", "content": system}, *turns]}
 
 
 def last_user_text(prompt: Prompt) -> str:

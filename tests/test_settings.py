@@ -16,7 +16,7 @@ from tiny import make_model, make_tokenizer
 
 import ssmlx
 from ssmlx import api
-from ssmlx.commands import chat, decoding_options, generate, load_target
+from ssmlx.commands import chat, decoding_options, generate, load_target, prompt_options
 from ssmlx.commands.decoding_options import generate_config
 from ssmlx.commands.parser import Parser
 from ssmlx.commands.setting_options import option_fields
@@ -164,7 +164,7 @@ def test_every_other_option_is_read(monkeypatch, command):
     with monkeypatch.context() as patch:
         patch.setattr(Parser, "parse_args", lambda parser, argv: parser)
         parser = command.parse_args(None)
-    modules = (command, decoding_options, load_target)
+    modules = (command, decoding_options, load_target, prompt_options)
     sources = "".join(inspect.getsource(module) for module in modules)
     settings = {name for kind in PARTS.values() for name in option_fields(kind)}
     others = {action.dest for action in parser._actions} - settings - {"help"}

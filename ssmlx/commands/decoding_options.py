@@ -62,9 +62,8 @@ def add_model_options(
         (
             "--adapter",
             "ADAPTER",
-            f"{bundled} (bundled), a folder, a Hub name, a LoRA of mlx-lm or PEFT, or none "
-            "(default: auto: the model's own streams, or an adapter that ssmlx.adapt made for it "
-            f"here, or {DEFAULT_ADAPTER})",
+            f"{bundled} (bundled), a folder, a Hub name, LoRA of mlx-lm or PEFT, or none "
+            f"(default: auto: its own streams, one made here, or {DEFAULT_ADAPTER})",
             adapters,
         ),
         (
