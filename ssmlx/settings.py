@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
-from .errors import quoted, require
+from .errors import InputError, one_line, quoted, require
 
 Decoding = Literal["speculative", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
@@ -951,8 +952,76 @@ class GenerateConfig(SamplingConfig):
 WIRE_NAMES = {
     wire: one.name for one in fields(GenerateConfig) for wire in one.metadata.get("wire", ())
 }
-"""Settings by the names that a request has for them, OpenAI's or mlx-lm's. If a request has two
-names of one setting, the one that is later in this table counts."""
+"""Settings by the names that requests and callers have for them, OpenAI's or mlx-lm's. If a request
+has two names of one setting, the one that is later in this table counts."""
+
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_context_size",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "top_logprobs": "logprobs",
+}
+"""Settings by names that transformers, llama.cpp or Ollama have for them. They are not followed, as
+values can mean something else, but whoever gives one is referred to the setting."""
+
+_NOT_QUANTIZED = "omit it: keys and values are not quantized"
+_OF_TEMPLATE = "give it to ssmlx.prompt_tokens, as {}"
+INSTEAD = {
+    "chat_template_kwargs": _OF_TEMPLATE.format("template_args={...}"),
+    "do_sample": "use temp=: 0 for greedy decoding",
+    "draft_model": "use drafter=ssmlx.load_draft_model(...)",
+    "enable_thinking": _OF_TEMPLATE.format("template_args={'enable_thinking': ...}"),
+    "input_embeddings": "give the prompt as tokens",
+    "kv_bits": _NOT_QUANTIZED,
+    "kv_group_size": _NOT_QUANTIZED,
+    "logits_processors": "give it to ssmlx.stream_generate, or use mask= of Engine.stream",
+    "max_kv_size": "omit it: no part of a text is dropped; memory_gb= of Engine limits memory",
+    "messages": _OF_TEMPLATE.format("its first argument") + ", or to Engine.chat",
+    "num_draft_tokens": "use draft=ssmlx.DraftModelConfig(num_draft_tokens=...)",
+    "prompt_cache": "use cache=, or ssmlx.ChatSession or Engine.chat, which keep their own",
+    "prompt_progress_callback": "use progress=",
+    "quantized_kv_start": _NOT_QUANTIZED,
+    "sampler": "give it to ssmlx.stream_generate, or use mask= of Engine.stream",
+    "stream": "use ssmlx.stream_generate",
+    "system": _OF_TEMPLATE.format("a turn of the role system") + ", or to Engine.chat",
+    "tools": _OF_TEMPLATE.format("tools="),
+    "xtc_probability": "use sampler=mlx_lm.sample_utils.make_sampler(...)",
+    "xtc_threshold": "use sampler=mlx_lm.sample_utils.make_sampler(...)",
+}
+"""What to do about arguments of mlx-lm and others that are no settings here. Each may be None: that
+asks for nothing."""
+
+
+def with_settings(config: GenerateConfig | None, given: Mapping[str, Any]) -> GenerateConfig:
+    """`config`, or the defaults, with single fields by the names that `WIRE_NAMES` has too."""
+    known = {one.name: one.name for one in fields(GenerateConfig)} | WIRE_NAMES
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in INSTEAD and value is None:
+            continue
+        if name not in known:
+            raise _unknown_setting(name, known)
+        require(
+            known[name] not in found,
+            f"{name}= beside another name of {known[name]}",
+            expected="one of them",
+            do="omit one",
+        )
+        found[known[name]] = value
+    return replace(config or GenerateConfig(), **found)
+
+
+def _unknown_setting(name: str, known: Iterable[str]) -> InputError:
+    close = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, known, n=1)
+    return InputError(
+        f"{one_line(name)}= is no setting",
+        expected="a field of ssmlx.GenerateConfig",
+        do=INSTEAD.get(name) or (f"use {close[0]}=" if close else "omit it"),
+    )
 
 
 def field_of_drafter_settings(kind: type[DrafterConfig]) -> str:

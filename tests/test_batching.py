@@ -168,7 +168,7 @@ def test_an_answer_that_comes_back_from_a_batch_has_the_draft_cache_it_had(ask, 
         assert len(draft._caches) == 1, count
     found += list(answer)
     assert tokens_of(found) == tokens_of(ask(QUESTIONS[0], alone=True, max_tokens=60))
-    calls = [one.draft_calls for one in found]
+    calls = [one.draft_model_calls for one in found]
     assert calls == sorted(calls) and calls[-1] > 12
 
 

@@ -259,7 +259,7 @@ class ScriptedDrafter:
     """
 
     largest = DraftShape("scripted", 64, 8)
-    num_parameters = draft_calls = cache_bytes = 0
+    num_parameters = draft_model_calls = cache_bytes = 0
 
     def __init__(self, continuation, script, *, wrong=0, seed=0, host_tokens=True):
         self.needs = Needs(host_tokens=host_tokens)

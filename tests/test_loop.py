@@ -368,7 +368,7 @@ def test_behind_a_hole_both_schedules_draft_the_same_trees(window):
 class Tapped:
     """Guesses right and wrong, and keeps what it is given of the tapped layers."""
 
-    num_parameters = draft_calls = cache_bytes = 0
+    num_parameters = draft_model_calls = cache_bytes = 0
     largest = DraftShape("tapped", 8, 3)
 
     def __init__(self, continuation, layers):
@@ -638,7 +638,7 @@ def test_a_draft_models_start_is_no_calls_time(monkeypatch):
         if next(steps) is None:  # before a pass of the draft model, or of the prompt
             clock.spend(0.5)
             num_empty += 1
-    assert num_empty > 4 and drafter.draft_calls > 4
+    assert num_empty > 4 and drafter.draft_model_calls > 4
     assert [one.seconds for one in turns.calls] == [None, *[1.0] * 6]
 
 

@@ -426,8 +426,10 @@ class Batches:
             paused = group.batch.step()
         except Exception as error:
             for row in rows:
-                failure = RuntimeError("a call for several answers failed")
-                failure.__cause__ = error
+                failure = error
+                if len(rows) > 1:
+                    failure = RuntimeError("a call for several answers failed")
+                    failure.__cause__ = error
                 self._fail(row, failure)
             return
         seconds = self._clock() - started
