@@ -67,7 +67,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     error, and the answer is over.
 
         with ssmlx.stream_generate(model, tokenizer, prompt) as answer:
-            for segment in answer: ...
+            for segment in answer:
+                print(segment.text, end="")
 
     The functions of this package make answers.
 
