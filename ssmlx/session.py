@@ -140,13 +140,15 @@ class ChatSession:
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
         self.config, self._loaded = split_drafter(config or GenerateConfig(), drafter)
         self.totals = ChatTotals()
+        self._cached_tokens: list[int] = []
         self.reset(system, messages)
 
     @on_mlx_thread
     def reset(self, system: str | None = None, messages: Sequence[Message] = ()) -> None:
         """Forget the conversation, and empty its cache; go on with another one if it is given.
 
-        The totals, the settings and what a shared prompt cache has stay.
+        The cache keeps what the other one begins with. The totals, the settings and what a shared
+        prompt cache has stay.
 
         Args:
             system: the system prompt; None leaves it to `messages`, or else to the template.
@@ -170,11 +172,17 @@ class ChatSession:
         )
         if system:
             turns.insert(0, {"role": "system", "content": system})
+        shared = 0
         if messages:  # what the template says of them is said now
-            self._encode_turns([*turns, {"role": "user", "content": "Hello"}])
+            prompt = self._encode_turns([*turns, {"role": "user", "content": "Hello"}])
+            shared = common_prefix_length(self._cached_tokens, prompt)
         self.system = system if told is None else told
         self.messages: list[Message] = turns
-        self._clear()
+        if shared:
+            self._keep_first(shared)
+        else:
+            self.free_memory()
+        self._forget_answers()
 
     @on_mlx_thread
     def undo(self) -> str:
@@ -214,8 +222,14 @@ class ChatSession:
         self.config = config
         self._loaded = loaded
 
-    def _clear(self) -> None:
-        self.free_memory()
+    def _keep_first(self, count: int) -> int:
+        """Cut the cache to its first tokens, at most `count`; returns how many it could keep."""
+        kept = self._cache.longest_keepable(count)
+        self._cache.keep_first(kept)
+        del self._cached_tokens[kept:]
+        return kept
+
+    def _forget_answers(self) -> None:
         # Those of a shared prompt cache stay, and are reused for the current model.
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
@@ -228,7 +242,7 @@ class ChatSession:
         for what the prompt cache has of it.
         """
         self._cache = self.model.make_cache()
-        self._cached_tokens: list[int] = []
+        self._cached_tokens = []
         if self._pool is not None:
             self._pool.forget(self)
 
@@ -263,7 +277,8 @@ class ChatSession:
             # The chat's settings have to fit.
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
-            self._clear()
+            self.free_memory()
+            self._forget_answers()
 
         run_on_mlx_thread(take_over)
 
@@ -380,8 +395,7 @@ class ChatSession:
                 self._cache = cache
                 self._cached_tokens = prompt[:known]
                 reused = known
-        self._cache.keep_first(reused)
-        del self._cached_tokens[reused:]
+        self._keep_first(reused)
         turns_alone = partial(
             self._encode_turns, [*self.messages, question], add_generation_prompt=False
         )
@@ -400,10 +414,8 @@ class ChatSession:
             else:  # stopped before the first token: the turn does not count
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
-            written = [*prompt, *given.tokens]
-            of_text = min(self._cache.offset, len(written))
-            self._cache.keep_first(self._cache.longest_keepable(of_text))
-            self._cached_tokens = written[: self._cache.offset]
+            self._cached_tokens = [*prompt, *given.tokens]
+            self._keep_first(min(self._cache.offset, len(self._cached_tokens)))
             if self._pool is not None:
                 self._pool.keep_or_free(self, self._cache.nbytes)
             if self._prompts is not None:

@@ -191,9 +191,11 @@ def test_a_conversation_that_is_given_goes_on_as_if_it_was_typed(make_session, s
     config = ssmlx.GenerateConfig(max_tokens=LENGTH)
     other = ssmlx.ChatSession(model, tokenizer, config, messages=given)
     assert (other.system, other.messages) == (system, typed.messages) == (system, given)
-    anew = make_session(system="w3")
-    list(anew.reply("w9"))
+    anew = make_session(system=system)
+    list(anew.reply("w1 w2"))
+    held = anew.context_tokens
     anew.reset(system, given[system is not None :])
+    assert held - 2 <= anew.context_tokens <= held  # it begins as the one before
     found = tokens_of(typed.reply("w5"))
     assert tokens_of(other.reply("w5")) == tokens_of(anew.reply("w5")) == found
     assert found == expected(other, "plain") and len(given) == len(other.messages) - 2
