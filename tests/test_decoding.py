@@ -1,24 +1,30 @@
-"""The decoding loops and their stages: exact tokens and step counts."""
+"""The decoding loop and its stages: exact tokens and step counts."""
 
-import ast
 import math
 import random
-import sys
 from dataclasses import replace
 from functools import lru_cache
-from itertools import cycle, pairwise, product
-from pathlib import Path
+from itertools import islice, pairwise
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from guessed import compute_guesses
+from loops import (
+    Recorder,
+    Turns,
+    continuation,
+    decide_plainly,
+    drafted,
+    ended_after,
+    plain_tokens,
+    undrafted,
+)
 from mlx_lm.models.cache import make_prompt_cache
 from refusals import mentions, refusal
 from tiny import (
     ARCHITECTURES,
     LATENT,
-    LAYERS,
     VOCAB,
     all_pairs,
     assert_close,
@@ -30,18 +36,14 @@ from tiny import (
     random_tree,
     slow,
     target_of,
-    token_steps,
     tree_from_parents,
 )
 
-import ssmlx
 from ssmlx.api import stream_generate
-from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import accept
 from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
-from ssmlx.decoding.drafting import DraftingText, scratch_rows
-from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.prune import (
     may_drop_nodes,
     nodes_over_threshold,
@@ -49,11 +51,12 @@ from ssmlx.decoding.prune import (
     surviving_nodes,
     transition_logprobs,
 )
-from ssmlx.decoding.step import AnswerPart, DraftTotals
-from ssmlx.drafters.copies import NGRAM, TextOnDevice
-from ssmlx.drafters.lookup import PromptLookupDrafter
+from ssmlx.decoding.sampling import (
+    Sampling,
+)
+from ssmlx.decoding.step import DraftTotals
+from ssmlx.drafters.copies import TextOnDevice
 from ssmlx.drafters.stream_drafter import StreamDrafter
-from ssmlx.model import shapes
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import window_start
@@ -61,8 +64,8 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN, grow_tree
 from ssmlx.settings import (
     STREAM_SCHEDULES,
-    PromptLookupConfig,
     PruneConfig,
+    SamplingConfig,
     TreeConfig,
 )
 
@@ -198,7 +201,8 @@ def test_what_can_be_pruned():
 
 PROMPT = [3, 1, 4, 1, 5]
 LATENT_FAMILIES = ["deepseek_v3", "glm4_moe_lite"]
-FAMILIES = ["llama", *slow(*(name for name in ARCHITECTURES if name != "llama"))]
+OTHERS = [name for name in ARCHITECTURES if name != "llama"]
+SCOPES = ["all", "streams"]
 TREES = (
     TreeConfig(kind="full", width=1), TreeConfig(kind="full", width=3),
     TreeConfig(kind="best", size=12), TreeConfig(kind="best", size=7, width=2),
@@ -210,9 +214,14 @@ PRUNINGS = (
 )  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def shared_model():
-    return make_model()
+@lru_cache(maxsize=12)
+def model_of(architecture="llama", scope="all", **adapter):
+    return make_model(architecture, scope, adapter=adapter)
+
+
+@lru_cache(maxsize=12)
+def mlx_lm_answer(architecture, scope):
+    return mlx_lm_tokens(target_of(architecture, scope), PROMPT, 24)
 
 
 @lru_cache(maxsize=4)
@@ -221,10 +230,14 @@ def bare_model(architecture="llama"):
     return StreamFusedModel(Backbone(make_base(architecture, **sizes)))
 
 
-@lru_cache(maxsize=16)
-def greedy_tokens(architecture="llama", count=60):
-    model = bare_model(architecture)
-    return first_tokens(plain_decode(model, PROMPT, model.make_cache()), count)[0]
+@lru_cache(maxsize=4)
+def greedy_tokens(architecture="llama"):
+    return plain_tokens(bare_model(architecture), PROMPT, 60)
+
+
+@lru_cache(maxsize=1)
+def greedy_of_shared():
+    return plain_tokens(model_of(), PROMPT, 40)
 
 
 class ScriptedDrafter:
@@ -301,7 +314,7 @@ def run_script(script, step=256, architecture="llama", **options):
     cache = TreeCache(model.num_layers, step=step)
     drafter = ScriptedDrafter(continuation, script, **options)
     totals = DraftTotals()
-    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
+    steps = drafted(model, PROMPT, [drafter], cache)
     count = 1 + sum(right + 1 for right, _ in script)
     tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == continuation[:count]
@@ -331,7 +344,7 @@ def test_nothing_part_and_all_of_a_tree_is_accepted_in_every_order(host_tokens, 
     run_script(orders, step=step, host_tokens=host_tokens)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("host_tokens", [False, True])
 def test_scripted_mixtures_across_cache_growth(seed, host_tokens):
     rng = random.Random(seed)
@@ -339,30 +352,13 @@ def test_scripted_mixtures_across_cache_growth(seed, host_tokens):
     run_script(script, step=4, wrong=rng.randint(0, 3), seed=seed, host_tokens=host_tokens)
 
 
-@pytest.mark.parametrize("host_tokens", [False, True])
-@pytest.mark.parametrize("right", [[0] * 4, [4] * 4, [4, 0, 2, 0, 1, 4, 3]])
-@pytest.mark.parametrize("architecture", LATENT_FAMILIES)
+@pytest.mark.parametrize(
+    "architecture, right, host_tokens",
+    all_pairs(LATENT_FAMILIES, [[0] * 4, [4] * 4, [4, 0, 2, 0, 1, 4, 3]], [False, True]),
+)
 def test_scripted_acceptance_with_latent_attention(architecture, right, host_tokens):
     script = [(levels, 1) for levels in right]
     run_script(script, 4, architecture, wrong=1, host_tokens=host_tokens)
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "top_p": 0.9, "seed": 3}])
-@pytest.mark.parametrize("architecture", [LATENT_FAMILIES[0], *slow(*LATENT_FAMILIES[1:])])
-def test_prompt_lookup_with_latent_attention(architecture, sampling):
-    """A text that comes to repeat itself."""
-    model = bare_model(architecture)
-    prompt = PROMPT * 3
-    plain, drafted = (
-        first_tokens(token_steps(model, prompt, model.make_cache(), **settings, **sampling), 300)
-        for settings in (
-            {"decoding": "plain"},
-            {"decoding": "speculative", "drafter": "prompt-lookup"},
-        )
-    )
-    assert drafted[0] == plain[0] and len(drafted[1]) < 300
-    if not sampling:
-        assert plain[0] == mlx_lm_tokens(model.backbone.model, prompt, 300)
 
 
 @pytest.mark.parametrize("architecture", LATENT_FAMILIES)
@@ -389,11 +385,11 @@ def test_rows_of_latent_attention_are_those_of_plain_decoding(architecture):
     assert_close(found, mx.stack(expected), 3e-6)
 
 
-def streamed(model, count, *, tree=TREES[2], prune=PRUNINGS[0], prompt=PROMPT, step=256, **options):
+def streamed(model, count, *, tree=TREES[2], prompt=PROMPT, step=256, **settings):
+    """Tokens, and how many each call brought."""
     cache = TreeCache(model.num_layers, step=step)
-    drafter = StreamDrafter(model, tree, options.pop("num_streams", model.num_streams))
-    steps = speculative_decode(model, prompt, cache, drafters=[drafter], prune=prune, **options)
-    return first_tokens(steps, count)
+    drafter = StreamDrafter(model, tree, model.num_streams)
+    return first_tokens(drafted(model, prompt, [drafter], cache, **settings), count)
 
 
 KINDS = {
@@ -403,22 +399,19 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("adapter", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_speculative_equals_plain_and_mlx_lm(architecture, scope, adapter):
-    model = make_model(architecture, scope, adapter=adapter)
-    expected = mlx_lm_tokens(target_of(architecture, scope), PROMPT, 24)
-    assert first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)[0] == expected
-    fewest = 24
-    for tree, prune in zip(2 * TREES, 3 * PRUNINGS, strict=False):
-        tokens, lengths = streamed(model, 24, tree=tree, prune=prune, step=8)
-        assert tokens == expected, (tree, prune)
-        assert max(lengths) <= 4
-        fewest = min(fewest, len(lengths))
-        if tree.size == 1 and tree.kind == "best":
-            assert lengths == [1] * 24
-    assert fewest < 24  # something was accepted
+@pytest.mark.parametrize("architecture, scope, kind, tree, prune", [
+    *all_pairs(["llama"], SCOPES, KINDS, TREES, PRUNINGS),
+    *slow(*all_pairs(OTHERS, SCOPES, KINDS, TREES, PRUNINGS)),
+], ids=str)  # fmt: skip
+def test_speculative_equals_plain_and_mlx_lm(architecture, scope, kind, tree, prune):
+    model = model_of(architecture, scope, **KINDS[kind])
+    tokens, lengths = streamed(model, 24, tree=tree, prune=prune, step=8)
+    assert tokens == mlx_lm_answer(architecture, scope)
+    assert max(lengths) <= 4
+    if prune.threshold == 1.0 or tree.size == 1:
+        assert len(lengths) == 24  # nothing is left of the draft
+    elif tree.width != 1:
+        assert len(lengths) < 24  # something was accepted
 
 
 def test_every_token_a_candidate():
@@ -435,21 +428,39 @@ def test_every_token_a_candidate():
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 9, 13])
 def test_prompts_around_the_prefill_step(length):
-    model = shared_model()
+    model = model_of()
     prompt = [(7 * i + 2) % VOCAB for i in range(length)]
-    expected = mlx_lm_tokens(target_of("llama", "all"), prompt, 12)
+    expected = plain_tokens(model, prompt, 12)
     tokens, _ = streamed(model, 12, prompt=prompt, step=4, prefill_step_size=4)
     assert tokens == expected
     cache = model.make_cache()
-    reports = []
-    for turn in plain_decode(model, prompt, cache, prefill_step_size=4):
-        if turn is not None:
-            break
-        reports.append(cache.offset)
-    ends = list(range(0, length - 1, 4))
-    assert reports == ([*ends, length - 1] if ends else [])
-    plain = plain_decode(model, prompt, model.make_cache(), prefill_step_size=4)
-    assert first_tokens(plain, 12)[0] == expected
+    ends = []
+    steps = undrafted(model, prompt, cache, prefill_step_size=4)
+    while (step := next(steps)) is None:
+        ends.append(cache.offset)
+    pieces = list(range(0, length - 1, 4))
+    assert ends == ([*pieces, length - 1] if pieces else [])
+    rest, _ = first_tokens(steps, 11)
+    assert [*step.tokens, *rest] == expected
+
+
+@pytest.mark.parametrize("settings", [
+    {"logprobs": 2}, {"temp": 1.0, "top_p": 0.9, "seed": 3},
+    {"temp": 0.7, "seed": 1, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "logprobs": 0},
+], ids=str)  # fmt: skip
+def test_plain_decoding_is_the_oracles(settings):
+    """Which calls the model itself, on a token at a time, in mlx-lm's caches."""
+    model = bare_model()
+    sampling = Sampling(SamplingConfig(**settings), VOCAB)
+    expected = [*islice(decide_plainly(model, PROMPT, sampling), 20)]
+    steps = [*islice(filter(None, undrafted(model, PROMPT, sampler=sampling)), 20)]
+    assert [step.tokens for step in steps] == [(token,) for token, _ in expected]
+    for step, (_, wanted) in zip(steps, expected, strict=True):
+        assert (step.logprobs is None) == (wanted is None)
+        for found in step.logprobs or ():
+            assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
+            likely = [one.logprob for one in (found, wanted)]
+            assert likely[0] == pytest.approx(likely[1], abs=1e-4)
 
 
 WIDE = {"tree": TreeConfig(kind="full", width=4)}
@@ -467,7 +478,7 @@ def answer(model, prompt=PROMPT, *, eos=None, cache=None, **settings):
 
 def test_max_tokens_cuts_anywhere():
     """Every length, so that some cut falls inside an accepted path."""
-    model = shared_model()
+    model = model_of()
     expected, found = answer(model, max_tokens=16, **WIDE)
     assert expected == answer(model, max_tokens=16, decoding="plain")[0]
     assert max(len(response.tokens) for response in found) > 1
@@ -480,32 +491,22 @@ def test_max_tokens_cuts_anywhere():
 
 @pytest.mark.parametrize("source", ["tokenizer", "adapter"])
 def test_an_end_token_stops_anywhere(source):
-    plain = greedy_of_shared(30)
-    for end in sorted(set(plain)):
-        if source == "tokenizer":
-            model = shared_model()
-            options = {"eos": end}
-        else:
-            model = make_model(adapter={"end_token_ids": (end,)})
-            options = {}
+    plain = greedy_of_shared()[:30]
+    ends = sorted(set(plain), key=plain.index)
+    for end in ends if source == "tokenizer" else ends[1:3]:
+        model = model_of() if source == "tokenizer" else model_of(end_token_ids=(end,))
         expected = plain[: plain.index(end) + 1]
         for decoding in ("plain", "speculative"):
-            settings = {"decoding": decoding, "max_tokens": 30}
-            tokens, found = answer(model, **options, **settings, **WIDE)
+            settings = {"decoding": decoding, "max_tokens": 30, **WIDE}
+            tokens, found = answer(model, eos=end if source == "tokenizer" else None, **settings)
             assert tokens == expected
             assert found[-1].finish_reason == "stop"
             assert "".join(r.text for r in found).split() == [f"w{t}" for t in expected[:-1]]
 
 
-@lru_cache(maxsize=4)
-def greedy_of_shared(count):
-    model = shared_model()
-    return first_tokens(plain_decode(model, PROMPT, model.make_cache()), count)[0]
-
-
 def test_the_context_ends_an_answer():
     model = make_model(max_position_embeddings=16)
-    expected = greedy_of_shared(30)
+    expected = greedy_of_shared()[:30]
     for length in (1, 5, 13, 14, 15):
         prompt = (PROMPT + expected)[:length]
         for decoding in ("plain", "speculative"):
@@ -524,7 +525,7 @@ def test_turns_share_a_cache(prune):
 
     It went on without the drafter, whose copy is made anew for every answer.
     """
-    model = shared_model()
+    model = model_of()
     calls = {}
     for schedule in STREAM_SCHEDULES:
         cache = TreeCache(3, step=4)
@@ -545,59 +546,15 @@ def test_turns_share_a_cache(prune):
     assert calls["fused"] == calls["second-pass"]
 
 
-@pytest.mark.parametrize("decoding", ["plain", "fused", "second-pass"])
-def test_neither_loop_copies_the_cache(decoding):
-    model = make_model("llama")
-    mx.eval(model.backbone.model.parameters())
-    cache = model.make_cache(64)
-    drafter = None
-    cache.reserve(more_tokens=100_000)
-    without = mx.get_active_memory()
-    if decoding == "plain":
-        steps = plain_decode(model, [1, 2, 3], cache)
-    else:
-        tree = TreeConfig(kind="full", width=2)
-        drafter = StreamDrafter(model, tree, model.num_streams, decoding)
-        steps = speculative_decode(model, [1, 2, 3], cache, drafters=[drafter])
-    steps = filter(None, steps)
-    for _ in range(3):
-        next(steps)
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    for _ in range(5):
-        next(steps)
-    one_layer = cache.nbytes / model.num_layers
-    assert mx.get_peak_memory() - before < one_layer / 4
-    second = drafter.cache_bytes if drafter else 0
-    kept = cache.nbytes + second + cache.mask_bytes
-    assert before - without < kept + one_layer / 4  # no buffer is there twice
-
-
 PAIR = (TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=7))
 
 
-class Recorder(StreamDrafter):
-    """A drafter that keeps the trees that it proposes."""
-
-    def start(self, tokens):
-        super().start(tokens)
-        self.trees = []
-
-    def propose(self, verified, shape):
-        tree = super().propose(verified, shape)
-        self.trees.append((tree.tokens, tree.paths))
-        return tree
-
-
-def drafted(model, schedule, *, count=22, tree=PAIR[0], prune=PRUNINGS[0], num_streams=None):
-    """Tokens, and the tokens and paths of every tree that was proposed on the way."""
-    drafter = Recorder(model, tree, num_streams or model.num_streams, schedule)
+def drawn(model, schedule, *, count=22, tree=PAIR[0], prune=PRUNINGS[0]):
+    """Tokens, how many each call brought, and every tree that was proposed on the way."""
+    drafter = Recorder(model, tree, model.num_streams, schedule)
     cache = TreeCache(model.num_layers, step=4)  # grows often
-    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], prune=prune)
-    tokens, lengths = first_tokens(steps, count)
-    trees = [(tuple(np.array(t)), np.array(p).tolist()) for t, p in drafter.trees[: len(lengths)]]
-    return tokens, lengths, trees
+    tokens, lengths = first_tokens(drafted(model, PROMPT, [drafter], cache, prune=prune), count)
+    return tokens, lengths, drafter.drawn(len(lengths))
 
 
 DRAFTING = {
@@ -607,44 +564,42 @@ DRAFTING = {
 }
 
 
-@pytest.mark.parametrize("adapter", DRAFTING.values(), ids=DRAFTING)
-@pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_both_schedules_draft_the_same_trees(architecture, scope, adapter):
-    model = make_model(architecture, scope, adapter=adapter)
-    for tree, prune in product(PAIR, PRUNINGS[:3]):
-        fused = drafted(model, "fused", tree=tree, prune=prune)
-        assert drafted(model, "second-pass", tree=tree, prune=prune) == fused
-        assert max(fused[1]) > 1  # something was accepted
+@pytest.mark.parametrize("architecture, scope, kind, tree, prune", [
+    *all_pairs(["llama"], SCOPES, DRAFTING, PAIR, PRUNINGS[:3]),
+    *slow(*all_pairs(OTHERS, SCOPES, DRAFTING, PAIR, PRUNINGS[:3])),
+], ids=str)  # fmt: skip
+def test_both_schedules_draft_the_same_trees(architecture, scope, kind, tree, prune):
+    model = model_of(architecture, scope, **DRAFTING[kind])
+    fused = drawn(model, "fused", tree=tree, prune=prune)
+    assert drawn(model, "second-pass", tree=tree, prune=prune) == fused
+    assert max(fused[1]) > 1  # something was accepted
 
 
 @pytest.mark.parametrize("root", [{}, {"root_init_rank": 3}], ids=["f alone", "rooted"])
 def test_a_replay_knows_the_window_at_every_place(root):
-    adapter = {"stream_window": 4, **root}
-    model = make_model(adapter=adapter)
+    model = model_of(stream_window=4, **root)
     chain = TreeConfig(kind="full", width=1)
     prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
-    answer = first_tokens(plain_decode(model, prompt, model.make_cache()), 12)[0]
+    answer = plain_tokens(model, prompt, 12)
     guesses = compute_guesses(model, prompt, answer, 2)
     for place in range(9):
         drafter = Recorder(model, chain, 3)
-        text = [*prompt, *answer[:place]]
-        first_tokens(speculative_decode(model, text, model.make_cache(), drafters=[drafter]), 1)
-        chain_tokens = drafter.trees[0][0].tolist()
-        assert chain_tokens == [answer[place], *guesses.tokens[place, :, 0]]
-    everything = compute_guesses(make_model(adapter=root), prompt, answer, 2)
+        first_tokens(drafted(model, [*prompt, *answer[:place]], [drafter]), 1)
+        ((_, tokens, _),) = drafter.drawn(1)
+        assert tokens == [answer[place], *guesses.tokens[place, :, 0]]
+    everything = compute_guesses(model_of(**root), prompt, answer, 2)
     assert (everything.tokens != guesses.tokens).any()
 
 
 def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
-    plain, rooted = (make_model(adapter={"root_init_rank": rank}) for rank in (0, 3))
-    answer, lengths, trees = drafted(rooted, "second-pass", tree=PAIR[1])
+    plain, rooted = (model_of(root_init_rank=rank) for rank in (0, 3))
+    answer, lengths, trees = drawn(rooted, "second-pass", tree=PAIR[1])
     guesses = [compute_guesses(model, PROMPT, answer, 6) for model in (plain, rooted)]
     assert (guesses[0].tokens != guesses[1].tokens).any() and max(lengths) > 1
-    for place, (tokens, _) in zip(np.cumsum(lengths) - 1, trees, strict=True):
+    for place, (_, tokens, _) in zip(np.cumsum(lengths) - 1, trees, strict=True):
         ranked = (mx.array(array[place]) for array in (guesses[1].tokens, guesses[1].logprobs))
         grown = grow_tree(mx.array([answer[place]]), *ranked, PAIR[1])
-        assert tuple(np.array(grown.tokens)) == tokens
+        assert grown.tokens.tolist() == tokens
     line = refusal(StreamDrafter, rooted, PAIR[0], 3, "fused")
     assert mentions(line, "schedule=fused", "schedule=second-pass")
     with pytest.raises(ValueError):
@@ -655,21 +610,20 @@ def test_streams_that_also_start_without_the_root_do_so_where_they_run_fused():
     rooted = {"condition_rank": 4, "root_init_rank": 3, "starts_without_root": True}
     both, alone = (make_model(adapter=rooted) for _ in range(2))
     alone.streams = replace(alone.streams, root_init=None)
-    for tree, prune in product(PAIR, PRUNINGS[:3]):
-        fused = drafted(both, "fused", tree=tree, prune=prune)
-        assert fused == drafted(alone, "second-pass", tree=tree, prune=prune)
-        second = drafted(both, "second-pass", tree=tree, prune=prune)
+    for tree, prune in zip((*PAIR, PAIR[0]), PRUNINGS[:3], strict=True):
+        fused = drawn(both, "fused", tree=tree, prune=prune)
+        assert fused == drawn(alone, "second-pass", tree=tree, prune=prune)
+        second = drawn(both, "second-pass", tree=tree, prune=prune)
         assert fused[0] == second[0] and fused[2] != second[2]
         assert max(fused[1]) > 1  # something was accepted
 
 
 def test_a_second_pass_costs_the_same_memory_behind_any_context():
-    model = make_model(adapter={"stream_window": 32})
+    model = model_of(stream_window=32)
     sizes = []
     for length in (356, 1636):  # as full as each other in the cache, which grows by 256
         drafter = StreamDrafter(model, PAIR[0], 3)
-        steps = speculative_decode(model, [5] * length, model.make_cache(), drafters=[drafter])
-        first_tokens(steps, 40)
+        first_tokens(drafted(model, [5] * length, [drafter]), 40)
         sizes.append(drafter.cache_bytes)
     assert sizes[1] == sizes[0]
 
@@ -686,322 +640,108 @@ def test_streams_told_apart_by_their_values(scope):
     adapter = {**rotated, "draft_vocab": draft_vocab}
     model = make_model("llama", scope, adapter=adapter, merge_lora=False)
     for prune in PRUNINGS[:3]:
-        fused = drafted(model, "fused", prune=prune)
-        assert drafted(model, "second-pass", prune=prune) == fused
-    embedded = make_model("llama", scope)
-    assert drafted(embedded, "second-pass")[2] != fused[2]
+        fused = drawn(model, "fused", prune=prune)
+        assert drawn(model, "second-pass", prune=prune) == fused
+    assert drawn(model_of("llama", scope), "second-pass")[2] != fused[2]
 
 
 def test_a_drafter_starts_anew_with_every_sequence():
-    model = make_model()
+    model = model_of()
     trees = {}
     for schedule in STREAM_SCHEDULES:
         drafter = Recorder(model, PAIR[0], 3, schedule)
         trees[schedule] = []
         for prompt in (PROMPT, [9, 2, 6, 5, 3]):
-            steps = speculative_decode(model, prompt, model.make_cache(), drafters=[drafter])
-            _, lengths = first_tokens(steps, 12)
-            trees[schedule] += [tuple(np.array(t)) for t, _ in drafter.trees[: len(lengths)]]
+            _, lengths = first_tokens(drafted(model, prompt, [drafter]), 12)
+            trees[schedule] += drafter.drawn(len(lengths))
     assert trees["fused"] == trees["second-pass"]
 
 
-# --- the loop never waits for itself: evaluations and reads are counted, not timed ---
-
-
-@pytest.fixture
-def events(monkeypatch):
-    """What the loop does, in order: "draft", "build" a call, "launch" work, "wait" and "read"."""
-    log = []
-
-    def logged(name, function):
-        def call(*args, **kwargs):
-            log.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("plain_call", "verify"):
-        monkeypatch.setattr(decode, name, logged("build", getattr(decode, name)))
-    monkeypatch.setattr(DraftingText, "propose", logged("draft", DraftingText.propose))
-    monkeypatch.setattr(mx, "async_eval", logged("launch", mx.async_eval))
-    monkeypatch.setattr(mx, "eval", logged("wait", mx.eval))
-    users = [name for name in sys.modules if name.startswith("ssmlx.") and name != shapes.__name__]
-    for module in map(sys.modules.get, users):
-        for name in ("to_int", "to_float", "to_list"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, logged("read", getattr(shapes, name)))
-    return log
-
-
-def speculative(model, prune=PRUNINGS[0], drafter=None, **more):
-    drafter = drafter or StreamDrafter(model, PAIR[1], model.num_streams)
-    cache = model.make_cache(scratch_rows([drafter]))
-    return filter(
-        None, speculative_decode(model, PROMPT, cache, drafters=[drafter], prune=prune, **more)
-    )
-
-
-def events_of(events, steps, count):
-    """The events of the next `count` calls."""
-    events.clear()
-    for _ in range(count):
-        next(steps)
-        events.append("give")
-    return events
-
-
-def after_start(events, steps):
-    """The events of later calls, the prompt's and the one behind it left out."""
-    next(steps), next(steps)
-    return events_of(events, steps, 3)
-
-
-# The next tree is launched while a call runs; the next call once the tokens are read.
-CALL = ["draft", "build", "wait", "launch", "read", "launch", "give"]
-
-
-@pytest.mark.parametrize("prune", PRUNINGS[:2])
-def test_the_next_call_is_built_while_one_runs_and_starts_before_tokens_are_given(prune, events):
-    """A budget of nodes needs no further read."""
-    steps = speculative(make_model(), prune=prune)
-    assert after_start(events, steps) == CALL * 3
-
-
-def test_who_has_to_know_the_text_drafts_when_it_is_read(events):
-    steps = speculative(make_model(), drafter=PromptLookupDrafter(PromptLookupConfig()))
-    call = ["read", "draft", "build", "wait", "launch", "give"]
-    assert after_start(events, steps) == call * 3
-
-
-def test_pruning_by_threshold_reads_twice(events):
-    """How many nodes are left is read while a call is built, and nothing else is under way."""
-    threshold = PruneConfig(kind="threshold", threshold=0.1)
-    first_tokens(speculative(make_model(), prune=threshold), 12)  # constants are evaluated once
-    steps = speculative(make_model(), prune=threshold)
-    call = ["draft", "read", "launch", "build", "read", "wait", "launch", "give"]
-    assert after_start(events, steps) == call * 3
-
-
-def test_plain_decoding_reads_once_a_token(events):
-    model = make_model()
-    steps = filter(None, plain_decode(model, PROMPT, model.make_cache()))
-    assert after_start(events, steps) == ["build", "launch", "read", "give"] * 3
-
-
-def test_plain_calls_among_others_are_plain_decodings(events):
-    steps = speculative(make_model(), controller=Never())
-    assert after_start(events, steps) == ["build", "launch", "read", "give"] * 3
-
-
-def test_the_first_token_is_given_before_drafting_is_launched(events):
-    """`launch` may block while work is queued, which the reader of the first token would feel."""
-    steps = speculative(make_model())
-    # The prompt is waited for; then its call is launched.
-    assert events_of(events, steps, 1) == ["wait", "build", "launch", "draft", "read", "give"]
-    assert events_of(events, steps, 1) == ["launch", "build", "wait", "launch", *CALL]
-
-
-def take_and_end(tokens):
-    """Take the tokens of a call for an answer that ends with them."""
-    return AnswerPart(tuple(tokens), finish_reason="stop")
-
-
-def test_no_call_is_launched_for_an_answer_that_has_ended(events):
-    steps = speculative(make_model(), take=take_and_end)
-    next(steps)
-    behind_first = ["launch", "build", "wait", "launch"]
-    ended = [*CALL[: CALL.index("read") + 1], "give"]
-    assert events_of(events, steps, 1) == [*behind_first, *ended]
-
-
-def test_drafting_begins_and_ends_without_a_call_or_a_draft_of_its_own(events):
-    """It begins behind the plain call that is under way, and ends with the last draft verified."""
-    model = make_model()
-    drafter = StreamDrafter(model, PAIR[1], model.num_streams)
-    turns = Turns([None, None, None, drafter.largest, drafter.largest, None, None])
-    steps = speculative(model, drafter=drafter, controller=turns)
-    first_tokens(speculative(model), 12)  # constants are evaluated once
-    next(steps), next(steps)
-    plain = ["build", "launch", "read", "give"]
-    # Launched without a wait for the host: the last two plain calls, and the first tree.
-    assert events_of(events, steps, 1) == plain
-    begins = ["draft", "build", "wait", "launch", "read", "wait", "launch", "give"]
-    assert events_of(events, steps, 1) == begins
-    assert events_of(events, steps, 1) == CALL
-    ends = ["read", "build", "wait", "launch", "give"]
-    assert events_of(events, steps, 1) == ends
-    assert events_of(events, steps, 1) == plain
-    assert turns.shapes == [None, None, None, None, drafter.largest, drafter.largest, None]
-
-
-@pytest.mark.parametrize("schedule", STREAM_SCHEDULES)
-@pytest.mark.parametrize("someone_holds_it", [False, True])
-def test_caches_are_written_in_place(schedule, someone_holds_it):
-    """A copy of one layer of the cache would show in the peak, as it does where one is held."""
-    model = make_model()
-    drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
-    cache = model.make_cache(scratch_rows([drafter]))
-    cache.reserve(more_tokens=20_000)
-    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
-    first_tokens(steps, 12)
-    mx.synchronize()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    for _ in range(12):
-        next(steps)
-        held = cache.snapshot() if someone_holds_it else None
-    del held
-    layer = cache.nbytes / model.num_layers
-    assert (mx.get_peak_memory() - before > layer) == someone_holds_it
-
-
-def addresses_of(cache):
-    """Of the buffers of keys and of values."""
-    return [np.asarray(buffer).ctypes.data for buffer in cache.state[: 2 * LAYERS]]
-
-
-@pytest.mark.parametrize("decoding", ["plain", *STREAM_SCHEDULES])
-@pytest.mark.parametrize("someone_holds_it", [False, True])
-def test_latent_caches_are_written_in_place(decoding, someone_holds_it):
-    model = make_model("glm4_moe_lite", **LATENT)
-    cache = model.make_cache(100)
-    steps = plain_decode(model, PROMPT, cache)
-    if decoding != "plain":
-        drafter = StreamDrafter(model, PAIR[1], model.num_streams, decoding)
-        steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
-    first_tokens(steps, 6)
-    mx.synchronize()
-    before = addresses_of(cache)
-    assert len(set(before)) == 2 * LAYERS
-    held = []  # all of them, or a buffer that was left would be used again
-    for _ in range(6):
-        held += [cache.snapshot()] if someone_holds_it else []
-        next(steps)
-    mx.synchronize()
-    assert (addresses_of(cache) != before) == someone_holds_it
+# --- drafts that pause and change, and answers that go on ---
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
-@pytest.mark.parametrize("turns", [[True], [True, True, False, False]], ids=["drafts", "pauses"])
-def test_an_answer_that_ended_can_go_on(after, turns):
-    """The call that was built and not run leaves no trace: neither in tokens nor in the cache."""
-    model = make_model()
-    calls = []
+@pytest.mark.parametrize("pauses", [False, True])
+def test_an_answer_that_ended_can_go_on(after, pauses):
+    """What was built after its end, and not run, leaves no trace: in neither tokens nor cache."""
+    model = model_of()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
-    shapes = [drafter.largest if drafts else None for drafts in turns]
-
-    def take(tokens):
-        calls.append(tokens)
-        ends = len(calls) % after == 0
-        return AnswerPart(tuple(tokens), finish_reason="stop" if ends else None)
+    shapes = [drafter.largest, drafter.largest, *[None, None] * pauses] * 20
 
     def decoded(**more):
-        return first_tokens(
-            speculative(model, drafter=drafter, controller=Turns(shapes), **more), 40
-        )
+        return first_tokens(drafted(model, PROMPT, [drafter], controller=Turns(shapes), **more), 30)
 
-    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 40)
-    _, lengths = decoded()
-    assert decoded(take=take) == (expected, lengths)
+    expected = decoded()
+    assert decoded(take=ended_after(*range(after, 30, after))) == expected
+    assert expected[0] == greedy_of_shared()[:30]
 
 
-class Turns:
-    """A controller that takes one of `shapes` after the other, and notes what was verified."""
-
-    def __init__(self, shapes):
-        self._turns = cycle(shapes)
-        self._next = next(self._turns)
-        self.shapes = []
-
-    def next(self, *, is_read=False):
-        return self._next
-
-    def record(self, call):
-        self.shapes.append(call.shape)
-        assert call.drafted == self._next
-        self._next = next(self._turns)
-
-
-def test_drafting_can_pause():
+@pytest.mark.parametrize("first", [0, 4])
+def test_drafting_can_pause(first):
     """A pause is plain decoding, and the streams find the cache as it is afterwards."""
-    model = make_model()
-    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 40)
+    model = model_of()
     lengths = {}
-    for first in (0, 4):
-        for schedule in STREAM_SCHEDULES:
-            drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
-            largest = drafter.largest
-            turns = Turns([*[largest] * first, *[None] * 5, *[largest] * 40])
-            steps = speculative(model, drafter=drafter, controller=turns)
-            tokens, lengths[schedule] = first_tokens(steps, 40)
-            assert tokens == expected
-            # What is drafted behind a call is verified by the next.
-            verified = [None, *[largest] * first, *[None] * 5, *[largest] * 40]
-            assert turns.shapes == verified[: len(turns.shapes)]
-        fused = lengths["fused"]
-        assert fused == lengths["second-pass"]
-        assert fused[first + 1 : first + 6] == [1] * 5 and max(fused[first + 6 :]) > 1
+    for schedule in STREAM_SCHEDULES:
+        drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
+        largest = drafter.largest
+        shapes = [*[largest] * first, *[None] * 5, *[largest] * 40]
+        controller = Turns(shapes)
+        steps = drafted(model, PROMPT, [drafter], controller=controller)
+        tokens, lengths[schedule] = first_tokens(steps, 40)
+        assert tokens == greedy_of_shared()
+        # What is drafted after a call is verified by the next.
+        assert controller.verified == [None, *shapes][: len(controller.verified)]
+    fused = lengths["fused"]
+    assert fused == lengths["second-pass"]
+    assert fused[first + 1 : first + 6] == [1] * 5 and max(fused[first + 6 :]) > 1
 
 
 def test_another_shape_may_be_drafted_at_every_call():
-    model = make_model()
-    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 60)
+    model = model_of()
     drafter = StreamDrafter(model, TreeConfig(size=12), model.num_streams)
     levels = model.num_streams
     small = [DraftShape("streams", size, min(size - 1, levels)) for size in (2, 3, 6)]
     shapes = [*small, drafter.largest, drafter.largest, None]
-    turns = Turns(shapes)
-    tokens, lengths = first_tokens(speculative(model, drafter=drafter, controller=turns), 60)
-    assert tokens == expected and max(lengths) > 2
-    assert turns.shapes[1:7] == shapes
+    controller = Turns(10 * shapes)
+    steps = drafted(model, PROMPT, [drafter], controller=controller)
+    tokens, lengths = first_tokens(steps, 40)
+    assert tokens == greedy_of_shared() and max(lengths) > 2
+    assert controller.verified[1:7] == shapes
 
 
 def test_what_a_controller_does_not_ask_for_is_the_drafters_largest_tree():
-    model = make_model()
+    model = model_of()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
-    unasked = first_tokens(speculative(model, drafter=drafter), 30)
-    always = Always(drafter.largest)
-    assert first_tokens(speculative(model, drafter=drafter, controller=always), 30) == unasked
-    never = first_tokens(speculative(model, drafter=drafter, controller=Never()), 30)
-    assert never == (unasked[0], [1] * 30) and len(unasked[1]) < 30
+    always, never = Always(drafter.largest), Never()
+    found = [
+        first_tokens(drafted(model, PROMPT, [drafter], controller=one), 30)
+        for one in (None, always, never)
+    ]
+    assert found[0] == found[1] and found[2] == (found[0][0], [1] * 30)
+    assert len(found[0][1]) < 30
 
 
 @pytest.mark.parametrize("context", [PROMPT, ()])
 def test_copies_are_of_the_whole_text(context, monkeypatch):
-    """Of what plain calls wrote between, and of a cache's tokens where they are known."""
-    model = make_model(adapter={"condition_rank": 3})
+    """Of what plain calls wrote between, and of a cache's tokens if they are known."""
+    model = model_of(condition_rank=3)
     seen = []
-
-    def noted(text, last, count):
-        seen.append((text._tokens[NGRAM - 1 :], last))
-        return look_up(text, last, count)
-
     look_up = TextOnDevice.find_continuations
+
+    def noted(text, positions, count):
+        seen.append((positions, look_up(text, positions, count)))
+        return seen[-1][1]
+
     monkeypatch.setattr(TextOnDevice, "find_continuations", noted)
     cache = model.make_cache()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     prefill(model, PROMPT, cache)
     shape = DraftShape("streams", 5, 2)
-    turns = Turns([shape, shape, None, shape, None, None])
-    steps = speculative_decode(
-        model, [5, 9], cache, drafters=[drafter], controller=turns, context=context
-    )
-    tokens, _ = first_tokens(steps, 300)
-    expected = [*(context or [PAD_TOKEN] * len(PROMPT)), 5, 9, *tokens]
-    ends = [int(last.item()) + 1 for _, last in seen]
-    assert len(set(ends)) > 20 and max(ends) > 256 + len(expected) - len(tokens)
-    for (text, _), end in zip(seen, ends, strict=True):
-        assert text.tolist()[:end] == expected[:end]
-
-
-def test_only_one_file_reads_arrays():
-    """What waits for the device goes by `shapes.to_int`, `to_float` and `to_list`."""
-    package = Path(ssmlx.__file__).parent
-    found = set()
-    for path in (
-        p for room in ("decoding", "drafters", "model") for p in package.glob(f"{room}/*.py")
-    ):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr in ("item", "tolist"):
-                found.add(path.name)
-    assert found == {"shapes.py"}
+    controller = Turns(10 * [shape, shape, None, shape, None, None])
+    steps = drafted(model, [5, 9], [drafter], cache, controller=controller, context=context)
+    tokens, _ = first_tokens(steps, 60)
+    text = [*(context or [PAD_TOKEN] * len(PROMPT)), 5, 9, *tokens]
+    assert len(seen) > 15
+    for positions, found in seen:
+        ((position, follows),) = zip(positions.tolist(), found.tolist(), strict=True)
+        assert follows == continuation(text[: position + 1], len(follows))
