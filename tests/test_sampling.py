@@ -3,12 +3,14 @@
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from loops import plain_tokens
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 from refusals import found_in, mentions, refusal
 from tiny import (
@@ -57,6 +59,16 @@ from ssmlx.settings import (
 PROMPT = [3, 1, 4, 1, 5]
 
 
+@cache
+def bare_model():
+    return StreamFusedModel(Backbone(make_base()))
+
+
+@cache
+def streams_model():
+    return make_model("llama", "streams")
+
+
 @pytest.mark.parametrize("temp", [0.3, 1.0, 2.0])
 def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
     """Which is known beforehand, at every place, of some tokens as of all."""
@@ -83,13 +95,21 @@ def test_every_bit_of_a_seed_counts():
     assert len({str(noise) for noise in found}) == len(seeds)
 
 
-def surest_base():
-    """Whose logits are the same at every place."""
+@cache
+def surest_model(**adapter):
+    """Whose logits are the same at every place, and what its streams guess, too."""
     base = make_base(tie_word_embeddings=False)
     base.lm_head = nn.Linear(32, VOCAB)
     base.lm_head.weight = mx.zeros((VOCAB, 32))
     base.lm_head.bias = mx.random.normal((VOCAB,), key=mx.random.key(2))
-    return base
+    return make_model("llama", "streams", base=base, adapter=adapter)
+
+
+def drawn_by_surest(model=None, **settings):
+    """Tokens of a sampled answer, and how many each call brought."""
+    model = model or surest_model()
+    config = GenerateConfig(temp=1.0, seed=3, tree=TreeConfig(kind="full", width=2), **settings)
+    return first_tokens(token_steps(model, PROMPT, model.make_cache(), config), 60)
 
 
 @pytest.mark.parametrize(
@@ -100,25 +120,26 @@ def surest_base():
     {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.3},
 ], ids=str)  # fmt: skip
 def test_who_guesses_as_the_target_does_foresees_what_it_draws(adapter, settings, monkeypatch):
-    """All of it, where nothing is filtered or pruned: by the noise, and not without it."""
+    """All of it, if nothing is filtered or pruned: by the noise, and not without it."""
     monkeypatch.setattr(Copies, "learn_and_mix", lambda self, guesses, *_: guesses)
-    model = make_model("llama", "streams", base=surest_base(), adapter=adapter)
-    config = GenerateConfig(temp=1.0, seed=3, tree=TreeConfig(kind="full", width=2), **settings)
-
-    def decoded(**more):
-        steps = token_steps(model, PROMPT, model.make_cache(), replace(config, **more))
-        return first_tokens(steps, 120)
-
-    expected, _ = decoded(decoding="plain", tree=None, prune=None, stream_schedule=None)
-    tokens, lengths = decoded()
+    model = surest_model(**adapter)
+    sampling = Sampling(GenerateConfig(temp=1.0, seed=3, **settings), VOCAB)
+    expected = plain_tokens(model, PROMPT, 60, sampling)
+    tokens, lengths = drawn_by_surest(model, **settings)
     assert tokens == expected
     if set(settings) <= {"stream_schedule"}:
         assert set(lengths[1:-1]) == {1 + model.num_streams}
-    _, lossy = decoded(acceptance=AcceptanceConfig(kind="typical"))
     monkeypatch.setattr(Sampling, "noise", lambda *_: None)
-    tokens, blind = decoded()
+    tokens, blind = drawn_by_surest(model, **settings)
     assert tokens == expected and len(lengths) < 0.8 * len(blind)
-    assert lossy == decoded(acceptance=AcceptanceConfig(kind="typical"))[1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"prune": PruneConfig(kind="budget", keep=4)}], ids=str)
+def test_typical_acceptance_guesses_what_is_likely_and_not_what_is_drawn(settings, monkeypatch):
+    lossy = {**settings, "acceptance": AcceptanceConfig(kind="typical")}
+    expected = drawn_by_surest(**lossy)
+    monkeypatch.setattr(Sampling, "noise", lambda *_: None)
+    assert drawn_by_surest(**lossy) == expected != drawn_by_surest(**settings)
 
 
 PENALTIES = (
@@ -162,11 +183,10 @@ def test_penalised_speculative_plain_and_mlx_lm_agree(settings):
         base, make_tokenizer(), PROMPT, max_tokens=24, logits_processors=processors
     )
     expected = [response.token for response in answer]
-    streams = make_model("llama", "streams")
-    plain = StreamFusedModel(Backbone(make_base()))
+    plain = bare_model()
     for model, more in (
-        (plain, {}),
-        (streams, {"tree": TreeConfig(kind="full", width=3)}),
+        (plain, {"decoding": "plain"}),
+        (streams_model(), {"tree": TreeConfig(kind="full", width=3)}),
         (plain, {"drafter": "prompt-lookup"}),
         (plain, {"drafter": "lookahead"}),
     ):
@@ -265,15 +285,12 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
 @pytest.mark.parametrize("drafter", ["streams", "prompt-lookup", "lookahead"])
 def test_rows_that_are_left_open_change_no_text(settings, drafter, monkeypatch):
     config = GenerateConfig(**settings, temp=1.0, seed=5)
-    model = make_model("llama", "streams", adapter={"num_msa_layers": 1})
-
-    def text(**more):
-        steps = token_steps(model, PROMPT, model.make_cache(), replace(config, **more))
-        return first_tokens(steps, 40)[0]
-
-    expected = text(decoding="plain")
+    model = streams_model()
+    expected = plain_tokens(model, PROMPT, 24, Sampling(config, VOCAB))
     monkeypatch.setattr(decisions, "NUM_CANDIDATES", 2)
-    assert text(decoding="plain") == text(drafter=drafter) == expected
+    for more in ({"decoding": "plain"}, {"drafter": drafter, "decoding": "speculative"}):
+        steps = token_steps(model, PROMPT, model.make_cache(), replace(config, **more))
+        assert first_tokens(steps, 24)[0] == expected
 
 
 @pytest.mark.parametrize("num_layers", [1, 3], ids=["top layer", "all layers"])
@@ -312,7 +329,7 @@ def test_noise_belongs_to_seed_and_place():
 
 
 def test_without_a_seed_mlx_decides():
-    model = StreamFusedModel(Backbone(make_base()))
+    model = bare_model()
 
     def sampled(config):
         return first_tokens(token_steps(model, PROMPT, model.make_cache(), config), 20)[0]
@@ -352,7 +369,7 @@ def test_typical_acceptance_is_medusas_rule():
 
 
 def test_typical_acceptance_says_that_it_is_lossy():
-    model = make_model("llama", "streams")
+    model = streams_model()
     lossy = AcceptanceConfig(kind="typical", epsilon=0.01, delta=0.05)
     calls = {}
     for acceptance in (AcceptanceConfig(), lossy):
