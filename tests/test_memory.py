@@ -69,8 +69,9 @@ def last_of(responses):
     raise AssertionError("the answer has no end")
 
 
-@pytest.mark.parametrize("schedule", [None, "second-pass", "fused"])
-@pytest.mark.parametrize("scope, packed", [("all", False), ("all", True), ("streams", True)])
+@pytest.mark.parametrize(("scope", "packed", "schedule"), [
+    ("all", False, "second-pass"), ("all", True, None), ("streams", True, "fused"),
+])  # fmt: skip
 def test_the_parts_are_what_is_in_use(exact, scope, packed, schedule, monkeypatch):
     before = settled()
     model = loaded(scope, packed=packed)
