@@ -14,7 +14,9 @@ from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_to
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.commands.chat import Chat, Screen, carry_out
+from ssmlx.commands.chat_answers import Chat
+from ssmlx.commands.chat_commands import carry_out
+from ssmlx.commands.chat_screen import Screen
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation import segments

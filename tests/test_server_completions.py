@@ -194,14 +194,18 @@ def written(parts, *, stream=False):
             yield part
 
     async def all_of_them():
-        return [chunk["choices"][0] async for _, chunk in writer.events(told()) if chunk != "[DONE]"]
+        return [
+            chunk["choices"][0] async for _, chunk in writer.events(told()) if chunk != "[DONE]"
+        ]
 
     return asyncio.run(all_of_them()), writer.reply["choices"][0]
 
 
 def test_log_probabilities_are_written_in_proportion_to_their_number():
     started = time.process_time()
-    (_, chunk, _), _ = written([TextPart("12345", 5), TextPart("w1 " * 30_000, 1, [ENTRY] * 30_000)])
+    (_, chunk, _), _ = written(
+        [TextPart("12345", 5), TextPart("w1 " * 30_000, 1, [ENTRY] * 30_000)]
+    )
     assert time.process_time() - started < 2
     assert chunk["logprobs"]["text_offset"] == [*range(5, 90_005, 3)]
 
