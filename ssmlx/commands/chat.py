@@ -61,7 +61,10 @@ HELP = """/help            show this list
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(
-        PROG, "Chat with a language model, sped up by speculative decoding.", EPILOG, "[options]"
+        PROG,
+        "Chat with a language model, sped up by speculative decoding.",
+        EPILOG,
+        "[MODEL] [options]",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     add_prompt_cache_option(parser, "the conversation")

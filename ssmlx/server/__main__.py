@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PROG = "ssmlx.server"
 EPILOG = """examples:
-  python -m ssmlx.server --model org/name --adapter runs/mine --port 9000
+  python -m ssmlx.server org/name --adapter runs/mine --port 9000
   python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
 
 OpenAI's and Anthropic's APIs are at /v1, a chat page is at /. A request names MODEL, which is used
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         PROG,
         "Serve a language model over HTTP, sped up by speculative decoding.",
         EPILOG,
-        "[options]",
+        "[MODEL] [options]",
     )
     group = parser.add_argument_group("server")
     add_options(
