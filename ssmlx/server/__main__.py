@@ -97,6 +97,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             64,
         ),
         ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
+        ("--quiet", None, "log no line for each request", bool),
     )
     add_model_options(parser, list)
     add_decoding_options(parser, max_tokens=16384)
@@ -209,7 +210,7 @@ def _serve(args: argparse.Namespace) -> None:
     )
     allowed = [one.rstrip("/") for one in args.allow_host or ()]
     hosts = [one.lower() for one in (*LOCAL, args.host, *allowed)]
-    app = make_app(handler, config, hosts, keys)
+    app = make_app(handler, config, hosts, keys, logs_requests=not args.quiet)
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     _print_address(sock, [*models], bool(keys), bool(allowed))
     lines = describe(model, plan, models[name] or engine.default_adapter).lines()
