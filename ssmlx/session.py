@@ -46,7 +46,7 @@ from .prompts import (
     shows_last_turn_alone,
 )
 from .settings import GenerateConfig
-from .turns import Message
+from .turns import Message, normalise_turns
 
 _TURNS = "ABBAABBA"
 """A: drafting, B: plain. A machine that becomes slower or faster meanwhile favours neither."""
@@ -102,12 +102,15 @@ class ChatSession:
         config: settings of every answer.
         drafter: what drafts, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
+        messages: the turns of a conversation to go on with, as `reset` takes them.
         tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
         prompts: prompts that were processed before, to begin with and to add to.
         swap: gives the model with another adapter; `ssmlx.swap_adapter` unless given.
         memory_pool: where its cache counts, with what others hold; nowhere unless given.
 
     Attributes:
+        messages: the conversation so far, with the system prompt: {"role": ..., "content": ...},
+            values that JSON can hold. `reset` and `undo` change it.
         begins: what the last reply begins with, as its prompt has it; see `formats/reader.py`.
     """
 
@@ -119,6 +122,7 @@ class ChatSession:
         *,
         drafter: DrafterArgument | None = None,
         system: str | None = None,
+        messages: Sequence[Message] = (),
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
         prompts: PromptCache | None = None,
@@ -136,31 +140,96 @@ class ChatSession:
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
         self.config, self._loaded = split_drafter(config or GenerateConfig(), drafter)
         self.totals = ChatTotals()
-        self.reset(system)
+        self._cached_tokens: list[int] = []
+        self.reset(system, messages)
 
     @on_mlx_thread
-    def reset(self, system: str | None = None) -> None:
-        """Forget the conversation, and empty its cache.
+    def reset(self, system: str | None = None, messages: Sequence[Message] = ()) -> None:
+        """Forget the conversation, and empty its cache; go on with another one if it is given.
 
-        The totals, the settings and what a shared prompt cache has stay.
+        The cache keeps what the other one begins with. The totals, the settings and what a shared
+        prompt cache has stay.
 
         Args:
-            system: the system prompt; None leaves it to the template.
+            system: the system prompt; None leaves it to `messages`, or else to the template.
+            messages: the turns of the other conversation, {"role": ..., "content": ...}, such as
+                `messages` of a session.
 
         Raises:
-            InputError: `system` is not Unicode text, a reply is still open, or the session is
-                closed; the conversation stays.
+            InputError: `system` is not Unicode text, the chat template cannot show `messages`, the
+                system's turn is given twice, a reply is still open, or the session is closed; the
+                conversation stays.
         """
         check_text("" if system is None else system)
         self._require_idle()
-        self.system = system
-        self.messages: list[Message] = []
+        turns: list[Message] = [*normalise_turns(messages)]
+        told = turns[0]["content"] if turns and turns[0]["role"] == "system" else None
+        require(
+            not system or told is None,
+            'system= beside messages that begin with a turn of "system"',
+            expected="one system prompt",
+            do="remove one of them",
+        )
         if system:
-            self.messages.append({"role": "system", "content": system})
-        self._clear()
+            turns.insert(0, {"role": "system", "content": system})
+        shared = 0
+        if messages:  # what the template says of them is said now
+            prompt = self._encode_turns([*turns, {"role": "user", "content": "Hello"}])
+            shared = common_prefix_length(self._cached_tokens, prompt)
+        self.system = system if told is None else told
+        self.messages: list[Message] = turns
+        if shared:
+            self._keep_first(shared)
+        else:
+            self.free_memory()
+        self._forget_answers()
 
-    def _clear(self) -> None:
-        self.free_memory()
+    @on_mlx_thread
+    def undo(self) -> str:
+        """Take back the user's last message, with the answer to it, and return its text.
+
+        Raises:
+            InputError: there is no such message, a reply is still open, or the session is closed.
+        """
+        self._require_idle()
+        last = self._last_question()
+        text = str(self.messages[last]["content"])
+        del self.messages[last:]
+        return text
+
+    def _last_question(self) -> int:
+        """The place of the user's last message in `messages`."""
+        found = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        said = "this chat has no message yet"
+        require(bool(found), said, expected="a message of the user's", do="send a message first")
+        return found[-1]
+
+    @on_mlx_thread
+    def configure(self, config: GenerateConfig, drafter: DrafterArgument | None = None) -> None:
+        """Change the settings of the replies to come.
+
+        Args:
+            config: the settings, in place of all that there are.
+            drafter: what drafts, as `ssmlx.stream_generate` takes it.
+
+        Raises:
+            InputError: they do not fit the model, a reply is still open, or the session is closed;
+                the settings stay.
+        """
+        self._require_idle()
+        config, loaded = split_drafter(config, drafter)
+        make_plan(self.model, config, drafter=loaded)
+        self.config = config
+        self._loaded = loaded
+
+    def _keep_first(self, count: int) -> int:
+        """Cut the cache to its first tokens, at most `count`; returns how many it could keep."""
+        kept = self._cache.longest_keepable(count)
+        self._cache.keep_first(kept)
+        del self._cached_tokens[kept:]
+        return kept
+
+    def _forget_answers(self) -> None:
         # Those of a shared prompt cache stay, and are reused for the current model.
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
@@ -173,7 +242,7 @@ class ChatSession:
         for what the prompt cache has of it.
         """
         self._cache = self.model.make_cache()
-        self._cached_tokens: list[int] = []
+        self._cached_tokens = []
         if self._pool is not None:
             self._pool.forget(self)
 
@@ -208,7 +277,8 @@ class ChatSession:
             # The chat's settings have to fit.
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
-            self._clear()
+            self.free_memory()
+            self._forget_answers()
 
         run_on_mlx_thread(take_over)
 
@@ -325,8 +395,7 @@ class ChatSession:
                 self._cache = cache
                 self._cached_tokens = prompt[:known]
                 reused = known
-        self._cache.keep_first(reused)
-        del self._cached_tokens[reused:]
+        self._keep_first(reused)
         turns_alone = partial(
             self._encode_turns, [*self.messages, question], add_generation_prompt=False
         )
@@ -345,10 +414,8 @@ class ChatSession:
             else:  # stopped before the first token: the turn does not count
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
-            written = [*prompt, *given.tokens]
-            of_text = min(self._cache.offset, len(written))
-            self._cache.keep_first(self._cache.longest_keepable(of_text))
-            self._cached_tokens = written[: self._cache.offset]
+            self._cached_tokens = [*prompt, *given.tokens]
+            self._keep_first(min(self._cache.offset, len(self._cached_tokens)))
             if self._pool is not None:
                 self._pool.keep_or_free(self, self._cache.nbytes)
             if self._prompts is not None:
@@ -422,11 +489,7 @@ class ChatSession:
                 nothing can draft.
         """
         self._check_open()
-        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        found = "this chat has no message yet"
-        do = "send a message first"
-        require(bool(users), found, expected="a message to answer", do=do)
-        prompt = self._encode_turns(self.messages[: users[-1] + 1])
+        prompt = self._encode_turns(self.messages[: self._last_question() + 1])
         # The same seed for both, or two samples would be compared.
         config = resolve_sampling(self.config, self.model)
         drafting = replace(config, decoding="speculative") if config.decoding == "plain" else config

@@ -1,5 +1,6 @@
 """Chats of many turns: the cache that is kept, and what may go wrong."""
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,82 @@ def test_reset_and_system_start_anew(make_session):
     told = tokens_of(session.reply("w1 w2"))
     assert told == expected(session, "plain") != first
     assert told == tokens_of(make_session(system="w30 w31 w32").reply("w1 w2"))
+
+
+@pytest.mark.parametrize("system", [None, "w30 w31"])
+def test_a_conversation_that_is_given_goes_on_as_if_it_was_typed(make_session, system):
+    typed = make_session(system=system)
+    for text in ("w1 w2", "w7"):
+        list(typed.reply(text))
+    given = json.loads(json.dumps(typed.messages))
+    model, tokenizer = typed.model, typed.tokenizer
+    config = ssmlx.GenerateConfig(max_tokens=LENGTH)
+    other = ssmlx.ChatSession(model, tokenizer, config, messages=given)
+    assert (other.system, other.messages) == (system, typed.messages) == (system, given)
+    anew = make_session(system=system)
+    list(anew.reply("w1 w2"))
+    held = anew.context_tokens
+    anew.reset(system, given[system is not None :])
+    assert held - 2 <= anew.context_tokens <= held  # it begins as the one before
+    found = tokens_of(typed.reply("w5"))
+    assert tokens_of(other.reply("w5")) == tokens_of(anew.reply("w5")) == found
+    assert found == expected(other, "plain") and len(given) == len(other.messages) - 2
+
+
+TURN = {"role": "user", "content": "w1"}
+
+
+@pytest.mark.parametrize(
+    ("system", "messages", "named"),
+    [
+        (None, "w1", "messages"),
+        (None, [{"role": "user"}], "messages[0].content"),
+        (None, [TURN, {"content": "w1"}], "messages[1].role"),
+        (None, [TURN, {"role": "friend", "content": "w1"}], "friend"),
+        ("w1", [{"role": "system", "content": "w2"}, TURN], "system"),
+        ("\ud800", [], r"'\ud800'"),
+        (None, [{"role": "user", "content": "\ud800"}], r"'\ud800'"),
+    ],
+)
+def test_turns_that_cannot_be_taken_leave_the_chat_as_it_is(make_session, system, messages, named):
+    session = make_session(system="w8")
+    list(session.reply("w1 w2"))
+    before = list(session.messages), session.context_tokens
+    assert mentions(refusal(session.reset, system, messages), named)
+    assert (session.system, session.messages, session.context_tokens) == ("w8", *before)
+
+
+def test_undo_takes_back_a_message_and_its_answer(make_session):
+    session = make_session(system="w8")
+    refusal(session.undo)
+    first = tokens_of(session.reply("w1"))
+    second = tokens_of(session.reply("w2 w3"))
+    assert session.undo() == "w2 w3" and len(session.messages) == 3
+    assert tokens_of(session.reply("w2 w3")) == second
+    half = session.reply("w4")
+    next(half)
+    refusal(session.undo)  # it is still open
+    half.close()
+    assert [session.undo(), session.undo(), session.undo()] == ["w4", "w2 w3", "w1"]
+    assert [turn["role"] for turn in session.messages] == ["system"]
+    refusal(session.undo)
+    assert tokens_of(session.reply("w1")) == first
+
+
+def test_settings_change_between_replies(make_session):
+    session = make_session()
+    list(session.reply("w1"))
+    before = session.config
+    refusal(session.configure, replace(before, num_streams=99, decoding=None))
+    refusal(session.configure, before, drafter="mtp")
+    assert session.config is before
+    session.configure(replace(before, max_tokens=3), drafter="prompt-lookup tokens=2")
+    assert session.drafter == "prompt-lookup"
+    found = tokens_of(session.reply("w2"))
+    assert len(found) == 3 and found == expected(session, "plain")[:3]
+    open_reply = session.reply("w3")
+    refusal(session.configure, before)
+    open_reply.close()
 
 
 def test_an_adapters_own_template_asks_every_turn_alone(loaded, monkeypatch):

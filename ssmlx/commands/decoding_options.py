@@ -32,8 +32,8 @@ from ..settings import (
     PruneConfig,
     SamplingConfig,
     TreeConfig,
+    flag_of,
     key_of,
-    option_template,
     settings_fields,
 )
 from .parser import add_options, parse_json_object, refuse_option, reject_given_options
@@ -227,7 +227,7 @@ def _with_pruning_threshold(given: dict[str, Any]) -> dict[str, Any]:
 
 def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
     """The settings that --penalty gives; `context=` holds for the penalties of its value."""
-    named = [one for one in fields(SamplingConfig) if option_template(one).startswith("--penalty ")]
+    named = [one for one in fields(SamplingConfig) if flag_of(one) == "--penalty"]
     keys = {key_of(one): Key.of_field(SamplingConfig, one) for one in named}.values()
     settings: dict[str, Any] = {}
     for text in texts:

@@ -10,14 +10,14 @@ from dataclasses import Field, fields
 from typing import Any
 
 from ..errors import quoted
-from ..settings import allowed_values, key_of, option_template, setting_types
+from ..settings import allowed_values, flag_of, key_of, setting_types
 from .parser import unescape_newlines
 
 
 def option_fields(settings: Any) -> dict[str, Field[Any]]:
     """The fields that have an option of their own, by the option's name in parsed arguments."""
     return {
-        _flag(one)[2:].replace("-", "_"): one
+        flag_of(one)[2:].replace("-", "_"): one
         for one in fields(settings)
         if one.metadata.get("help") and not key_of(one)
     }
@@ -44,7 +44,7 @@ def add_setting_options(
             default, words = None, shown[name]
         text = one.metadata["help"] + (f" (default: {words})" if words else "")
         keywords = _argparse_keywords(one, settings)
-        group.add_argument(_flag(one), default=default, help=text, **keywords)
+        group.add_argument(flag_of(one), default=default, help=text, **keywords)
 
 
 def defaults_in_words(settings: Any) -> dict[str, str]:
@@ -65,10 +65,6 @@ def given_settings(args: argparse.Namespace, settings: Any) -> dict[str, Any]:
     return found
 
 
-def _flag(one: Field[Any]) -> str:
-    return option_template(one).partition(" ")[0]
-
-
 def _argparse_keywords(one: Field[Any], settings: Any) -> dict[str, Any]:
     """The arguments of `add_argument` that say what a field's option takes."""
     kind = setting_types(settings)[one.name]
@@ -83,7 +79,7 @@ def _argparse_keywords(one: Field[Any], settings: Any) -> dict[str, Any]:
     number = kind.item if kind.item in (int, float) else str
     how: dict[str, Any] = {"type": number, "metavar": metavar or ("N" if number is int else "X")}
     # "threshold=P" is a value of --prune, and not among its choices.
-    takes_keys = any(key_of(other) and _flag(other) == _flag(one) for other in fields(settings))
+    takes_keys = any(key_of(other) and flag_of(other) == flag_of(one) for other in fields(settings))
     if allowed is not None and allowed.choices and not takes_keys:
         how = {"choices": allowed.choices, **({"metavar": metavar} if metavar else {})}
     if kind.container is tuple:
