@@ -115,6 +115,8 @@ BAD = {
     "unread template args": ((*ASK, "--template-args", '{"think": 1}'), "think"),
     "dtype": ((*ASK, "--dtype", "int3"), "--dtype 'int3'"),
     "unknown option": ((*ASK, "--trees", "3"), "--trees 3"),
+    "option of mlx-lm": ((*ASK, "--adapter-path", "x"), "--adapter-path x --adapter"),
+    "other option of mlx-lm": ((*ASK, "--system-prompt", "x"), "--system-prompt --system"),
     "speculative without adapter": (
         (*ASK, "--decoding", "speculative"), "streams --adapter --drafter --decoding",
     ),
