@@ -268,6 +268,20 @@ class Engine:
 
         return run_on_mlx_thread(open_answer)
 
+    def generate(
+        self, question: Question, config: GenerateConfig | None = None, **more: Any
+    ) -> str:
+        """Answer a question, wait for it, and return its whole text.
+
+        Args:
+            question, config, more: as `stream` takes them.
+
+        Raises:
+            InputError, NoRoomError: see `stream`.
+        """
+        with self.stream(question, config, **more) as answer:
+            return "".join(segment.text for segment in answer)
+
     def _begin_answer(
         self,
         model: StreamFusedModel,
@@ -416,6 +430,7 @@ class Engine:
         *,
         adapter: str | Path | None = None,
         system: str | None = None,
+        messages: Sequence[Message] = (),
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
         drafter: DrafterArgument | None = None,
@@ -426,14 +441,16 @@ class Engine:
         Nothing is generated yet; the engine's `close` ends the chat.
 
         Args:
-            system: the system prompt; None leaves it to the template.
+            system: the system prompt; None leaves it to `messages`, or else to the template.
+            messages: the turns of a conversation to go on with, such as `messages` of an earlier
+                chat; they are JSON values.
             config, adapter, tools, template_args, drafter, settings: as `stream` takes them.
 
         Returns:
             The session: see `ssmlx.ChatSession`.
 
         Raises:
-            InputError: the adapter or the settings cannot be followed.
+            InputError: the adapter, the settings or the messages cannot be followed.
         """
         chat = ChatSession(
             self.model(adapter),
@@ -441,6 +458,7 @@ class Engine:
             with_settings(config, settings),
             drafter=drafter,
             system=system,
+            messages=messages,
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,

@@ -1004,6 +1004,26 @@ INSTEAD = {
 asks for nothing."""
 
 
+INSTEAD_OF_LOADS = {
+    "adapter_path": "use adapter=",
+    "lazy": "omit it: weights are loaded at once",
+    "model_config": "omit it, or change config.json in a copy of the folder",
+    "path_or_hf_repo": "give it as model=, or as the first argument",
+    "return_config": "omit it, and read the folder's config.json",
+    "revision": "omit it, and write the model as org/name@revision",
+    "tokenizer_config": "omit it: a tokenizer is loaded as its files say",
+    "trust_remote_code": "omit it: code that comes with a model is never run",
+}
+"""The same for mlx-lm's `load`. Each may be false or empty: that asks for nothing."""
+
+
+def refuse_arguments_of_load(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse all but what asks for nothing."""
+    for name, value in given.items():
+        if value or name not in INSTEAD_OF_LOADS:
+            raise _unknown_argument(name, "an argument of ssmlx.load", INSTEAD_OF_LOADS, known)
+
+
 def with_settings(config: GenerateConfig | None, given: Mapping[str, Any]) -> GenerateConfig:
     """`config`, or the defaults, with single fields by the names that `WIRE_NAMES` has too."""
     known = {one.name: one.name for one in fields(GenerateConfig)} | WIRE_NAMES
@@ -1012,7 +1032,7 @@ def with_settings(config: GenerateConfig | None, given: Mapping[str, Any]) -> Ge
         if name in INSTEAD and value is None:
             continue
         if name not in known:
-            raise _unknown_setting(name, known)
+            raise _unknown_argument(name, "a field of ssmlx.GenerateConfig", INSTEAD, known)
         require(
             known[name] not in found,
             f"{name}= beside another name of {known[name]}",
@@ -1023,13 +1043,12 @@ def with_settings(config: GenerateConfig | None, given: Mapping[str, Any]) -> Ge
     return replace(config or GenerateConfig(), **found)
 
 
-def _unknown_setting(name: str, known: Iterable[str]) -> InputError:
+def _unknown_argument(
+    name: str, expected: str, instead: Mapping[str, str], known: Iterable[str]
+) -> InputError:
     close = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, known, n=1)
-    return InputError(
-        f"{one_line(name)}= is no setting",
-        expected="a field of ssmlx.GenerateConfig",
-        do=INSTEAD.get(name) or (f"use {close[0]}=" if close else "omit it"),
-    )
+    do = instead.get(name) or (f"use {close[0]}=" if close else "omit it")
+    return InputError(f"{one_line(name)}= is not known", expected=expected, do=do)
 
 
 def field_of_drafter_settings(kind: type[DrafterConfig]) -> str:

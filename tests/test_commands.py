@@ -20,7 +20,7 @@ from refusals import exits, found_in, mentions
 
 import ssmlx
 from ssmlx import bars
-from ssmlx.commands import adapt, adapters, chat, generate
+from ssmlx.commands import adapt, adapters, chat, check, generate
 from ssmlx.commands.callback_bars import DownloadBar
 from ssmlx.commands.decoding_options import generate_config
 from ssmlx.commands.running import logging_to_stderr
@@ -32,7 +32,7 @@ from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
 from ssmlx.pairs import Key, parse_pairs
 from ssmlx.server import __main__ as server
-from ssmlx.settings import DRAFTERS
+from ssmlx.settings import DEFAULT_MODEL, DRAFTERS
 
 PROG = "ssmlx.generate"
 KEYS = [
@@ -114,6 +114,8 @@ BAD = {
     "unread template args": ((*ASK, "--template-args", '{"think": 1}'), "think"),
     "dtype": ((*ASK, "--dtype", "int3"), "--dtype 'int3'"),
     "unknown option": ((*ASK, "--trees", "3"), "--trees 3"),
+    "option of mlx-lm": ((*ASK, "--adapter-path", "x"), "--adapter-path x --adapter"),
+    "other option of mlx-lm": ((*ASK, "--system-prompt", "x"), "--system-prompt --system"),
     "speculative without adapter": (
         (*ASK, "--decoding", "speculative"), "streams --adapter --drafter --decoding",
     ),
@@ -404,6 +406,18 @@ def test_a_prompt_comes_by_standard_input(run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("unread"))
     (found,) = records(run(*ASK, *more))
     assert found["tokens"] == expected["tokens"] and sys.stdin.read() == "unread"
+
+
+@pytest.mark.parametrize("command", [chat, check, server])
+def test_a_word_names_the_model(command, capsys):
+    """As in other programs; a word that generate does not know might be a prompt."""
+    for words in (["org/x"], ["--model", "org/x"], ["--adapter", "sql", "org/x"]):
+        assert command.parse_args(words).model == "org/x"
+    assert command.parse_args(["org/x", "--adapter", "sql"]).model == "org/x"
+    assert command.parse_args([]).model == DEFAULT_MODEL
+    for words in (["org/x", "--model", "org/y"], ["--model", "org/x", "org/x"], ["x", "y"]):
+        exits(capsys, command.main, *words)
+    assert mentions(exits(capsys, generate.main, "org/x", *ASK), "org/x")
 
 
 def test_a_system_prompt_is_for_prompts_without_one(run, adapter, loaded, tmp_path):

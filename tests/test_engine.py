@@ -520,6 +520,31 @@ def test_twenty_loads_of_the_real_model_leave_nothing():
     assert max(row[2] for row in rows[10:]) < 1.1 * max(row[2] for row in rows[:10])
 
 
+def test_a_whole_text_is_what_the_segments_have(engine, folders):
+    asked = {"adapter": folders["all"], "max_tokens": 6}
+    text = "".join(segment.text for segment in engine.stream(words(3), **asked))
+    assert engine.generate(words(3), **asked) == text
+    turns = [{"role": "user", "content": words(3)}]
+    config = ssmlx.GenerateConfig(max_tokens=6)
+    assert engine.generate(turns, config, adapter=folders["all"]) == text
+    assert mentions(refusal(engine.generate, words(3), max_kv_size=9), "max_kv_size")
+
+
+def test_a_conversation_is_taken_out_and_gone_on_with(base, engine):
+    """As JSON, and by another engine."""
+    chat = engine.chat(system="w9", max_tokens=4)
+    list(chat.reply(words(3)))
+    kept = json.loads(json.dumps(chat.messages))
+    expected = tokens_of(chat.reply(words(2, 5)))
+    with ssmlx.Engine(str(base), dtype="float32") as other:
+        again = other.chat(messages=kept, max_tokens=4)
+        assert tokens_of(again.reply(words(2, 5))) == expected
+        assert again.messages == chat.messages and again.system == "w9"
+        said = refusal(other.chat, messages=kept, system="w8")
+        assert mentions(found_in(said), "system", "messages")
+        assert "messages" in refusal(other.chat, messages=["w1"])
+
+
 def test_what_an_engine_refuses_is_one_line(base, engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert mentions(refusal(engine.stream, "w1", adapter="nothing"), "nothing")

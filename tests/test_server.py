@@ -140,9 +140,45 @@ def test_a_prediction_is_drafted_as_the_servers_drafter_says(engine, serve, shap
 
 
 def test_addresses_that_are_not_there(client):
-    assert client.post("/v1/nothing", json={}).json()["error"]["type"] == "not_found_error"
-    assert client.get(CHAT).status_code == 405
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/api/chat"):
+        found = client.post(path, json={})
+        error = found.json()["error"]
+        assert (found.status_code, error["type"]) == (404, "not_found_error")
+        assert error["code"] == "unknown_url" and error["param"] is None
+        assert mentions(error["message"], path, CHAT, "/v1/messages", "/v1/models")
+    for path in ("/chat/completions", "/v1/v1/chat/completions"):
+        told = client.post(path, json={}).json()["error"]["message"]
+        assert told.endswith(CHAT), "a base URL without its /v1, or with two"
+    found = client.get(CHAT)
+    assert found.status_code == 405 and found.headers["allow"] == "POST"
+    assert mentions(found.json()["error"]["message"], CHAT, "GET", "POST")
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["tiny", "tiny:own"]
+
+
+def test_a_request_is_a_line_in_the_log(engine, caplog):
+    handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()])
+    client = client_of(make_app(handler, logs_requests=True), raise_server_exceptions=False)
+    secret = "w1 w2 w3"
+    with caplog.at_level("INFO", logger="ssmlx"):
+        for stream in (False, True):
+            reply(client, chat(secret, n=2, max_tokens=3, stream=stream))
+        client.post("/v1/a%0Ab", json={})
+        client.get("/v1/models?key=secret")
+        client.get("/health"), client.get("/metrics")
+        asyncio.run(drive(client.app, chat(), more=True))
+        handler.reader.read_prompts = None
+        client.post(CHAT, json=chat())
+    whole, streamed, unknown, models, gone, failed = [one.getMessage() for one in caplog.records]
+    num_prompt = len(engine.tokenizer.encode(f"user: {secret} | model:"))
+    for line in (whole, streamed):
+        assert mentions(line, "POST", CHAT, "200", str(2 * num_prompt), "6") and secret not in line
+    assert mentions(unknown, "404") and "\n" not in unknown
+    assert mentions(models, "GET", "/v1/models", "200") and "secret" not in models
+    assert mentions(gone, CHAT, "499") and mentions(failed, CHAT, "500")
+    caplog.clear()
+    with caplog.at_level("INFO", logger="ssmlx"):
+        client_of(make_app(handler)).get("/v1/models")
+    assert not caplog.records
 
 
 def test_a_closed_server_says_so_and_holds_no_weights(base):

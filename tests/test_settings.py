@@ -25,6 +25,7 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.settings import (
     DRAFTERS,
     INSTEAD,
+    INSTEAD_OF_LOADS,
     WIRE_NAMES,
     AcceptanceConfig,
     Allowed,
@@ -67,8 +68,19 @@ def test_what_others_ask_for_is_refused_by_name_or_asks_for_nothing(name):
     assert mentions(found_in(refusal(with_settings, None, {name: 3})), name)
 
 
+@pytest.mark.parametrize("name", INSTEAD_OF_LOADS)
+def test_what_mlx_lms_load_takes_is_refused_by_name(name):
+    said = refusal(ssmlx.load, "./nowhere", **{name: "x"})
+    assert mentions(found_in(said), name)
+    said = refusal(ssmlx.load, "./nowhere", **{name: False}, progress=None)
+    assert mentions(found_in(said), "nowhere"), "it asks for nothing"
+    assert mentions(refusal(ssmlx.load, "./nowhere", adaptr="x"), "adaptr", "adapter")
+
+
 def test_no_argument_of_mlx_lm_is_an_error_of_python():
     """Each is one of `stream_generate`, a setting, or named in the table."""
+    theirs = {*inspect.signature(mlx_lm.load).parameters}
+    assert theirs <= {*INSTEAD_OF_LOADS, *inspect.signature(ssmlx.load).parameters}
     kinds = inspect.Parameter
     theirs = {
         one.name

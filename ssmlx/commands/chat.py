@@ -40,7 +40,10 @@ _MAX_TOKENS = 1024
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(
-        PROG, "Chat with a language model, sped up by speculative decoding.", EPILOG, "[options]"
+        PROG,
+        "Chat with a language model, sped up by speculative decoding.",
+        EPILOG,
+        "[MODEL] [options]",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     more = ". It does not keep the conversation itself: /save does"

@@ -31,7 +31,7 @@ SIZES = (2, 3, 4, 6, 8, 16)
 SHOWN_TOKENS = 1000
 EPILOG = """examples:
   python -m ssmlx.check
-  python -m ssmlx.check --model mlx-community/Qwen3-4B-4bit --adapter runs/mine
+  python -m ssmlx.check mlx-community/Qwen3-4B-4bit --adapter runs/mine
   python -m ssmlx.check --adapter sql --seconds 20 --details
 
 The first three lines say whether drafting is faster here, what drafts, and what would draft faster.
@@ -55,6 +55,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         PROG,
         "Show which drafters work with a model, and the speed-up to expect on this machine.",
         EPILOG,
+        "[MODEL] [options]",
     )
     add_model_options(parser)
     add_options(

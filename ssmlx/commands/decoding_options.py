@@ -45,20 +45,39 @@ from .setting_options import (
 )
 
 
+class StoreModel(argparse.Action):
+    """Stores the model that a word or --model names; both are an error."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        source = "--model" if option else "MODEL"
+        if vars(namespace).setdefault("model_source", source) != source:
+            parser.error("the model is named twice, as MODEL and by --model")
+        namespace.model = values
+
+
 def add_model_options(
     parser: argparse.ArgumentParser,
     adapters: Any = AUTO_ADAPTER,  # `list` if --adapter may be repeated
+    *,
+    takes_word: bool = True,  # whether a word that is no option names the model
 ) -> None:
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
+    group = parser.add_argument_group("model")
+    if takes_word:
+        word: dict[str, Any] = {"nargs": "?", "metavar": "MODEL", "default": argparse.SUPPRESS}
+        group.add_argument("model", action=StoreModel, help="the same as --model MODEL", **word)
+    group.add_argument(
+        "--model",
+        action=StoreModel,
+        metavar="MODEL",
+        default=DEFAULT_MODEL,
+        help="a folder in mlx-lm's or Hugging Face's layout, a name on the Hugging Face Hub "
+        "(org/name or org/name@revision), or an alias (default: %(default)s)",
+    )
     add_options(
-        parser.add_argument_group("model"),
-        (
-            "--model",
-            "MODEL",
-            "a folder in mlx-lm's or Hugging Face's layout, a name on the Hugging Face Hub "
-            "(org/name or org/name@revision), or an alias (default: %(default)s)",
-            DEFAULT_MODEL,
-        ),
+        group,
         (
             "--adapter",
             "ADAPTER",

@@ -85,7 +85,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             bool,
         ),
     )
-    add_model_options(parser)
+    add_model_options(parser, takes_word=False)  # it might be a prompt
     add_decoding_options(parser, max_tokens=256)
     return parser.parse_args(argv)
 

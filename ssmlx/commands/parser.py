@@ -23,7 +23,11 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, _path_not_empty)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        unknown = message.partition("unrecognized arguments: ")[2]
+        # Of other programs: --adapter-path is --adapter here.
+        near = [one for one in self._option_string_actions if unknown.startswith(one)]
+        hint = f"; did you mean {max(near, key=len)}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}{hint}; see {self.prog} --help\n")
 
 
 def _path_not_empty(text: str) -> Path:

@@ -246,7 +246,7 @@ def token_ids(tokens: Any) -> list[int]:
     raise InputError(
         f"the prompt is {quoted(tokens)}",
         expected="text, or token ids: a list of integers, or a one-dimensional array",
-        do="decode bytes to text, or convert it to a list",
+        do="decode bytes to text, convert it to a list, or give turns to ssmlx.prompt_tokens",
     )
 
 

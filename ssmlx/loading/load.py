@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
 from ..model.rope import rope_settings
 from ..model.streams import StreamFusedModel
-from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES
+from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, refuse_arguments_of_load
 from .adapter import load_adapter
 from .attach import swap_adapter
 from .folders import CONFIG_FILE, Fetch
@@ -236,6 +237,7 @@ def load(
     cache_dir: str | Path | None = None,
     offline: bool = False,
     progress: Progress | None = None,
+    **others: Any,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
     """Load a model that drafts for itself, and its tokenizer.
 
@@ -264,6 +266,7 @@ def load(
         offline: download nothing.
         progress: called with (bytes so far, bytes in all) of a download, from any thread; what it
             raises stops the download.
+        others: arguments of mlx-lm's `load`, which are refused with what to use instead.
 
     Returns:
         The model, its weights evaluated, and mlx-lm's tokenizer.
@@ -272,6 +275,7 @@ def load(
         InputError: an argument is missing, broken, or does not fit the others; or the model has to
             be downloaded, and cannot be.
     """
+    refuse_arguments_of_load(others, signature(load).parameters)
     fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
     name = None if adapter in (None, AUTO_ADAPTER) else adapter
     # A named adapter is read first, as the base takes long to load.

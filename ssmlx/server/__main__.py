@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PROG = "ssmlx.server"
 EPILOG = """examples:
-  python -m ssmlx.server --model org/name --adapter runs/mine --port 9000
+  python -m ssmlx.server org/name --adapter runs/mine --port 9000
   python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
 
 OpenAI's and Anthropic's APIs are at /v1, a chat page is at /. A request names MODEL, which is used
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         PROG,
         "Serve a language model over HTTP, sped up by speculative decoding.",
         EPILOG,
-        "[options]",
+        "[MODEL] [options]",
     )
     group = parser.add_argument_group("server")
     add_options(
@@ -97,6 +97,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             64,
         ),
         ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
+        ("--quiet", None, "log no line for each request", bool),
     )
     add_model_options(parser, list)
     add_decoding_options(parser, max_tokens=16384)
@@ -209,7 +210,7 @@ def _serve(args: argparse.Namespace) -> None:
     )
     allowed = [one.rstrip("/") for one in args.allow_host or ()]
     hosts = [one.lower() for one in (*LOCAL, args.host, *allowed)]
-    app = make_app(handler, config, hosts, keys)
+    app = make_app(handler, config, hosts, keys, logs_requests=not args.quiet)
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     print_address(sock, [*models], bool(keys), bool(allowed))
     lines = describe(model, plan, models[name] or engine.default_adapter).lines()

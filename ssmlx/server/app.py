@@ -33,10 +33,12 @@ from .concurrency import READING, BodyBytes
 from .connections import SLOWEST
 from .fields import Body, Fields
 from .handler import RequestHandler
-from .refusals import AGAIN, as_http_error, error_object
+from .refusals import AGAIN, as_http_error, error_object, route_error
+from .request_log import LogRequests, note_answer
 from .requests import (
     AnswerRequest,
     Begun,
+    ChoiceEnd,
     StreamItem,
     Waiting,
 )
@@ -250,6 +252,9 @@ class Routes:
     async def error_response(self, request: Request, failure: Exception) -> Response:
         """Turn an exception into an error response, and count it by its status."""
         error = as_http_error(failure)
+        if type(error) is HTTPException and error.status_code in (404, 405):
+            paths = [one.path_format for one in request.app.routes if isinstance(one, Route)]
+            error = route_error(error, request.method, request.url.path, paths)
         status = error.status_code
         self.handler.metrics.refused.labels(status).inc()
         return JSONResponse(error_object(error), status_code=status, headers=error.headers)
@@ -337,6 +342,7 @@ class AnswerResponse(StreamingResponse):
         super().__init__((), media_type=kind, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
         with suppress(ClientDisconnect):
             await super().__call__(scope, receive, send)
 
@@ -369,6 +375,8 @@ class AnswerResponse(StreamingResponse):
                 if self._is_begun and isinstance(part, Waiting):
                     text = self._writer.keep_alive(part)
                 await self._send_text(send, text)
+            elif isinstance(part, ChoiceEnd):
+                note_answer(self._scope, part.last)
             yield part
 
     async def _send_text(self, send: Send, text: str) -> None:
@@ -457,6 +465,8 @@ def make_app(
     # and whole origins of such pages, such as "app://obsidian.md"; in lower case.
     hosts: Sequence[str] = LOCAL,
     keys: Sequence[bytes] = (),  # in the order of the handler's prompt caches
+    *,
+    logs_requests: bool = False,
 ) -> Starlette:
     """Make the ASGI application of the server."""
     routes = Routes(handler, config or GenerateConfig(), hosts, keys)
@@ -476,4 +486,6 @@ def make_app(
     )
     app.add_middleware(_HoldBodies, bodies=BodyBytes(handler.limits.bodies))
     app.add_middleware(_PagesOfHosts, hosts=hosts)
+    if logs_requests:
+        app.add_middleware(LogRequests)
     return app

@@ -1,11 +1,11 @@
 """How requests are refused: errors with what the clients of both APIs read, and their JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from ..errors import ContextLengthError, InputError, NoRoomError
+from ..errors import ContextLengthError, InputError, NoRoomError, one_line
 from ..turns import TurnError
 
 AGAIN = {"Retry-After": "1"}  # for refusals after which a later request may succeed
@@ -19,6 +19,7 @@ _KINDS = {
     413: "request_too_large",
     504: "timeout_error",
 }
+_MOST_LETTERS = 80  # of what a client sent that a message shows
 # Both phrases are looked for: Anthropic's, and OpenAI's.
 _TOO_LONG = (
     "prompt is too long: {}{} tokens > {} maximum; expected less than the model's maximum context "
@@ -91,6 +92,27 @@ def as_http_error(failure: Exception) -> HTTPException:
         case TimeoutError():
             return HTTPException(504, "the answer took too long", _NEVER)
     return HTTPException(500, "the answer failed; see the server's log")
+
+
+def route_error(
+    failure: HTTPException,  # 404 or 405
+    method: str,
+    path: str,
+    paths: Sequence[str],  # of the routes that there are
+) -> DetailedHTTPException:
+    """Return the error for a path that the server has not, or not for this method."""
+    shown = one_line(path[:_MOST_LETTERS])
+    if failure.status_code == 405:
+        allowed = (failure.headers or {}).get("Allow", "another method")
+        detail = f"{shown} is not for {one_line(method)}; expected {allowed}; correct the method"
+        return DetailedHTTPException(405, detail, failure.headers, code="unknown_url")
+    ends = {one.removeprefix("/v1"): one for one in paths if one != "/"}
+    near = next((one for end, one in ends.items() if path.endswith(end)), "")
+    detail = (
+        f"there is no {shown} on this server, which answers with text alone: it has no embeddings, "
+        f"audio or images; expected {', '.join(paths)}; use {near or 'one of these'}"
+    )
+    return DetailedHTTPException(404, detail, code="unknown_url")
 
 
 def error_object(http_error: HTTPException) -> dict[str, Any]:
