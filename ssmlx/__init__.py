@@ -2,7 +2,7 @@
 
     import ssmlx
 
-    model, tokenizer = ssmlx.load("smollm2-135m", adapter="auto")
+    model, tokenizer = ssmlx.load("smollm2-135m")
     prompt = ssmlx.prompt_tokens("...", model, tokenizer)
     for response in ssmlx.stream_generate(model, tokenizer, prompt):
         print(response.text, end="", flush=True)

@@ -61,13 +61,14 @@ class _SegmentSource(Generic[Segment]):
 class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     """An answer's segments, one for each call of the model: to iterate, or to iterate `async`.
 
-    Any thread and any event loop may read on where another one stopped, and any may `cancel`; two
-    at once are refused by a RuntimeError. At most a step ahead is computed before a reader asks
-    for it. An answer without references is cancelled. If a step fails, reading raises the
-    error, and the answer is over.
+    Any thread and any event loop may continue to read where another one stopped, and any may
+    `cancel`; a second reader at the same time gets a RuntimeError. At most one step is computed
+    before a reader asks for it. An answer without references is cancelled. If a step fails, reading
+    raises the error, and the answer is over.
 
         with ssmlx.stream_generate(model, tokenizer, prompt) as answer:
-            for segment in answer: ...
+            for segment in answer:
+                print(segment.text, end="")
 
     The functions of this package make answers.
 

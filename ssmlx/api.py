@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,15 @@ from .bars import Progress
 from .drafters.registry import DrafterArgument, split_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import without_controls
+from .generation.plan import Decode, decode_plan
+from .generation.samplers import LogitsProcessor, Sampler, decode_with, with_plain_decoding
 from .generation.segments import GenerationResponse, plan_answer_segments, resolve_sampling
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
+from .prompts import Prompt, last_user_text, require_loaded
 from .report import counted
-from .settings import GenerateConfig
+from .settings import GenerateConfig, with_settings
 
 
 def stream_generate(
@@ -32,6 +35,8 @@ def stream_generate(
     context: Sequence[int] = (),
     progress: Progress | None = None,
     earlier: EarlierAnswers | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
     **settings: Any,
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
@@ -59,17 +64,32 @@ def stream_generate(
         progress: called with (tokens processed, tokens in all) while the prompt is processed.
         earlier: what the session answered before: what this answer repeats of it is drafted, and
             it is added. An `ssmlx.Engine` and its chats keep their own.
-        settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
+        sampler: a function of mlx-lm's kind: of the log probabilities [1, V] of the next token it
+            chooses that token, in place of the settings of sampling. Decoding is plain then, and
+            so it is with `logits_processors`. Both are called on the thread that runs MLX, whose
+            random state then depends on the caller's.
+        logits_processors: functions of mlx-lm's kind, called in order with all tokens [T] so far,
+            the prompt's too, and the logits [1, V] of the next one; they return the logits to
+            decide by.
+        settings: single fields of `GenerateConfig`, such as `max_tokens=100`; `temperature` is
+            `temp`. Arguments of mlx-lm that are not followed are refused, with what to use instead.
 
     Returns:
         The answer: iterate over it, or `async` over it; `cancel` stops it.
 
     Raises:
-        InputError: the prompt is empty or too long, or the settings do not fit the model.
-        TypeError: `GenerateConfig` has no field of such a name.
+        InputError: the prompt is empty or too long, or there is no such setting, or the settings do
+            not fit the model.
     """
-    config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
-    config, loaded = split_drafter(config, drafter)
+    call = "generate(model, tokenizer, prompt)"
+    require_loaded(model, StreamFusedModel, "model", call)
+    require_loaded(tokenizer, TokenizerWrapper, "tokenizer", call)
+    config = with_settings(config, settings)
+    decode: Decode = decode_plan
+    if sampler is not None or logits_processors:
+        config = with_plain_decoding(config, sampler)
+        decode = decode_with(sampler, logits_processors or ())
+    config, loaded = split_drafter(resolve_sampling(config, model), drafter)
     opened = partial(
         plan_answer_segments,
         model,
@@ -80,6 +100,7 @@ def stream_generate(
         cache=cache,
         context=context,
         earlier=earlier,
+        decode=decode,
     )
     return Answer(run_on_mlx_thread(opened), progress)
 
@@ -101,7 +122,7 @@ def generate(
             of statistics and one of memory.
 
     Raises:
-        InputError, TypeError: see `stream_generate`.
+        InputError: see `stream_generate`.
     """
     text = ""
     last = None
@@ -141,14 +162,15 @@ def drafts_line(response: GenerationResponse) -> str:
 
 
 def answer_record(
-    prompt: str,  # as the user gave it
+    prompt: Prompt,  # with whatever else its line holds
     responses: list[GenerationResponse],  # all segments of the answer, one or more
 ) -> dict[str, Any]:
-    """JSON values of a whole answer, for `--json`."""
+    """JSON values of a whole answer, for `--jsonl`, with other fields of its prompt's line."""
     last = responses[-1]
     logprobs = [one for response in responses for one in response.logprobs or ()]
     return {
-        "prompt": prompt,
+        **{name: value for name, value in prompt.items() if name not in ("messages", "tools")},
+        "prompt": last_user_text(prompt),
         "text": "".join(response.text for response in responses),
         "tokens": [token for response in responses for token in response.tokens],
         "finish_reason": last.finish_reason,
@@ -158,7 +180,7 @@ def answer_record(
         "tokens_per_call": round(last.tokens_per_call, 4),
         "prefill_seconds": round(last.prefill_seconds, 6),
         "decode_seconds": round(last.decode_seconds, 6),
-        "draft_calls": last.draft_calls,
+        "draft_model_calls": last.draft_model_calls,
         "drafts": {name: asdict(one) for name, one in last.drafts.items()},
         "lossy": last.lossy,
         "memory": asdict(last.memory) if last.memory else None,

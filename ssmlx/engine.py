@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
@@ -47,7 +46,7 @@ from .prompts import (
     prompt_tokens,
 )
 from .session import ChatSession
-from .settings import DEFAULT_MODEL, GenerateConfig
+from .settings import DEFAULT_MODEL, GenerateConfig, with_settings
 from .turns import Message
 
 Question = str | Sequence[int] | Sequence[Message]
@@ -107,6 +106,7 @@ class Engine:
         check_memory(memory_gb)
         loaded, self.tokenizer = load(
             model,
+            adapter=None,  # each is put on the one base when it is asked for
             dtype=dtype,
             merge_lora=merge_lora,
             draft_head=draft_head,
@@ -232,10 +232,9 @@ class Engine:
             InputError: the question, the adapter or the settings cannot be followed; or the engine
                 is closed.
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
-            TypeError: `GenerateConfig` has no field of such a name.
         """
         model = self.model(adapter)
-        config = resolve_sampling(replace(config or GenerateConfig(), **settings), model)
+        config = resolve_sampling(with_settings(config, settings), model)
         config, loaded = split_drafter(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
@@ -435,12 +434,11 @@ class Engine:
 
         Raises:
             InputError: the adapter or the settings cannot be followed.
-            TypeError: `GenerateConfig` has no field of such a name.
         """
         chat = ChatSession(
             self.model(adapter),
             self.tokenizer,
-            replace(config or GenerateConfig(), **settings),
+            with_settings(config, settings),
             drafter=drafter,
             system=system,
             tools=tools,

@@ -146,6 +146,15 @@ def unwritable_error(
 
 
 @contextmanager
+def naming_place(where: str) -> Iterator[None]:
+    """Inside the block, begin the line of an InputError with `where`, one place among many."""
+    try:
+        yield
+    except InputError as error:
+        raise error.at(where) from error
+
+
+@contextmanager
 def naming_file(path: object) -> Iterator[None]:
     """Inside the block, give an OSError without a file name that of `path`: that of a full disk has
     none."""

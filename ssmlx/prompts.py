@@ -14,7 +14,7 @@ from .errors import InputError, quoted, require
 from .json_files import found_in_json, read_json_rows
 from .rendering import render_turns
 from .settings import StreamConfig
-from .turns import ROLES, Message, normalise_turns
+from .turns import ROLES, Message, is_systems, normalise_turns
 
 _APPLY = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 _NO_TEMPLATE_ARGS = {*_APPLY, "messages"} - {"tools", "documents"}
@@ -42,8 +42,13 @@ def read_prompts(
 
     "messages" are normalised; a last turn of the assistant's, as training data has it, is left out.
     """
+    return [row for _, row in read_prompt_rows(path, option)]
+
+
+def read_prompt_rows(path: Path, option: str = "--prompts") -> list[tuple[str, dict[str, Any]]]:
+    """What `read_prompts` does, each with where it is: "FILE, line N"."""
     rows = read_json_rows(path, option, 'an object such as {"prompt": "..."}')
-    return [_check_prompt_row(row, where) for where, row in rows]
+    return [(where, _check_prompt_row(row, where)) for where, row in rows]
 
 
 def _check_prompt_row(
@@ -106,6 +111,14 @@ def as_messages(prompt: Prompt) -> Any:
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
+
+
+def with_system(prompt: Prompt, system: str | None) -> Prompt:
+    """A prompt with a system prompt, unless there is none or it has one of its own."""
+    turns = as_messages(prompt)
+    if system is None or is_systems(turns[0]):
+        return prompt
+    return {**prompt, "messages": [{"role": "system", "content": system}, *turns]}
 
 
 def last_user_text(prompt: Prompt) -> str:
@@ -229,6 +242,8 @@ def chat_tokens(
         InputError: there is no template; it refuses the turns, leaves one out, takes too long, has
             no place for tools, or reads no such arguments; or a turn is invalid, or is not Unicode.
     """
+    call = "chat_tokens(tokenizer, messages)"
+    require_loaded(tokenizer, TokenizerWrapper, "tokenizer", call)
     require(
         tokenizer.has_chat_template,
         "the model's tokenizer has no chat template",
@@ -303,7 +318,7 @@ def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) 
 
 
 def prompt_tokens(
-    text: str,
+    question: str | Sequence[Message],
     model: Model,
     tokenizer: TokenizerWrapper,
     template: str | None = None,
@@ -311,22 +326,32 @@ def prompt_tokens(
     tools: Tools | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens of one question under a template, up to where the answer starts.
+    """The tokens of a question, or of a chat's turns, up to where the answer starts.
 
     Args:
-        text: what the user asks.
+        question: a user's text, or the turns of a chat, {"role": ..., "content": ...}.
         model: its adapter's template is used if `template` is None.
         tokenizer: the model's tokenizer.
         template: "chat", the model's chat template; "raw", the text as it is; or a text with
-            `{prompt}`. None: the adapter's own, then the chat template, then raw.
+            `{prompt}`. None: the adapter's own, then the chat template, then raw. Turns need the
+            chat template, but for a user's alone.
         tools, template_args: for the chat template, which is used with them, as `chat_tokens`
             takes them.
 
     Raises:
-        InputError: the text is empty or not Unicode, or the template cannot be used.
+        InputError: the question is empty, invalid or not Unicode, or the template cannot be used.
     """
-    check_text(text)
-    prompt = {"prompt": text, "tools": tools}
+    call = "prompt_tokens(question, model, tokenizer)"
+    require_loaded(tokenizer, TokenizerWrapper, "tokenizer", call)
+    is_text = isinstance(question, str)
+    is_row = isinstance(question, Sequence) and len(question) > 0
+    require(
+        is_text or (is_row and isinstance(question[0], Mapping)),
+        f"the question is {quoted(question)}",
+        expected="a text, or the turns of a chat, each with role and content",
+        do="decode bytes to text, or put the text into a turn",
+    )
+    prompt = {"prompt" if is_text else "messages": question, "tools": tools}
     return encode_prompt(prompt, model, tokenizer, template, template_args)
 
 
@@ -367,6 +392,21 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     bos = tokenizer.bos_token
     add_special_tokens = bos is None or not text.startswith(bos)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def require_loaded(
+    value: Any,
+    kind: type,
+    name: str,  # of the argument
+    call: str,  # the function that it was given to, with its arguments in order
+) -> None:
+    """Require a model or tokenizer as `ssmlx.load` returns it."""
+    require(
+        isinstance(value, kind),
+        f"the {name} is of type {type(value).__name__}",
+        expected=f"{call}, with the {name} that ssmlx.load returns",
+        do="give the arguments in this order, or by name",
+    )
 
 
 def check_text(text: str) -> None:

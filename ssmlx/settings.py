@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
-from .errors import quoted, require
+from .errors import InputError, one_line, quoted, require
 
 Decoding = Literal["speculative", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
@@ -109,11 +109,9 @@ def setting(
     default: Any = MISSING,  # without one, the field is required
     help: str = "",  # what `--help` says of it; a field without one is no option
     *,
-    # What gives the value; by default `--` and the field's name. Four forms: another flag,
-    # "--tree-size"; a word of a flag's value, "--prune threshold={}"; a key of all drafters or of
-    # one, "--drafter epsilon={}" and '--drafter "streams head={}"'; and in a `DrafterConfig`, a key
-    # of that drafter, "tokens={}".
-    option: str = "",
+    option: str = "",  # what gives the value, by default `--` and the field's name
+    key: str = "",  # of the option's key=value words; in a `DrafterConfig`, of that drafter's words
+    drafter: str = "",  # that a key of --drafter belongs to, if it is not for all
     metavar: str = "",  # what `--help` shows for the value
     group: str = "",  # the title of its group of options; a command chooses one if it is empty
     needs: str = "",  # what it has no effect without, such as "--temp above 0"
@@ -122,8 +120,8 @@ def setting(
 ) -> Any:
     """Make a field of a settings class with all that is known of it: checks, messages, options,
     keys of --drafter and fields of requests are made of this."""
-    about = {"help": help, "option": option, "metavar": metavar, "group": group}
-    more = {"needs": needs, "wire": wire, "allowed": Allowed(**allowed)}
+    about = {"help": help, "option": option, "key": key, "drafter": drafter, "metavar": metavar}
+    more = {"group": group, "needs": needs, "wire": wire, "allowed": Allowed(**allowed)}
     return field(default=default, metadata=about | more)
 
 
@@ -167,17 +165,24 @@ def allowed_values(settings: type, one: Field[Any]) -> Allowed | None:
     return replace(allowed, whole=kind.item is int)
 
 
-def option_template(one: Field[Any]) -> str:
-    """The option that gives a setting, with {} for its value: "--top-p {}", or
-    "--penalty repetition={}"."""
-    option: str = one.metadata["option"] or "--" + one.name.replace("_", "-")
-    return option if "{}" in option else option + " {}"
+def flag_of(one: Field[Any]) -> str:
+    """The option that gives a setting, alone or by a key; empty for a key of a `DrafterConfig`."""
+    own = "" if key_of(one) else "--" + one.name.replace("_", "-")
+    return one.metadata["option"] or own
 
 
 def key_of(one: Field[Any]) -> str:
-    """The setting's key in an option's `key=value` words; empty if it has an option of its own."""
-    found = re.search(r"(\w+)={}", option_template(one)) if "option" in one.metadata else None
-    return found[1] if found else ""
+    """The setting's key in its option's `key=value` words; empty if it has an option of its own."""
+    return str(one.metadata.get("key", ""))
+
+
+def option_template(one: Field[Any]) -> str:
+    """How a setting is given, with {} for its value: "--top-p {}", "--penalty repetition={}" or
+    '--drafter "streams head={}"'."""
+    words = f"{key_of(one)}={{}}" if key_of(one) else "{}"
+    if drafter := one.metadata["drafter"]:
+        words = f'"{drafter} {words}"'
+    return f"{flag_of(one)} {words}".lstrip()
 
 
 def check_settings(
@@ -441,7 +446,7 @@ class PruneConfig:
         metavar="M",
         needs="--prune budget",
     )
-    threshold: float = setting(PRUNE_THRESHOLD, least=0, most=1, option="--prune threshold={}")
+    threshold: float = setting(PRUNE_THRESHOLD, least=0, most=1, option="--prune", key="threshold")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -470,9 +475,9 @@ class PromptLookupConfig(DrafterConfig):
             instead of the text so far.
     """
 
-    ngram: int = setting(3, least=1, most=64, option="ngram={}")
-    num_draft_tokens: int = setting(8, least=1, most=MAX_DRAFT_TOKENS, option="tokens={}")
-    size: int = setting(16, least=2, most=MAX_TREE_NODES, option="size={}")
+    ngram: int = setting(3, least=1, most=64, key="ngram")
+    num_draft_tokens: int = setting(8, least=1, most=MAX_DRAFT_TOKENS, key="tokens")
+    size: int = setting(16, least=2, most=MAX_TREE_NODES, key="size")
     reference: Sequence[int] = ()
 
 
@@ -487,9 +492,9 @@ class LookaheadConfig(DrafterConfig):
         pool_from_prompt: whether the pool starts with the prompt's n-grams.
     """
 
-    window: int = setting(5, least=1, most=128, option="window={}")
-    ngram: int = setting(4, least=2, most=16, option="ngram={}")
-    guesses: int = setting(5, least=1, most=128, option="guesses={}")
+    window: int = setting(5, least=1, most=128, key="window")
+    ngram: int = setting(4, least=2, most=16, key="ngram")
+    guesses: int = setting(5, least=1, most=128, key="guesses")
     pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
@@ -512,8 +517,8 @@ class DraftModelConfig(DrafterConfig):
         width: candidates a level; those beside the chain's are leaves, at no further pass.
     """
 
-    num_draft_tokens: int = setting(3, least=1, most=MAX_DRAFT_TOKENS, option="tokens={}")
-    width: int = setting(1, least=1, most=32, option="width={}")
+    num_draft_tokens: int = setting(3, least=1, most=MAX_DRAFT_TOKENS, key="tokens")
+    width: int = setting(1, least=1, most=32, key="width")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,9 +533,9 @@ class MtpConfig(DrafterConfig):
         norms: how the weights of its norms are stored, see `MtpNorms`.
     """
 
-    num_draft_tokens: int = setting(3, least=1, most=MAX_MTP_TOKENS, option="tokens={}")
-    hidden: MtpHidden = setting("after", choices=get_args(MtpHidden), option="hidden={}")
-    norms: MtpNorms = setting("auto", choices=get_args(MtpNorms), option="norms={}")
+    num_draft_tokens: int = setting(3, least=1, most=MAX_MTP_TOKENS, key="tokens")
+    hidden: MtpHidden = setting("after", choices=get_args(MtpHidden), key="hidden")
+    norms: MtpNorms = setting("auto", choices=get_args(MtpNorms), key="norms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,9 +549,9 @@ class SpeculatorTreeConfig(DrafterConfig):
         size: the likeliest nodes to keep instead, the root included.
     """
 
-    widths: Sequence[int] | None = setting(None, least=1, option="widths={}")
-    candidates: int | None = setting(None, least=1, option="candidates={}")
-    size: int | None = setting(None, least=1, most=MAX_TREE_NODES, option="size={}")
+    widths: Sequence[int] | None = setting(None, least=1, key="widths")
+    candidates: int | None = setting(None, least=1, key="candidates")
+    size: int | None = setting(None, least=1, most=MAX_TREE_NODES, key="size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -589,13 +594,16 @@ class DrafterLoading:
         "auto",
         "weights of the draft head",
         choices=DRAFT_HEADS,
-        option='--drafter "streams head={}"',
+        option="--drafter",
+        drafter="streams",
+        key="head",
     )
     attention: Attention = setting(
         "auto",
         "MLX's (mlx), or the fused Metal kernel if faster (auto)",
         choices=ATTENTIONS,
-        option="--drafter attention={}",
+        option="--drafter",
+        key="attention",
     )
 
 
@@ -615,17 +623,18 @@ class AcceptanceConfig:
         "exact",
         "typical also accepts tokens that the model finds likely. LOSSY: it changes answers",
         choices=ACCEPTANCES,
-        option="--drafter acceptance={}",
+        option="--drafter",
+        key="acceptance",
     )
-    epsilon: float = setting(0.09, above=0, most=1, option="--drafter epsilon={}")
-    delta: float = setting(0.3, above=0, most=1, option="--drafter delta={}")
+    epsilon: float = setting(0.09, above=0, most=1, option="--drafter", key="epsilon")
+    delta: float = setting(0.3, above=0, most=1, option="--drafter", key="delta")
 
     def __post_init__(self) -> None:
         check_settings(self)
 
 
 _TEMP: Any = {"least": 0, "smallest": MIN_TEMP, "most": MAX_TEMP}
-_REPETITION: Any = {"above": 0, "most": MAX_PENALTY, "option": "--penalty repetition={}"}
+_REPETITION: Any = {"above": 0, "most": MAX_PENALTY, "option": "--penalty", "key": "repetition"}
 PENALTIES = {"repetition": 1, "presence": 0, "frequency": 0}
 """Each penalty, with the value that changes nothing."""
 
@@ -636,7 +645,8 @@ def _recent(penalty: str) -> Any:
         f"recent tokens that the {penalty} penalty looks at",
         least=1,
         most=MAX_CONTEXT,
-        option="--penalty context={}",
+        option="--penalty",
+        key="context",
         wire=(f"{penalty}_context_size",),
     )
 
@@ -740,7 +750,8 @@ class SamplingConfig:
         "subtract X from the logits of recent tokens",
         least=-MAX_PENALTY,
         most=MAX_PENALTY,
-        option="--penalty presence={}",
+        option="--penalty",
+        key="presence",
         wire=("presence_penalty",),
     )
     presence_context_size: int = _recent("presence")
@@ -749,7 +760,8 @@ class SamplingConfig:
         "subtract X from the logits of recent tokens, each time they occur",
         least=-MAX_PENALTY,
         most=MAX_PENALTY,
-        option="--penalty frequency={}",
+        option="--penalty",
+        key="frequency",
         wire=("frequency_penalty",),
     )
     frequency_context_size: int = _recent("frequency")
@@ -880,7 +892,9 @@ class GenerateConfig(SamplingConfig):
         None,
         "run streams in a pass of their own (second-pass) or in the verifying one (fused)",
         choices=STREAM_SCHEDULES,
-        option='--drafter "streams schedule={}"',
+        option="--drafter",
+        drafter="streams",
+        key="schedule",
     )
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
@@ -946,8 +960,76 @@ class GenerateConfig(SamplingConfig):
 WIRE_NAMES = {
     wire: one.name for one in fields(GenerateConfig) for wire in one.metadata.get("wire", ())
 }
-"""Settings by the names that a request has for them, OpenAI's or mlx-lm's. If a request has two
-names of one setting, the one that is later in this table counts."""
+"""Settings by the names that requests and callers have for them, OpenAI's or mlx-lm's. If a request
+has two names of one setting, the one that is later in this table counts."""
+
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_context_size",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "top_logprobs": "logprobs",
+}
+"""Settings by names that transformers, llama.cpp or Ollama have for them. They are not followed, as
+values can mean something else, but whoever gives one is referred to the setting."""
+
+_NOT_QUANTIZED = "omit it: keys and values are not quantized"
+_OF_TEMPLATE = "give it to ssmlx.prompt_tokens, as {}"
+INSTEAD = {
+    "chat_template_kwargs": _OF_TEMPLATE.format("template_args={...}"),
+    "do_sample": "use temp=: 0 for greedy decoding",
+    "draft_model": "use drafter=ssmlx.load_draft_model(...)",
+    "enable_thinking": _OF_TEMPLATE.format("template_args={'enable_thinking': ...}"),
+    "input_embeddings": "give the prompt as tokens",
+    "kv_bits": _NOT_QUANTIZED,
+    "kv_group_size": _NOT_QUANTIZED,
+    "logits_processors": "give it to ssmlx.stream_generate, or use mask= of Engine.stream",
+    "max_kv_size": "omit it: no part of a text is dropped; memory_gb= of Engine limits memory",
+    "messages": _OF_TEMPLATE.format("its first argument") + ", or to Engine.chat",
+    "num_draft_tokens": "use draft=ssmlx.DraftModelConfig(num_draft_tokens=...)",
+    "prompt_cache": "use cache=, or ssmlx.ChatSession or Engine.chat, which keep their own",
+    "prompt_progress_callback": "use progress=",
+    "quantized_kv_start": _NOT_QUANTIZED,
+    "sampler": "give it to ssmlx.stream_generate, or use mask= of Engine.stream",
+    "stream": "use ssmlx.stream_generate",
+    "system": _OF_TEMPLATE.format("a turn of the role system") + ", or to Engine.chat",
+    "tools": _OF_TEMPLATE.format("tools="),
+    "xtc_probability": "use sampler=mlx_lm.sample_utils.make_sampler(...)",
+    "xtc_threshold": "use sampler=mlx_lm.sample_utils.make_sampler(...)",
+}
+"""What to do about arguments of mlx-lm and others that are no settings here. Each may be None: that
+asks for nothing."""
+
+
+def with_settings(config: GenerateConfig | None, given: Mapping[str, Any]) -> GenerateConfig:
+    """`config`, or the defaults, with single fields by the names that `WIRE_NAMES` has too."""
+    known = {one.name: one.name for one in fields(GenerateConfig)} | WIRE_NAMES
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in INSTEAD and value is None:
+            continue
+        if name not in known:
+            raise _unknown_setting(name, known)
+        require(
+            known[name] not in found,
+            f"{name}= beside another name of {known[name]}",
+            expected="one of them",
+            do="omit one",
+        )
+        found[known[name]] = value
+    return replace(config or GenerateConfig(), **found)
+
+
+def _unknown_setting(name: str, known: Iterable[str]) -> InputError:
+    close = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, known, n=1)
+    return InputError(
+        f"{one_line(name)}= is no setting",
+        expected="a field of ssmlx.GenerateConfig",
+        do=INSTEAD.get(name) or (f"use {close[0]}=" if close else "omit it"),
+    )
 
 
 def field_of_drafter_settings(kind: type[DrafterConfig]) -> str:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -67,7 +68,7 @@ os.environ |= {
 }
 if _WORKER:
     # Workers share the cores, so each takes one; and each has a folder for what MLX's CPU backend
-    # compiles, which two at once would write over each other.
+    # compiles (see `compiled_kernels`), which two at once would write over each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     _own = _HOME / "tmp"
     _own.mkdir(exist_ok=True)
@@ -192,6 +193,28 @@ def stays_on_this_machine(request):
     yield
     _asked_outside = None
     assert not asked, f"the test asked other machines: {asked}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_kernels():
+    """Share what MLX's CPU backend compiles, a second of a core each, with other workers and with
+    later runs."""
+    if not _WORKER:
+        yield
+        return
+    own, kept = _own / "mlx" / mx.__version__ / "cpu", _KEPT / "compiled" / mx.__version__
+    for folder in (own, kept):
+        folder.mkdir(parents=True, exist_ok=True)
+    for kernel in kept.glob("*.so"):
+        if not (own / kernel.name).exists():
+            (own / kernel.name).symlink_to(kernel)
+    yield
+    for kernel in own.glob("*.so"):
+        is_whole = time.time() - kernel.stat().st_mtime > 2  # a process may be compiling still
+        if is_whole and not (kept / kernel.name).exists():
+            work = kept / f"{_WORKER}.work"  # the names of kernels are as long as names may be
+            shutil.copy(kernel, work)
+            work.replace(kept / kernel.name)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""Faults that were mended, brought back one at a time: do the tests still catch each of them?
+"""Faults put in one at a time, mended ones and others: do the tests still catch each of them?
 
     python -m tests.mutants
     python -m tests.mutants prompt_cache answers.py     # those whose place has one of these words
@@ -103,7 +103,7 @@ MUTANTS = [
         "if sampler.may_leave_unresolved:",
         "if False:",
         "where a filter may keep more than the candidates, what is given out is no token",
-        "tests/test_decoding.py tests/test_drafters.py",
+        "tests/test_sampling.py tests/test_drafters.py",
     ),
     Mutant(
         "decoding/call.py:verify_tree",
@@ -124,77 +124,122 @@ MUTANTS = [
         "self.cache.restore(before)",
         "pass",
         "an answer's end leaves the cache with the rows of a call that never ran",
-        "tests/test_loop.py tests/test_decoding.py tests/test_session.py",
+        "tests/test_decoding.py",
     ),
     Mutant(
         "decoding/loop.py:_SpeculativeLoop.build_ahead",
         "        del before\n        if",
         "        if",
         "the snapshot is held while the call runs, so each call copies the whole cache",
-        "tests/test_loop.py tests/test_memory.py tests/test_decoding.py",
+        "tests/test_launches.py",
     ),
     Mutant(
         "decoding/loop.py:_SpeculativeLoop.build_ahead",
         "follows_unread_drafting=call.is_plain",
         "follows_unread_drafting=False",
         "the first drafted call is charged with drafting that ran before it",
-        "tests/test_loop.py tests/test_decoding.py",
+        "tests/test_loop.py",
     ),
     Mutant(
         "decoding/loop.py:_SpeculativeLoop.may_build_ahead",
         "running.is_prompts or ",
         "",
         "the prompt's token waits until the first draft is made",
-        "tests/test_loop.py tests/test_decoding.py",
+        "tests/test_launches.py",
     ),
     Mutant(
         "decoding/loop.py:_SpeculativeLoop.build",
         " and not cache.has_uncounted_paths",
         "",
         "a plain call follows a path that is not counted yet",
-        "tests/test_loop.py tests/test_decoding.py",
+        "tests/test_decoding.py",
+    ),
+    Mutant(
+        "decoding/loop.py:_SpeculativeLoop.build_ahead",
+        """        pending = self.launch(upcoming, follows_unread_drafting=call.is_plain)
+        self.commit(call, step)
+        yield from self.watch.yield_untimed(step)
+""",
+        """        self.commit(call, step)
+        yield from self.watch.yield_untimed(step)
+        pending = self.launch(upcoming, follows_unread_drafting=call.is_plain)
+""",
+        "the device is idle while the reader holds the tokens of a call",
+        "tests/test_launches.py",
+    ),
+    Mutant(
+        "decoding/loop.py:_SpeculativeLoop.build_ahead",
+        "        mx.async_eval(tree.arrays)\n",
+        "",
+        "the device is idle while the host reads a call, as drafting is launched after that",
+        "tests/test_launches.py",
+    ),
+    Mutant(
+        "decoding/loop.py:plain_decode",
+        """        mx.async_eval(upcoming.arrays_to_read())
+        tokens = call.read_tokens()
+""",
+        """        tokens = call.read_tokens()
+        mx.async_eval(upcoming.arrays_to_read())
+""",
+        "plain decoding waits for each call before it launches the next",
+        "tests/test_launches.py",
+    ),
+    Mutant(
+        "decoding/loop.py:_SpeculativeLoop.advance",
+        "yields_first = step.part.is_last or running.is_prompts",
+        "yields_first = running.is_prompts",
+        "a call is launched for an answer that has ended",
+        "tests/test_launches.py",
+    ),
+    Mutant(
+        "decoding/loop.py:_SpeculativeLoop.advance",
+        "            yields_first = True",
+        "            pass",
+        "tokens that were read wait until a drafter has processed the text",
+        "tests/test_loop.py",
     ),
     Mutant(
         "decoding/loop.py:prefill_in_pieces",
         "size = min(size, until_place - first)",
         "pass",
         "the place that the next turn begins at is passed over, and nothing is kept there",
-        "tests/test_prompt_cache.py tests/test_session.py tests/test_loop.py",
+        "tests/test_loop.py",
     ),
     Mutant(
         "decoding/sampling.py:row_positions",
         "tree.depths[:, None] + 1 + indices(size)",
         "tree.depths[:, None] + indices(size)",
         "penalties do not see a node's own token",
-        "tests/test_decoding.py tests/test_drafters.py",
+        "tests/test_sampling.py tests/test_drafters.py",
     ),
     Mutant(
         "decoding/sampling.py:Sampling.noise",
         "first + indices(count)",
         "first + 0 * indices(count)",
         "drafts of all levels are made with the first level's noise",
-        "tests/test_decoding.py tests/test_drafters.py",
+        "tests/test_sampling.py tests/test_drafters.py",
     ),
     Mutant(
         "decoding/sampling.py:Sampling.add_gumbel_noise",
         "positions.first + positions.depths",
         "positions.first + 0 * positions.depths",
         "all nodes of a tree are sampled with the root's noise",
-        "tests/test_decoding.py",
+        "tests/test_sampling.py",
     ),
     Mutant(
         "decoding/sampling.py:Sampling._seed",
         "seed ^ (seed >> 32)",
         "seed",
         "seeds that differ in their high 32 bits alone give one text",
-        "tests/test_decoding.py tests/test_settings.py",
+        "tests/test_sampling.py tests/test_settings.py",
     ),
     Mutant(
         "decoding/ranking.py:top_columns",
         "if whole < size:",
         "if False:",
         "the last tokens of a vocabulary that is no multiple of the block are never ranked",
-        "tests/test_decoding.py tests/test_counts.py",
+        "tests/test_sampling.py tests/test_counts.py",
     ),
     Mutant(
         "decoding/prune.py:transition_logprobs",

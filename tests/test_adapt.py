@@ -105,7 +105,7 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed):
     figures = json.loads((folder / "figures.json").read_text())
     figures["figures"] |= {"speed_up": 1.5, "text_speed_up": 1.0}  # whatever they were here
     (folder / "figures.json").write_text(json.dumps(figures))
-    plain, tokenizer = ssmlx.load(packed, dtype="float32")
+    plain, tokenizer = ssmlx.load(packed, adapter="none", dtype="float32")
     assert find_default_adapter(plain) == ("mine", folder) and list(
         find_adapters_of_base(plain)
     ) == ["mine"]
@@ -129,7 +129,7 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
     expected = answer(tuned, tokenizer, prompt, max_tokens=LENGTH)[0]
     found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")
     assert found == expected and last.drafted_tokens > 0
-    plain, _ = ssmlx.load(packed, dtype="float32")
+    plain, _ = ssmlx.load(packed, adapter="none", dtype="float32")
     assert answer(plain, tokenizer, prompt, max_tokens=LENGTH)[0] != expected
     # They learned the tuned model's answers, and are not what drafts for the model without it.
     rows = [json.loads(line) for line in (folder.parent / "round-1/data/train.jsonl").open()]

@@ -27,7 +27,7 @@ from ssmlx.loading.attach import find_default_adapter
 from ssmlx.loading.files import locked_folder, write_whole
 from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.identity import folder_digest, stored_weights_digest
-from ssmlx.loading.names import resolve_adapter
+from ssmlx.loading.names import ADAPTER_LOG, resolve_adapter
 from ssmlx.training import sizing
 
 LENGTH = 8
@@ -91,7 +91,7 @@ def test_it_is_found_in_a_copy_and_in_every_type_and_not_for_other_weights(base,
         (copy, "stored", folder),
         (tuned, "float32", None),
     ):
-        found = find_default_adapter(ssmlx.load(model, dtype=dtype)[0])
+        found = find_default_adapter(ssmlx.load(model, adapter="none", dtype=dtype)[0])
         assert (found and found[1]) == expected
     # By its name it is to be had all the same: it fits.
     assert ssmlx.load(tuned, adapter="mine", dtype="float32")[0].num_streams > 0
@@ -106,12 +106,12 @@ def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, cap
     shutil.rmtree(model)
     lora_fused(base, model)
     with caplog.at_level("INFO", logger="ssmlx"):
-        assert ssmlx.load(model, adapter="auto", dtype="float32")[0].num_streams == 0
+        assert ssmlx.load(model, dtype="float32")[0].num_streams == 0
     (line,) = [one.getMessage() for one in caplog.records if "mine" in one.getMessage()]
     assert mentions(line, "--adapter mine")
     caplog.clear()
-    with caplog.at_level("INFO", logger="ssmlx"):  # nor is it told where nothing is asked for
-        ssmlx.load(model, dtype="float32")
+    with caplog.at_level("INFO", logger="ssmlx"):  # nor is it told where none is looked for
+        ssmlx.load(model, adapter="none", dtype="float32")
     assert not caplog.records
     assert ssmlx.load(model, adapter="mine", dtype="float32")[0].num_streams > 0
 
@@ -122,7 +122,7 @@ def test_a_run_of_an_earlier_version_is_not_taken_by_itself(base, caplog, capsys
     plan["settings"]["weights"] = "0f" * 16  # a digest of samples
     path.write_text(json.dumps(plan))
     with caplog.at_level("INFO", logger="ssmlx"):
-        model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
+        model = ssmlx.load(base, dtype="float32")[0]
     (line,) = [one.getMessage() for one in caplog.records if "mine" in one.getMessage()]
     assert model.num_streams == 0
     assert mentions(line, "--adapter mine")
@@ -145,7 +145,7 @@ def test_weights_are_read_only_where_a_run_is_of_their_shapes(base, tmp_path, mo
 
 
 def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
-    plain = ssmlx.load(base, dtype="float32")[0]
+    plain = ssmlx.load(base, adapter="none", dtype="float32")[0]
     assert find_default_adapter(plain) is None
     for number, (name, figures) in enumerate(
         {"old": None, "slow": {"speed_up": PAYS - 0.01}, "elsewhere": None}.items()
@@ -169,7 +169,7 @@ def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
 
 
 def test_what_is_broken_is_none(base):
-    plain = ssmlx.load(base, dtype="float32")[0]
+    plain = ssmlx.load(base, adapter="none", dtype="float32")[0]
     folder = make_run(base)
     plan = folder.parent / "plan.json"
     whole = plan.read_text()
@@ -198,9 +198,9 @@ def test_what_is_broken_is_none(base):
 
 def test_load_engine_and_commands_find_it_as_the_chat_does(base, monkeypatch, capsys):
     make_run(base, figures={"speed_up": 1.5})
-    model, tokenizer = ssmlx.load(base, adapter="auto", dtype="float32")
+    model, tokenizer = ssmlx.load(base, dtype="float32")
     assert model.num_streams > 0
-    assert ssmlx.load(base, dtype="float32")[0].num_streams == 0
+    assert ssmlx.load(base, adapter="none", dtype="float32")[0].num_streams == 0
     assert ssmlx.swap_adapter(model, "auto").num_streams > 0
     prompt = ssmlx.prompt_tokens(words(3), model, tokenizer)
     expected, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")
@@ -229,6 +229,32 @@ def test_load_engine_and_commands_find_it_as_the_chat_does(base, monkeypatch, ca
     assert not mentions(first, "mine") and mentions(second, "--adapter mine", "1.50")
 
 
+def test_what_is_taken_by_default_is_said_once_in_the_log(base, tmp_path, caplog, capsys):
+    """An app hears of it from `load` and `Engine`; the commands say it in words of their own."""
+
+    def said(act):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="ssmlx"):
+            act()
+        return [one.getMessage() for one in caplog.records if one.name == ADAPTER_LOG]
+
+    assert all(mentions(line, str(base)) for line in said(lambda: ssmlx.load(base)))
+    write_tiny_adapter(tmp_path / "shelf" / "chat", base, scope="streams")
+    (line,) = said(lambda: ssmlx.load(base))
+    assert mentions(line, str(base), "chat", "none")
+    make_run(base)
+    (line,) = said(lambda: ssmlx.load(base))
+    assert mentions(line, str(base), "mine", "none")
+    assert said(lambda: ssmlx.load(base, adapter="chat")) == []
+    assert said(lambda: ssmlx.load(base, adapter=None)) == []
+    with ssmlx.Engine(str(base)) as engine:
+        assert len(said(lambda: (engine.default_adapter, engine.model(), engine.model()))) == 1
+    capsys.readouterr()
+    asked = ("--model", base, "--prompt", words(3), "--max-tokens", 2)
+    assert exit_code(generate.main, *asked) == 0
+    assert not mentions(capsys.readouterr().err, "mine")
+
+
 def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
     made = make_run(base, "q4")
     shutil.copytree(base, tmp_path / "q4")  # in the working directory
@@ -252,7 +278,7 @@ def lines_of(model, adapter, **settings):
 
 
 def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
-    plain = ssmlx.load(base, dtype="float32")[0]
+    plain = ssmlx.load(base, adapter="none", dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
     assert as_shown(drafting.decision(make_plan(plain))) in first and adapt in second
@@ -272,13 +298,13 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     told = {**settings, "tokens_per_call": {"2": 1.5, "4": 2.0}}
     (folder / "streams_config.json").write_text(json.dumps(told))
     assert mentions(lines_of(plain, "none")[1], "--adapter mine")
-    drafting_model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
+    drafting_model = ssmlx.load(base, dtype="float32")[0]
     first, second = lines_of(drafting_model, "mine")
     assert mentions(first, "mine") and mentions(second, f"{adapt} --name mine", "1.60")
     # It brought nothing here.
     shutil.rmtree(adapters_home())
     make_run(base, figures={"speed_up": 0.99}, rounds=2)
-    assert ssmlx.load(base, adapter="auto", dtype="float32")[0].num_streams == 0
+    assert ssmlx.load(base, dtype="float32")[0].num_streams == 0
     first, second = lines_of(plain, "none")
     assert mentions(first, "mine", "0.99") and mentions(second, f"{adapt} --hours 4")
     first, _ = lines_of(drafting_model, "mine")
@@ -288,12 +314,12 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
 def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
     from tiny_adapt import write_family
 
-    plain = ssmlx.load(base, dtype="float32")[0]
+    plain = ssmlx.load(base, adapter="none", dtype="float32")[0]
     write_tiny_adapter(tmp_path / "shelf" / "chat", base, scope="streams")
     make_run(base, figures={"speed_up": 0.9})  # which is left aside
-    assert ssmlx.load(base, adapter="auto", dtype="float32")[0].num_streams > 0
+    assert ssmlx.load(base, dtype="float32")[0].num_streams > 0
     assert mentions(lines_of(plain, "none")[1], "--adapter chat")
-    model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
+    model = ssmlx.load(base, dtype="float32")[0]
     first, second = lines_of(model, "chat")
     assert mentions(first, "chat", "streams")
     assert f"python -m ssmlx.adapt --model {base} --data FILE" in second
@@ -359,7 +385,7 @@ def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
     assert exit_code(check.main, *given, "--json") == 0
     told = json.loads(capsys.readouterr().out)["drafting"]
     assert "plain decoding" in told[1] or "python -m ssmlx.adapt" in told[1]
-    plain = ssmlx.load(base, dtype="float32")[0]
+    plain = ssmlx.load(base, adapter="none", dtype="float32")[0]
     assert sizing.forecast_speedup_of_adapting(plain) > 0
     assert lines_of(plain, "none")[1] == told[1]  # from then on
 

@@ -1,4 +1,4 @@
-"""The API reference: every public name and argument is described, and the pages are built."""
+"""The API reference: every public name and argument is described, and docs/reference.md has it."""
 
 import importlib.util
 import inspect
@@ -91,52 +91,42 @@ def test_a_missing_description_is_found():
 
 @pytest.fixture(scope="module")
 def builder():
-    """The script that builds the pages, as a module."""
-    pytest.importorskip("pdoc")
+    """The script that writes the page, as a module."""
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs/build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.fixture(scope="module")
-def site(builder, tmp_path_factory):
-    """The built pages, by name."""
-    folder = tmp_path_factory.mktemp("site")
-    builder.build(folder)
-    return {path.name: path.read_text("utf-8") for path in folder.iterdir()}
+def test_the_page_is_that_of_the_docstrings(builder):
+    written = builder.PAGE.read_text("utf-8")
+    assert written == builder.page(), "run `python docs/build.py`"
+    titles = re.findall(r"(?m)^### `(\w+)`$", written)
+    assert sorted(titles) == sorted(NAMES)
 
 
-def test_the_pages_have_what_they_are_for(site):
-    api = site["ssmlx.html"]
-    assert [name for name in NAMES if f'id="{name}"' not in api] == []
-    assert "ssmlx.Engine" in re.sub(r"<[^>]+>", "", site["index.html"])
-    for page, text in (
-        ("index.html", "prompt_tokens"),
-        ("server.html", "/v1/chat/completions"),
-        ("adapters.html", "streams_config.json"),
-        ("ssmlx.html", "max_tokens"),
-    ):
-        assert text in site[page], page
+def test_a_name_in_no_group_is_an_error(builder, monkeypatch):
+    monkeypatch.setattr(ssmlx, "__all__", [*ssmlx.__all__, "brand_new"])
+    with pytest.raises(ValueError, match="brand_new"):
+        builder.page()
 
 
-def test_the_pages_lead_to_each_other(site):
-    for name, page in site.items():
-        links = re.findall(r'href="([^"#:]+\.html)', page)
-        assert [link for link in links if link not in site] == [], name
-        assert {"ssmlx.html", "server.html"} <= {*links, name}
+def test_docstrings_become_markdown(builder):
+    def turn(angle: float, speed: int = 1) -> None:
+        """Turn it.
 
+            turn(90)
 
-def test_a_warning_of_the_tool_is_an_error(builder, monkeypatch, tmp_path):
-    monkeypatch.setitem(ssmlx.swap_adapter.__annotations__, "model", "NoSuchClass")
-    with pytest.raises(UserWarning, match="NoSuchClass"):
-        builder.build(tmp_path)
+        Args:
+            angle: in degrees,
+                not in radians.
+            speed: how fast.
+        """
 
-
-def test_a_link_that_leads_nowhere_is_an_error(builder):
-    address = "https://example.com"
-    assert builder.with_absolute_links("[a](perf/README.md#b)", "", address) == (
-        "[a](https://example.com/blob/main/perf/README.md#b)"
-    )
-    with pytest.raises(FileNotFoundError):
-        builder.with_absolute_links("[a](nowhere.md)", "docs", address)
+    assert builder.signature(turn) == "```python\nturn(angle: float, speed: int = 1) -> None\n```"
+    assert list(builder.docstring(turn)) == [
+        "Turn it.",
+        "```python\nturn(90)\n```",
+        "Args:",
+        "- `angle`: in degrees, not in radians.\n- `speed`: how fast.",
+    ]

@@ -37,8 +37,8 @@ from ssmlx.settings import DRAFTERS
 PROG = "ssmlx.generate"
 KEYS = [
     "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens",
-    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "drafts",
-    "lossy", "memory",
+    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_model_calls",
+    "drafts", "lossy", "memory",
 ]  # fmt: skip
 ASK = ("--prompt", "w1 w2")
 PLAIN = ("--decoding", "plain")
@@ -97,7 +97,6 @@ BAD = {
     "missing adapter": (("--adapter", "nowhere"), "nowhere"),
     "missing prompts": (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     "both prompts": ((*ASK, "--prompts", "x"), "--prompts --prompt"),
-    "neither": ((), "--prompt --prompts"),
     "stray byte": (("--prompt", "w1 \udcff"), r"'\udcff' 3"),
     "stray byte as it is": (("--prompt", "\ud800", "--template", "raw"), r"'\ud800' 0"),
     "empty prompt": (("--prompt", " "), "prompt"),
@@ -308,7 +307,7 @@ def test_a_model_without_chat_template_or_tokenizer(run, tmp_path):
 def test_jsonl_holds_one_record_a_prompt(run, loaded, adapter, tmp_path):
     tokenizer = loaded[None][1]
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "w1 w2"}\n{"prompt": "w3", "other": 1}\n')
+    path.write_text('{"prompt": "w1 w2"}\n{"prompt": "w3", "tools": []}\n')
     args = ("--prompts", path, "--jsonl", "--max-tokens", LENGTH, "--adapter", adapter)
     streamed = records(run(*args))
     plain = records(run(*args, *PLAIN))
@@ -322,6 +321,103 @@ def test_jsonl_holds_one_record_a_prompt(run, loaded, adapter, tmp_path):
         assert one["text"] == tokenizer.decode(one["tokens"])
         assert (other["target_calls"], other["tokens_per_call"]) == (LENGTH, 1.0)
         assert one["prefill_seconds"] > 0 and one["decode_seconds"] > 0
+
+
+def test_an_answer_keeps_the_fields_of_its_line(run, tmp_path):
+    turns = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+    lines = [
+        {"id": "a-1", "prompt": "w1 w2", "label": {"is": [1, None]}},
+        {"messages": turns, "custom_id": 7, "text": "is the answer's"},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    first, second = records(run("--prompts", path, "--jsonl", "--max-tokens", 3))
+    assert {*first} == {*KEYS, "id", "label"} and {*second} == {*KEYS, "custom_id"}
+    assert (first["id"], first["label"], second["custom_id"]) == ("a-1", {"is": [1, None]}, 7)
+    assert (first["prompt"], second["prompt"]) == ("w1 w2", "w3")
+    assert second["text"] != lines[1]["text"]
+    again = tmp_path / "again.jsonl"  # what was answered may be asked again
+    again.write_text(json.dumps(first))
+    (asked,) = records(run("--prompts", again, "--jsonl", "--max-tokens", 3))
+    assert (asked["tokens"], asked["id"]) == (first["tokens"], "a-1")
+
+
+def test_a_line_has_settings_of_its_own(run, tmp_path):
+    path = tmp_path / "p.jsonl"
+
+    def answered(*lines, options=()):
+        path.write_text("".join(json.dumps({"prompt": "w1 w2", **one}) + "\n" for one in lines))
+        return records(run("--prompts", path, "--jsonl", "--max-tokens", LENGTH, *options))
+
+    sampled = ("--temp", 1.5, "--seed", 3)
+    (greedy,), (drawn,) = answered({}), answered({}, options=sampled)
+    assert greedy["tokens"] != drawn["tokens"]
+    word = greedy["text"].split()[4]
+    found = answered(
+        {},
+        {"max_tokens": 5},
+        {"temperature": 1.5, "seed": 3},
+        {"stop": word, "max_tokens": None},
+        {"logit_bias": {"9": 100}, "max_completion_tokens": 2, "logprobs": 1},
+    )
+    assert found[0]["tokens"] == greedy["tokens"] and found[2]["tokens"] == drawn["tokens"]
+    assert found[1]["tokens"] == greedy["tokens"][:5] and found[1]["max_tokens"] == 5
+    assert found[3]["finish_reason"] == "stop"
+    assert found[4]["tokens"] == [9, 9] and [len(one["top"]) for one in found[4]["logprobs"]] == [
+        1, 1,
+    ]  # fmt: skip
+    one, other = answered({"temp": 0}, {}, options=sampled)
+    assert (one["tokens"], other["tokens"]) == (greedy["tokens"], drawn["tokens"])
+
+
+@pytest.mark.parametrize(("line", "named"), [
+    ({"max_tokens": 0}, "max_tokens 0"), ({"temp": "hot"}, 'temp "hot"'),
+    ({"seed": -1}, "seed -1"), ({"stop": 5}, "stop 5"), ({"top_p": 2}, "top_p 2"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"99": 1}}, "99"),
+    ({"temp": 1, "temperature": 1}, "temp temperature"), ({"drafter": "streams"}, "drafter"),
+    ({"decoding": "plain"}, "decoding"), ({"max_new_tokens": 3}, "max_new_tokens max_tokens"),
+    ({"system": "w3"}, "system messages"), ({"logprobs": True}, "logprobs true"),
+])  # fmt: skip
+def test_a_setting_that_a_line_cannot_have_is_named(run, tmp_path, monkeypatch, line, named):
+    monkeypatch.chdir(tmp_path)
+    lines = [{"prompt": "w1"}, {"prompt": "w2", **line}]
+    Path("p.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    said = refusal(run("--prompts", "p.jsonl", "--jsonl"))
+    assert mentions(said, "p.jsonl", "2", *named.split())
+
+
+def test_a_prompt_comes_by_standard_input(run, monkeypatch):
+    more = ("--jsonl", "--max-tokens", 3)
+    (expected,) = records(run(*ASK, *more))
+    for args in ((), ("--prompt", "-")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2\n"))
+        (found,) = records(run(*args, *more))
+        assert (found["prompt"], found["tokens"]) == ("w1 w2", expected["tokens"])
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+        assert mentions(refusal(run(*args)), "--prompt", "--prompts")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w1 \xff"), "utf-8"))
+        assert mentions(refusal(run(*args)), "UTF-8")
+    terminal = io.StringIO("what is typed is not waited for")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert mentions(refusal(run()), "--prompt", "--prompts") and terminal.tell() == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("unread"))
+    (found,) = records(run(*ASK, *more))
+    assert found["tokens"] == expected["tokens"] and sys.stdin.read() == "unread"
+
+
+def test_a_system_prompt_is_for_prompts_without_one(run, adapter, loaded, tmp_path):
+    path = tmp_path / "p.jsonl"
+    own = [{"role": "system", "content": "w7 w8"}, {"role": "user", "content": "w1"}]
+    path.write_text(json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"messages": own}))
+    args = ("--prompts", path, "--jsonl", "--max-tokens", 2, "--adapter", adapter)
+    given, kept = records(run(*args, "--system", "w9"))
+    tokenizer = loaded[None][1]
+    for record, system in ((given, "w9"), (kept, "w7 w8")):
+        whole = tokenizer.encode(f"system: {system} | user: w1 | model:")
+        assert record["prompt_tokens"] == len(whole) and record["prompt"] == "w1"
+    said = refusal(run(*ASK, "--system", "w9", "--template", "raw"))
+    assert mentions(said, "--system", "--template chat")
 
 
 def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
@@ -483,7 +579,7 @@ def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
     assert lines[0].startswith(f"usage: python -m {name} ")
     options = [line for line in lines if line.startswith("  --")]
     # A drafter has a line of its own, and may be added.
-    assert name != PROG or (len(lines) - len(DRAFTERS) <= 73 and len(options) <= 30)
+    assert name != PROG or (len(lines) - len(DRAFTERS) <= 73 and len(options) <= 31)
 
 
 @pytest.mark.slow

@@ -482,6 +482,24 @@ def test_the_published_tables_are_those_of_the_saved_result(capsys):
     assert len(table) > 4000 and capsys.readouterr().out.startswith(table[1:])
 
 
+def test_the_readme_s_table_is_that_of_the_saved_result():
+    text = (real.ROOT / "README.md").read_text().replace("**", "")
+    tasks = json.loads((MEASURED / "compare.json").read_text())["tasks"]
+    for title, name in (("with trained streams", "default"), ("without training", "text")):
+        (row,) = re.findall(rf"(?m)^\| {title}[^|]*\| (.*) \|$", text)
+        *cells, spec_bench = row.split(" | ")
+        found = [
+            system["latency_speedup"]
+            for task in tasks
+            for system in task["systems"]
+            if system["name"] == name
+        ]
+        assert cells == [
+            f"{one['value']:.2f} [{one['low']:.2f}, {one['high']:.2f}]" for one in found
+        ]
+        assert spec_bench in (MEASURED.parent / "README.md").read_text()
+
+
 def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
     whole = json.loads((MEASURED / "compare.json").read_text())
     parts = [tmp_path / f"{index}.json" for index, _ in enumerate(whole["tasks"])]

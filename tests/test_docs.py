@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Of other programs.
-OTHERS = {"--dist", "--allow-existing", "--random-source", "--adhoc-sign", "--backend", "--hosts"}
+OTHERS = {
+    *("--dist", "--allow-existing", "--random-source", "--adhoc-sign", "--backend", "--hosts"),
+    *("--hf-path", "--mlx-path", "--dequantize", "--train"),
+}
 
 
 def tracked(*patterns: str) -> list[str]:

@@ -203,7 +203,7 @@ def test_the_target_as_its_own_draft_model(num_draft_tokens, width):
         responses = list(stream_generate(model, make_tokenizer(), [3, 1], **settings))
         assert [len(r.tokens) for r in responses] == [1] + [num_draft_tokens + 1] * 4
         # The prompt, and a draft behind each of the five calls but the last.
-        assert responses[-1].draft_calls == 1 + 4 * num_draft_tokens
+        assert responses[-1].draft_model_calls == 1 + 4 * num_draft_tokens
         assert not responses[-1].lossy
 
 
@@ -902,12 +902,12 @@ def test_the_command_takes_every_drafter(run, folders, base, tmp_path):
         (f"mlp-speculator heads={folders['mlp-speculator']} size=7",),
     ):
         record = run("--drafter", drafter, *options)
-        assert record["tokens"] == expected and record["draft_calls"] == 0
+        assert record["tokens"] == expected and record["draft_model_calls"] == 0
         assert record["target_calls"] <= 10
     always = ("--decoding", "speculative")
     record = run("--drafter", f"draft-model model={base} tokens=2", *always)
     assert record["tokens"] == expected
-    assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 3 * 2)  # 1 + 3 + 3 + 3
+    assert (record["target_calls"], record["draft_model_calls"]) == (4, 1 + 3 * 2)  # 1 + 3 + 3 + 3
     adapter = write_tiny_adapter(tmp_path / "adapter", base)
     adapted = run("--adapter", adapter, "--decoding", "plain")["tokens"]
     assert adapted != expected

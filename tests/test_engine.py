@@ -508,7 +508,7 @@ for number in range(int(sys.argv[1])):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.real
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_twenty_loads_of_the_real_model_leave_nothing():

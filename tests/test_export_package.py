@@ -115,10 +115,10 @@ def agreement(found, expected) -> float:
 @pytest.mark.parametrize(
     ("scope", "changes"),
     [
-        ("all", {"profile": "gpu"}),
         ("streams", {"profile": "ane", "prune_to": 4}),
         ("all", {"profile": "gpu", "rank": 4}),
-        ("streams", {"profile": "ane", "rank": 4}),
+        pytest.param("all", {"profile": "gpu"}, marks=pytest.mark.long),
+        pytest.param("streams", {"profile": "ane", "rank": 4}, marks=pytest.mark.long),
     ],
 )
 def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, changes, make_export):
@@ -131,8 +131,8 @@ def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, change
 @pytest.mark.parametrize("changes", [
     {"profile": "gpu"},
     pytest.param({"profile": "ane"}, marks=pytest.mark.long),
-    {"profile": "gpu", "prune_to": 4, "compression": "int8"},
-    {"profile": "gpu", "rank": 4, "compression": "int8"},
+    pytest.param({"profile": "gpu", "prune_to": 4, "compression": "int8"}, marks=pytest.mark.long),
+    pytest.param({"profile": "gpu", "rank": 4, "compression": "int8"}, marks=pytest.mark.long),
     {"profile": "ane", "rank": 4},
 ])  # fmt: skip
 def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
@@ -146,8 +146,12 @@ def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
     assert agreement(exported_answers(model), mlx_answers(made)) > 0.6
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize(("precision", "rank"), [
+    ("float32", 4),
+    *(pytest.param(*rest, marks=pytest.mark.long) for rest in (
+        ("float32", 0), ("float16", 0), ("float16", 4),
+    )),
+])  # fmt: skip
 def test_core_ai_runs_the_same_graph(precision, rank, make_export):
     pytest.importorskip("coreai_torch")
     made = make_export("streams", rank, target="coreai", precision=precision, prune_to=4)

@@ -83,7 +83,7 @@ def run_rounds(monkeypatch, model, assistant, script, answer):
     tokens, lengths = first_tokens(decoding, count)
     assert tokens == answer[:count]
     assert lengths == [1, *(right + 1 for right in script[:-1])]
-    assert len(steps) == DRAFTED * len(script) == drafter.draft_calls
+    assert len(steps) == DRAFTED * len(script) == drafter.draft_model_calls
     return [steps[n : n + DRAFTED] for n in range(0, len(steps), DRAFTED)], drafter.chains
 
 
@@ -199,7 +199,7 @@ def test_tokens_are_plain_decodings(target, kind, settings, count, tmp_path):
     tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == plain(model, count, sampling)
     assert totals.drafts["mtp"].drafted == DRAFTED * (len(lengths) - 1)
-    assert drafter.draft_calls == DRAFTED * len(lengths)
+    assert drafter.draft_model_calls == DRAFTED * len(lengths)
 
 
 def test_an_assistant_that_is_always_wrong_is_told(tmp_path, caplog):

@@ -260,7 +260,7 @@ def reference(real_gguf):
     return model.eval()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.real
 def test_every_real_tensor_equals_transformers_reading(real_folder, reference):
     found = unpacked(real_folder)
@@ -269,7 +269,7 @@ def test_every_real_tensor_equals_transformers_reading(real_folder, reference):
     assert_same(found, {name: mx.array(tensor.numpy()) for name, tensor in expected.items()})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.real
 def test_real_logits_agree_with_transformers(real_folder, reference):
     torch = pytest.importorskip("torch")
@@ -310,7 +310,7 @@ def tokenizers_pair(real_folder, real_gguf):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.real
 @pytest.mark.parametrize("text", TEXTS)
 def test_real_tokenizer_agrees_with_transformers(tokenizers_pair, text):
@@ -323,7 +323,7 @@ def test_real_tokenizer_agrees_with_transformers(tokenizers_pair, text):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.real
 def test_real_chat_template_and_special_tokens_agree_with_transformers(tokenizers_pair):
     ours, theirs = tokenizers_pair

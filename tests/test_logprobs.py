@@ -127,13 +127,13 @@ def test_nothing_is_told_or_read_unless_asked(monkeypatch):
             calls = len(segments)
             assert all((one.logprobs is None) == (asked is None) for one in segments)
             assert len(reads) == calls * (1 if asked is None else 2)
-            assert ("logprobs" in answer_record("w1", segments)) == (asked is not None)
+            assert ("logprobs" in answer_record({"prompt": "w1"}, segments)) == (asked is not None)
     assert counts[0, "plain"] == counts[4, "plain"]
     assert all(not entry.top for one in answer(model, logprobs=0) for entry in one.logprobs)
 
 
 def test_a_record_holds_them_as_json():
     segments = answer(streams_model(), logprobs=2, **BIASED)
-    found = json.loads(json.dumps(answer_record("w1", segments), allow_nan=False))
+    found = json.loads(json.dumps(answer_record({"prompt": "w1"}, segments), allow_nan=False))
     assert [one["token"] for one in found["logprobs"]] == found["tokens"]
     assert all(len(one["top"]) == 2 for one in found["logprobs"])

@@ -3,15 +3,16 @@
 import random
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from device_log import READ, on_clock, peak_growth, rows_by_layer, watched
+from loops import Recorder, Turns, drafted, ended_after, plain_tokens, undrafted
 from tiny import (
     LAYERS,
     VOCAB,
-    FakeClock,
     all_pairs,
     assert_close,
     first_tokens,
@@ -22,14 +23,12 @@ from tiny import (
 )
 from tiny_heads import make_heads
 
-from ssmlx.decoding import call as target_call
-from ssmlx.decoding import stopwatch
-from ssmlx.decoding.draft_shape import Always, DraftShape, Never
+from ssmlx.decoding.draft_shape import DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import scratch_rows
-from ssmlx.decoding.loop import PromptPlace, plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import PromptPlace, prefill
 from ssmlx.decoding.sampling import GREEDY, Sampling
-from ssmlx.decoding.step import AnswerPart, DraftTotals
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter
@@ -88,21 +87,6 @@ class Drawn:
     def record(self, call):
         self.calls.append(call)
         self._draw()
-
-
-class Turns:
-    """A controller that goes through `shapes`, and drafts nothing behind them."""
-
-    def __init__(self, shapes):
-        self._shapes = list(shapes)
-        self.calls = []
-
-    def next(self, *, is_read=False):
-        done = len(self.calls)
-        return self._shapes[done] if done < len(self._shapes) else None
-
-    def record(self, call):
-        self.calls.append(call)
 
 
 class Watched:
@@ -166,7 +150,7 @@ def drafters_of(model, schedule, sampling=GREEDY):
 def earlier_answers():
     """A session in which all of what plain decoding says was said before."""
     earlier = EarlierAnswers()
-    earlier.add(PROMPT, plain_tokens("greedy", 90))
+    earlier.add(PROMPT, plain_answer("greedy"))
     return earlier
 
 
@@ -175,78 +159,57 @@ def model_with(name):
     return make_model("llama", "streams", adapter=ADAPTERS[name])
 
 
+@lru_cache(maxsize=1)
+def model_of():
+    return make_model()
+
+
 @lru_cache(maxsize=8)
-def plain_tokens(name, count):
+def plain_answer(name):
     model = StreamFusedModel(Backbone(make_base()))
-    sampler = Sampling(SamplingConfig(**SAMPLINGS[name]), VOCAB)
-    steps = plain_decode(model, PROMPT, model.make_cache(), sampler=sampler)
-    return first_tokens(steps, count)[0]
-
-
-def decoded(steps, count, totals=None):
-    """How many tokens each call advanced by, and all of them: `count` or a few more.
-
-    `totals` gets what was drafted.
-    """
-    calls = []
-    tokens = []
-    for step in filter(None, steps):
-        calls.append(len(step.tokens))
-        tokens += step.tokens
-        if totals is not None:
-            totals.add_draft_of(step)
-        if len(tokens) >= count:
-            return calls, tokens
-    raise AssertionError("a decoding loop ended")
+    return plain_tokens(model, PROMPT, 90, Sampling(SamplingConfig(**SAMPLINGS[name]), VOCAB))
 
 
 # --- Any drafter behind any call ---
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("schedule", STREAM_SCHEDULES)
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_whoever_drafts_behind_a_call_the_text_is_plain_decodings(adapter, schedule, sampling):
+@pytest.mark.parametrize(
+    "adapter, schedule, sampling, prune",
+    all_pairs(ADAPTERS, STREAM_SCHEDULES, SAMPLINGS, PRUNINGS),
+)
+def test_whoever_drafts_behind_a_call_the_text_is_plain_decodings(
+    adapter, schedule, sampling, prune
+):
     """Plain calls, several shapes of streams, and drafters of every kind, in a random order."""
-    expected = plain_tokens(sampling, 90)
     model = model_with(adapter)
     sampler = Sampling(SamplingConfig(**SAMPLINGS[sampling]), VOCAB)
-    for prune in PRUNINGS:
-        drafters = [Watched(one) for one in drafters_of(model, schedule, sampler)]
-        small = [DraftShape("streams", 2, 1), DraftShape("streams", 5, 2)]
-        shapes = [None, None, *small, *(one.largest for one in drafters)]
-        drawn = Drawn(shapes, f"{adapter} {prune.kind} {sampling}")
-        totals = DraftTotals()
-        steps = speculative_decode(
-            model,
-            PROMPT,
-            model.make_cache(),
-            drafters=drafters,
-            controller=drawn,
-            prune=prune,
-            sampler=sampler,
-        )
-        calls, tokens = decoded(steps, 80, totals)
-        assert tokens == expected[: len(tokens)]
-        assert [call.tokens for call in drawn.calls] == calls and max(calls) > 1
-        before = np.cumsum([len(PROMPT) - 1, *calls])[:-1]
-        assert [call.context for call in drawn.calls] == before.tolist()
-        # What is drafted behind a call is verified by the next, which says how large it was.
-        asked = None
-        for call in drawn.calls:
-            if call.shape is not None:
-                assert call.shape.drafter == asked.drafter and call.shape.nodes <= asked.nodes
-                assert call.tokens <= 1 + asked.levels
-            asked = call.drafted
-        verified = [call.shape.nodes for call in drawn.calls if call.shape is not None]
-        # Some found less than was asked for, and filled it up.
-        brought = totals.drafts.values()
-        assert sum(one.nodes for one in brought) <= sum(verified)
-        assert sum(one.calls for one in brought) == len(verified)
-        assert all(one.accepted <= one.drafted <= one.nodes - one.calls for one in brought)
-        for one in drafters:
-            known = one.text()
-            assert known == [*PROMPT, *tokens][: len(known)]
+    drafters = [Watched(one) for one in drafters_of(model, schedule, sampler)]
+    small = [DraftShape("streams", 2, 1), DraftShape("streams", 5, 2)]
+    shapes = [None, None, *small, *(one.largest for one in drafters)]
+    drawn = Drawn(shapes, f"{adapter} {prune.kind} {sampling}")
+    totals = DraftTotals()
+    steps = drafted(model, PROMPT, drafters, controller=drawn, prune=prune, sampler=sampler)
+    tokens, calls = first_tokens(steps, 80, totals)
+    assert tokens == plain_answer(sampling)[:80]
+    assert [call.tokens for call in drawn.calls] == calls and max(calls) > 1
+    before = np.cumsum([len(PROMPT) - 1, *calls])[:-1]
+    assert [call.context for call in drawn.calls] == before.tolist()
+    # What is drafted behind a call is verified by the next, which says how large it was.
+    asked = None
+    for call in drawn.calls:
+        if call.shape is not None:
+            assert call.shape.drafter == asked.drafter and call.shape.nodes <= asked.nodes
+            assert call.tokens <= 1 + asked.levels
+        asked = call.drafted
+    verified = [call.shape.nodes for call in drawn.calls if call.shape is not None]
+    # Some found less than was asked for, and filled it up.
+    brought = totals.drafts.values()
+    assert sum(one.nodes for one in brought) <= sum(verified)
+    assert sum(one.calls for one in brought) == len(verified)
+    assert all(one.accepted <= one.drafted <= one.nodes - one.calls for one in brought)
+    for one in drafters:
+        known = one.text()
+        assert known == [*PROMPT, *tokens][: len(known)]
 
 
 def test_drafts_of_every_kind_are_accepted_in_such_answers():
@@ -254,10 +217,7 @@ def test_drafts_of_every_kind_are_accepted_in_such_answers():
     model = model_with("conditional")
     drafters = drafters_of(model, "second-pass")
     drawn = Drawn([None, *(one.largest for one in drafters)], 0)
-    steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=drafters, controller=drawn
-    )
-    decoded(steps, 200)
+    first_tokens(drafted(model, PROMPT, drafters, controller=drawn), 200)
     most = dict.fromkeys((one.largest.drafter for one in drafters), 0)
     for call in drawn.calls:
         if call.shape is not None:
@@ -277,10 +237,9 @@ def test_a_drafter_starts_once_and_follows_the_text(schedule, known):
     cache = model.make_cache()
     prefill(model, [7, 7, 2], cache)
     context = [7, 7, 2] if known else []
-    steps = speculative_decode(
-        model, PROMPT, cache, drafters=drafters, controller=Turns(shapes), context=context
-    )
-    lengths, tokens = decoded(steps, 40)
+    controller = Turns(shapes)
+    steps = drafted(model, PROMPT, drafters, cache, controller=controller, context=context)
+    tokens, lengths = first_tokens(steps, 40)
     text = [*(context or [PAD_TOKEN] * 3), *PROMPT, *tokens]
     ends = (np.cumsum([0, *lengths]) + 3 + len(PROMPT)).tolist()
     streams, lookup, lookahead, draft, heads, *_ = drafters
@@ -297,29 +256,9 @@ def test_a_drafter_starts_once_and_follows_the_text(schedule, known):
         ends[9],
     ]
     # Who drafts behind every call is shown the text by the calls, and by nothing else.
-    steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[streams])
     streams.seen.clear()
-    first_tokens(steps, 20)
+    first_tokens(drafted(model, PROMPT, [streams]), 20)
     assert {kind for kind, *_ in streams.seen} == {"start", "propose"}
-
-
-class Recorder(StreamDrafter):
-    """Keeps its trees, by the position of their roots."""
-
-    def start(self, tokens):
-        super().start(tokens)
-        self.trees = []
-
-    def propose(self, verified, shape):
-        tree = super().propose(verified, shape)
-        self.trees.append((verified.root_position, tree))
-        return tree
-
-    def by_position(self):
-        return {
-            int(position.item()): (tree.tokens.tolist(), tree.paths.tolist())
-            for position, tree in self.trees
-        }
 
 
 def trees_by_position(model, schedule, turns):
@@ -327,15 +266,9 @@ def trees_by_position(model, schedule, turns):
     lookup = PromptLookupDrafter(PromptLookupConfig(num_draft_tokens=4, size=8))
     streams = Recorder(model, TreeConfig(size=7), model.num_streams, schedule)
     shapes = {"streams": streams.largest, "lookup": lookup.largest, "": None}
-    steps = speculative_decode(
-        model,
-        PROMPT,
-        model.make_cache(),
-        drafters=[streams, lookup],
-        controller=Turns([shapes[one] for one in turns]),
-    )
-    first_tokens(steps, 80)
-    return streams.by_position()
+    controller = Turns([shapes[one] for one in turns])
+    first_tokens(drafted(model, PROMPT, [streams, lookup], controller=controller), 80)
+    return {position: tree for position, *tree in streams.drawn()}
 
 
 ALWAYS = ["streams"] * 80
@@ -368,7 +301,7 @@ def test_behind_a_hole_both_schedules_draft_the_same_trees(window):
 class Tapped:
     """Guesses right and wrong, and keeps what it is given of the tapped layers."""
 
-    num_parameters = draft_calls = cache_bytes = 0
+    num_parameters = draft_model_calls = cache_bytes = 0
     largest = DraftShape("tapped", 8, 3)
 
     def __init__(self, continuation, layers):
@@ -429,8 +362,8 @@ def hidden_states(model, tokens):
 def test_taps_are_the_hidden_states_of_the_text(step_size, prune, schedule, cached):
     """Of the prompt's pieces, plain calls, and trees, pruned or not, with streams beside or not."""
     text = [2, 9, 9, 6, *PROMPT, 8, 0, 7, 3]
-    model = make_model()
-    expected = first_tokens(plain_decode(model, text, model.make_cache()), 60)[0]
+    model = model_of()
+    expected = plain_tokens(model, text, 60)
     tapped = Tapped([*text, *expected], tuple(range(LAYERS + 1)))
     drafters = [tapped]
     shapes = [tapped.largest, tapped.largest, tapped.largest, None, None, tapped.largest] * 4
@@ -442,11 +375,11 @@ def test_taps_are_the_hidden_states_of_the_text(step_size, prune, schedule, cach
     cache = model.make_cache()
     if cached:
         prefill(model, text[:cached], cache)
-    steps = speculative_decode(
+    steps = drafted(
         model,
         text[cached:],
+        drafters,
         cache,
-        drafters=drafters,
         controller=turns,
         context=text[:cached],
         prune=prune,
@@ -470,38 +403,21 @@ def test_taps_are_the_hidden_states_of_the_text(step_size, prune, schedule, cach
 # --- What changing costs ---
 
 
-@pytest.fixture
-def rows(monkeypatch):
-    """Of each run of layers: rows, and layers."""
-    found = []
-    run = Backbone.run
-
-    def counted(self, hidden, first, last, *more):
-        found.append((hidden.shape[1], last - first))
-        return run(self, hidden, first, last, *more)
-
-    monkeypatch.setattr(Backbone, "run", counted)
-    return found
-
-
-def work_of(model, drafter, shapes, rows):
+def work_of(model, drafter, shapes):
     """Rows times layers of an answer whose calls draft `shapes`, and the target calls."""
-    rows.clear()
-    turns = Turns(shapes)
-    steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], controller=turns
-    )
-    calls = filter(None, steps)
-    for _ in range(len(shapes)):
-        next(calls)
-    return sum(count * layers for count, layers in rows), turns.calls
+    controller = Turns(shapes)
+    with rows_by_layer(model) as rows:
+        calls = filter(None, drafted(model, PROMPT, [drafter], controller=controller))
+        for _ in range(len(shapes)):
+            next(calls)
+    return sum(rows), controller.calls
 
 
 @pytest.mark.parametrize("plain_before", [1, 4])
-@pytest.mark.parametrize("drafted", [1, 2, 5])
-def test_beginning_and_ending_to_draft_costs_no_call_and_no_draft(plain_before, drafted, rows):
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_beginning_and_ending_to_draft_costs_no_call_and_no_draft(plain_before, num_drafts):
     """Every row is one that the same calls have where all are plain, or all verify and draft."""
-    model = make_model()
+    model = model_of()
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams)
     shape = drafter.largest
     prompt = (len(PROMPT) - 1) * LAYERS
@@ -509,192 +425,119 @@ def test_beginning_and_ending_to_draft_costs_no_call_and_no_draft(plain_before, 
     second_pass = model.num_streams * (LAYERS - model.insertion_layer)
     verify = shape.nodes * LAYERS
     # All calls alike: the last call of an answer has launched what follows it.
-    work, _ = work_of(model, drafter, [None] * 6, rows)
+    work, _ = work_of(model, drafter, [None] * 6)
     assert work == prompt + 7 * plain
-    work, _ = work_of(model, drafter, [shape] * 6, rows)
+    work, _ = work_of(model, drafter, [shape] * 6)
     assert work == prompt + plain + 6 * (second_pass + verify)
     # Drafting begins behind a plain call that is under way anyway, and each draft is verified.
-    shapes = [*[None] * plain_before, *[shape] * drafted, None, None, None]
-    work, calls = work_of(model, drafter, shapes, rows)
+    shapes = [*[None] * plain_before, *[shape] * num_drafts, None, None, None]
+    work, calls = work_of(model, drafter, shapes)
     assert [call.shape for call in calls] == [None, *shapes[:-1]]
     num_plain = plain_before + 1 + 3
-    assert work == prompt + num_plain * plain + drafted * (second_pass + verify)
+    assert work == prompt + num_plain * plain + num_drafts * (second_pass + verify)
 
 
-def test_a_controller_that_drafts_nothing_makes_plain_decodings_calls(rows):
-    model = make_model()
+def test_a_controller_that_drafts_nothing_makes_plain_decodings_calls():
+    model = model_of()
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams)
-    rows.clear()
-    steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], controller=Never()
-    )
-    speculative = first_tokens(steps, 20)
-    made = list(rows)
-    rows.clear()
-    assert first_tokens(plain_decode(model, PROMPT, model.make_cache()), 20) == speculative
-    assert made == rows
+    found = []
+    for steps in (drafted(model, PROMPT, [drafter], controller=Never()), undrafted(model, PROMPT)):
+        with rows_by_layer(model) as rows:
+            found.append((first_tokens(steps, 20), rows))
+    assert found[0] == found[1]
 
 
 def test_changing_between_plain_calls_and_drafts_copies_no_cache():
     """A copy of one layer of the cache would show in the peak."""
-    model = make_model()
+    model = model_of()
     drafters = drafters_of(model, "second-pass")[1:]
     shapes = [None, drafters[0].largest, drafters[3].largest, None, None, drafters[3].largest] * 20
     cache = model.make_cache(scratch_rows(drafters))
     cache.reserve(more_tokens=20_000)
-    steps = filter(
-        None,
-        speculative_decode(model, PROMPT, cache, drafters=drafters, controller=Turns(shapes)),
-    )
+    steps = drafted(model, PROMPT, drafters, cache, controller=Turns(shapes))
     first_tokens(steps, 24)
-    mx.synchronize()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    for _ in range(24):
-        next(steps)
-    assert mx.get_peak_memory() - before < cache.nbytes / model.num_layers
+    assert peak_growth(filter(None, steps), 24) < cache.nbytes / model.num_layers
 
 
-@pytest.mark.parametrize("kind", ["plain", 0, 1, 2])
-def test_each_calls_tokens_are_taken_once_before_they_are_given(kind):
-    """Whatever drafts, and whether or not anything does; the step has what was returned."""
-    model = make_model()
-    taken = []
-
-    def take(tokens):
-        taken.append(AnswerPart(tuple(tokens), text=str(len(taken))))
-        return taken[-1]
-
-    if kind == "plain":
-        steps = plain_decode(model, PROMPT, model.make_cache(), take=take)
-    else:
-        drafter = drafters_of(model, "second-pass")[kind]
-        shapes = [None, None, *[drafter.largest] * 4, None, None, drafter.largest, None]
-        steps = speculative_decode(
-            model,
-            PROMPT,
-            model.make_cache(),
-            drafters=[drafter],
-            controller=Turns(shapes),
-            take=take,
-        )
-    for count, step in zip(range(1, 13), filter(None, steps), strict=False):
-        assert step.part is taken[-1] and len(taken) == count
-        assert step.part.tokens == step.tokens
-
-
+@pytest.mark.parametrize("ended", [1, 2, 5])
 @pytest.mark.parametrize("host_tokens", [True, False])
-def test_whoever_asks_for_no_more_gets_no_more(host_tokens):
-    """Neither a call nor a draft is begun for an answer that has ended, at whichever call."""
-    model = make_model()
-    kinds = drafters_of(model, "second-pass")
-    drafter = kinds[1] if host_tokens else kinds[0]
-    shape = drafter.largest
-    for ended in (1, 2, 5):
-        lengths = []
-
-        def take(tokens, lengths=lengths, ended=ended):
-            lengths.append(len(tokens))
-            reason = "stop" if len(lengths) == ended else None
-            return AnswerPart(tuple(tokens), finish_reason=reason)
-
-        watched = Watched(drafter)
-        steps = filter(
-            None,
-            speculative_decode(
-                model,
-                PROMPT,
-                model.make_cache(),
-                drafters=[watched],
-                controller=Always(shape),
-                take=take,
-            ),
-        )
-        launched = []
-        for _ in range(ended):
-            launched.append(next(steps))
-        drafts = [kind for kind, *_ in watched.seen if kind == "propose"]
-        # A draft on the device is begun while the call is under way, before its tokens are known.
-        assert len(drafts) == (ended - 1 if host_tokens else ended)
-        assert [len(one.tokens) for one in launched] == lengths
+def test_whoever_asks_for_no_more_gets_no_more(host_tokens, ended):
+    """No draft is begun for an answer that has ended, at whichever call."""
+    model = model_of()
+    drafter = Watched(drafters_of(model, "second-pass")[1 if host_tokens else 0])
+    steps = drafted(model, PROMPT, [drafter], take=ended_after(ended))
+    given = [*islice(filter(None, steps), ended)]
+    drafts = [kind for kind, *_ in drafter.seen if kind == "propose"]
+    # A draft on the device is begun while the call is under way, before its tokens are known.
+    assert len(drafts) == (ended - 1 if host_tokens else ended) and len(given) == ended
 
 
-def test_a_draft_models_start_is_no_calls_time(monkeypatch):
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """A draft model reads a text in pieces of two tokens."""
+    monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
+
+
+def late_draft_model():
+    """A draft model's drafter, and a controller that begins to draft within the answer."""
+    config = DraftModelConfig(num_draft_tokens=2)
+    drafter = DraftModelDrafter(DraftModel(make_base()), config, GREEDY)
+    return drafter, Turns([None, None, None, *[drafter.largest] * 4])
+
+
+def test_a_draft_models_start_is_no_calls_time(small_pieces):
     """Within an answer, where it reads the text so far before it drafts."""
-    clock = FakeClock()
-    monkeypatch.setattr(stopwatch, "now", clock)
-    monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
-    read = target_call.to_list
-    monkeypatch.setattr(target_call, "to_list", lambda array: clock.spend(1.0) or read(array))
     model = StreamFusedModel(Backbone(make_base()))
-    config = DraftModelConfig(num_draft_tokens=2)
-    drafter = DraftModelDrafter(DraftModel(make_base()), config, GREEDY)
-    turns = Turns([None, None, None, *[drafter.largest] * 4])
-    steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], controller=turns
-    )
+    drafter, controller = late_draft_model()
     num_empty = 0
-    while len(turns.calls) < 7:
-        if next(steps) is None:  # before a pass of the draft model, or of the prompt
-            clock.spend(0.5)
-            num_empty += 1
-    assert num_empty > 4 and drafter.draft_calls > 4
-    assert [one.seconds for one in turns.calls] == [None, *[1.0] * 6]
+    with on_clock(read=1.0) as clock:
+        steps = drafted(model, PROMPT, [drafter], controller=controller)
+        while len(controller.calls) < 7:
+            if next(steps) is None:  # before a pass of the draft model, or of the prompt
+                clock.spend(10.0)
+                num_empty += 1
+    assert num_empty > 4 and drafter.draft_model_calls > 4
+    prompts, *calls = (one.seconds for one in controller.calls)
+    assert prompts is None and max(calls) <= 2.0  # a read of its own, and one of the draft's
 
 
-def test_drafting_after_a_plain_call_is_no_calls_time(monkeypatch):
+def test_drafting_after_a_plain_call_is_no_calls_time():
     """Nothing was read since that drafting began when the call that verifies it has been read."""
-    clock = FakeClock()
-    monkeypatch.setattr(stopwatch, "now", clock)
-    # To launch is to compute, as it mostly is on a CPU.
-    monkeypatch.setattr(mx, "async_eval", lambda *arrays: clock.spend(1.0) or mx.eval(*arrays))
-    model = make_model()
+    model = model_of()
     (drafter, *_) = drafters_of(model, "second-pass")
-    turns = Turns([None, None, *[drafter.largest] * 3, None, *[drafter.largest] * 2])
-    steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], controller=turns
-    )
-    first_tokens(steps, 30)
-    follows_plain = [b.shape is not None and a.shape is None for a, b in pairwise(turns.calls)]
+    shape = drafter.largest
+    controller = Turns([None, None, shape, shape, shape, None, shape, shape])
+    with on_clock(launch=1.0):
+        first_tokens(drafted(model, PROMPT, [drafter], controller=controller), 30)
+    calls = controller.calls
+    follows_plain = [b.shape is not None and a.shape is None for a, b in pairwise(calls)]
     assert follows_plain.count(True) == 2
-    assert [one.seconds is None for one in turns.calls] == [True, *follows_plain]
+    assert [one.seconds is None for one in calls] == [True, *follows_plain]
 
 
-def test_what_was_read_is_given_out_before_a_drafter_starts(monkeypatch):
+def test_what_was_read_is_given_out_before_a_drafter_starts(small_pieces):
     """Starting it may take long, and whoever has to wait for it may close the loop instead."""
-    monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
-    model = make_model()
-    config = DraftModelConfig(num_draft_tokens=2)
-    drafter = DraftModelDrafter(DraftModel(make_base()), config, GREEDY)
-    taken = []
-
-    def take(tokens):
-        taken.append(AnswerPart(tuple(tokens)))
-        return taken[-1]
-
-    turns = Turns([None, None, None, *[drafter.largest] * 4])
-    steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], controller=turns, take=take
-    )
-    given = []
-    num_empty_behind_steps = 0
-    while len(given) < 7:
-        step = next(steps)
-        if step is not None:
-            given.append(step.part)
-        elif given:
-            assert given == taken
-            num_empty_behind_steps += 1
-    assert num_empty_behind_steps > 2
+    model = model_of()
+    drafter, controller = late_draft_model()
+    num_given = num_empty_between = 0
+    with watched(model) as device:
+        steps = drafted(model, PROMPT, [drafter], controller=controller)
+        while num_given < 7:
+            if next(steps) is not None:
+                num_given += 1
+            elif num_given:
+                assert device.events.count(READ) == num_given
+                num_empty_between += 1
+    assert num_empty_between > 2
 
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("known", [0, 3])
 def test_a_piece_of_a_prompt_ends_at_its_place(known, drafts):
     """Which is kept once, and not where the cache holds more from the beginning."""
-    model = make_model()
+    model = model_of()
     text = [*range(1, 12)]
-    expected, _ = first_tokens(plain_decode(model, text, model.make_cache()), 8)
+    expected = plain_tokens(model, text, 8)
     prefilled = len(text) - 1
     for offset in range(prefilled + 1):
         cache = model.make_cache()
@@ -702,10 +545,10 @@ def test_a_piece_of_a_prompt_ends_at_its_place(known, drafts):
         kept = []
         place = PromptPlace(offset, lambda kept=kept, cache=cache: kept.append(cache.offset))
         more = {"context": text[:known], "prefill_step_size": 4, "place": place}
+        steps = undrafted(model, text[known:], cache, **more)
         if drafts:
-            more["drafters"] = [PromptLookupDrafter(PromptLookupConfig())]
-        decode = speculative_decode if drafts else plain_decode
-        steps = decode(model, text[known:], cache, **more)
+            lookup = PromptLookupDrafter(PromptLookupConfig())
+            steps = drafted(model, text[known:], [lookup], cache, **more)
         offsets = [known]
         for step in steps:
             if step is not None:
@@ -721,9 +564,9 @@ def test_a_piece_of_a_prompt_ends_at_its_place(known, drafts):
 
 
 def test_what_keeping_a_place_raises_ends_the_loop():
-    model = make_model()
+    model = model_of()
     cache = model.make_cache()
-    steps = plain_decode(model, PROMPT, cache, place=PromptPlace(2, lambda: 1 / 0))
+    steps = undrafted(model, PROMPT, cache, place=PromptPlace(2, lambda: 1 / 0))
     next(steps)
     with pytest.raises(ZeroDivisionError):
         next(steps)

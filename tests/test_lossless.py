@@ -29,11 +29,9 @@ from tiny_heads import HEAD_KINDS, make_heads
 
 import ssmlx
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.generation.plan import Plan
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.mlx_thread import run_on_mlx_thread
-from ssmlx.policy.controller import PLAIN_CALL
 from ssmlx.settings import PruneConfig
 
 COUNTS = Path(__file__).parent / "data" / "target_calls.json"
@@ -176,8 +174,7 @@ def by_prompt_cache(case: Case, settings: dict[str, Any]) -> tuple[list[int], in
 
 def in_shared_calls(case: Case, settings: dict[str, Any]) -> tuple[list[int], int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plan, "expected_fastest_call", PLAIN_CALL)
-        cost_shared_calls(patch, lambda rows: 1.001)
+        cost_shared_calls(patch, lambda rows: 0.01)
         with ask(case, PROMPT[::-1], max_tokens=2 * LENGTH) as other:
             return heard(segment for segment in ask(case, PROMPT, **settings) if next(other))
 

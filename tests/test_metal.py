@@ -11,16 +11,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from device_log import on_clock
+from loops import drafted, plain_tokens
 from metal import shim
 from metal.cases import Case, error_of, error_on_metal, run_case
 from metal.lint import complaints
 from mlx_lm.models import base as mlx_lm_base
 from refusals import mentions, refusal
-from tiny import FakeClock, first_tokens, make_base, make_model, slow
+from tiny import first_tokens, make_base, make_model, slow
 
-from ssmlx.decoding import call as target_call
-from ssmlx.decoding import stopwatch
-from ssmlx.decoding.loop import plain_decode, speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.model import metal
 from ssmlx.model.backbone import Backbone
@@ -322,7 +321,7 @@ def test_mlx_switches_it_off(on_shim):
     model = make_model()
     cache = model.make_cache()
     drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams, "fused")
-    first_tokens(speculative_decode(model, PROMPT, cache, drafters=[drafter]), 6)
+    first_tokens(drafted(model, PROMPT, [drafter], cache), 6)
     assert on_shim.calls == 0
 
 
@@ -384,10 +383,9 @@ def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim
     model = make_model("llama", "all")
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams, schedule)
     cache = model.make_cache()
-    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], prune=prune)
-    tokens, _ = first_tokens(steps, 10)
+    tokens, _ = first_tokens(drafted(model, PROMPT, [drafter], cache, prune=prune), 10)
     assert on_shim.calls > 12
-    assert tokens == first_tokens(plain_decode(model, PROMPT, model.make_cache()), 10)[0]
+    assert tokens == plain_tokens(model, PROMPT, 10)
 
 
 def attention_of(rows=6, keys=20):
@@ -438,11 +436,11 @@ def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
     """Nor again in a second answer; one shape a step."""
     _, tried = speeds
     model = make_model()
-    expected = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 16)[0]
+    expected = plain_tokens(model, PROMPT, 16)
     for first_answer in (True, False):
         drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
         cache = model.make_cache()
-        steps = filter(None, speculative_decode(model, PROMPT, cache, drafters=[drafter]))
+        steps = filter(None, drafted(model, PROMPT, [drafter], cache))
         before = len(tried)
         tokens = [*next(steps).tokens]
         calls = on_shim.calls
@@ -461,19 +459,15 @@ def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
 @pytest.mark.parametrize("schedule", ["fused", "second-pass"])
 def test_a_trial_is_no_calls_time(schedule, on_shim, speeds, monkeypatch):
     """The call that is under way meanwhile has no time; all others have their own."""
-    clock = FakeClock()
-    monkeypatch.setattr(stopwatch, "now", clock)
-    read = target_call.to_list
-    monkeypatch.setattr(target_call, "to_list", lambda array: clock.spend(1.0) or read(array))
     tries = hook.try_kernel
-    monkeypatch.setattr(hook, "try_kernel", lambda *given: clock.spend(500.0) or tries(*given))
     _, tried = speeds
     model = make_model()
     drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams, schedule)
     controller = NotingTrials(drafter.largest, tried)
     cache = model.make_cache()
-    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], controller=controller)
-    first_tokens(steps, 24)
+    with on_clock(read=1.0) as clock:
+        monkeypatch.setattr(hook, "try_kernel", lambda *given: clock.spend(500.0) or tries(*given))
+        first_tokens(drafted(model, PROMPT, [drafter], cache, controller=controller), 24)
     prompts, *calls = controller.calls
     assert prompts == (None, 0) and len(tried) > 1
     assert len(calls) > len(tried) + 2

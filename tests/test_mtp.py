@@ -285,7 +285,7 @@ def test_each_draft_step_is_that_of_another_implementation(name, hidden, step_si
         for found, (state, row) in zip(zip(states, logits, strict=True), wanted, strict=True):
             assert_close(found[0], state, 1e-4)
             assert_close(found[1], row, 1e-4)
-    assert drafter.draft_calls >= TOKENS * len(proposed)
+    assert drafter.draft_model_calls >= TOKENS * len(proposed)
 
 
 # --- Files ---

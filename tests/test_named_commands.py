@@ -45,7 +45,7 @@ def test_commands_of_all_kinds_are_found():
     found = {(one.place, one.module, one.is_whole) for one in COMMANDS}
     assert {
         ("README.md", "ssmlx.chat", True),
-        ("README.md", "ssmlx.caches", False),
+        ("docs/apps.md", "ssmlx.caches", False),
         ("perf/README.md", "perf.compare", True),
         ("convert/README.md", "convert.train", True),
         ("examples/adapters/e2e/README.md", "convert.continuations", True),

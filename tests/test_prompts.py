@@ -10,6 +10,7 @@ import pytest
 from refusals import found_in, mentions, refusal
 from tiny import make_tokenizer
 
+import ssmlx
 from ssmlx import prompts, templates
 from ssmlx.errors import InputError
 from ssmlx.prompts import (
@@ -184,6 +185,35 @@ def test_template_arguments_reach_the_template(tokenizer):
         assert prompt_tokens("w11", Model(), tokenizer, **more) == [3, 11, 4] + [8] * thinks
     assert prompt_tokens("w11", Model(), tokenizer, tools=TOOLS) == [7, 3, 11, 4]
     assert turns == [{"role": "user", "content": "w11"}]
+
+
+def test_turns_may_be_asked_in_place_of_a_text(tokenizer):
+    assert prompt_tokens(TURNS, Model(), tokenizer) == [*ASKED, 4]
+    text = prompt_tokens("w11", Model(), tokenizer)
+    assert prompt_tokens(TURNS[2:], Model(), tokenizer) == text == [3, 11, 4]
+    assert prompt_tokens(TURNS[2:], Model(), tokenizer, "raw") == [11]
+    more = {"tools": TOOLS, "template_args": {"enable_thinking": True}}
+    assert prompt_tokens(TURNS, Model(), tokenizer, **more) == [7, *ASKED, 4, 8]
+    said = refusal(prompt_tokens, TURNS, Model(), tokenizer, "raw")
+    assert mentions(found_in(said), "--template", "'raw'")
+    assert mentions(refusal(prompt_tokens, [{"role": "user"}], Model(), tokenizer), "messages[0]")
+
+
+def test_arguments_in_another_order_are_named(tokenizer):
+    """As attributes that lists do not have, they were once."""
+    model = Model()
+    for call, *swapped in (
+        (chat_tokens, TURNS, tokenizer),
+        (chat_tokens, model, TURNS),
+        (prompt_tokens, model, tokenizer, "w1"),
+        (prompt_tokens, "w1", tokenizer, model),
+        (prompt_tokens, tokenizer, TURNS, model),
+        (ssmlx.generate, tokenizer, model, "w1"),
+        (ssmlx.stream_generate, "w1", model, tokenizer),
+        (ssmlx.generate, model, tokenizer, "w1"),  # a model of another package's
+    ):
+        said = refusal(call, *swapped)
+        assert mentions(said, "tokenizer") or mentions(found_in(said), "model")
 
 
 @pytest.mark.parametrize(("more", "named"), [

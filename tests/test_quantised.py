@@ -196,7 +196,7 @@ def real_packed():
 
 @pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["sql", "chat"])
+@pytest.mark.parametrize("name", ["sql", pytest.param("chat", marks=pytest.mark.long)])
 def test_the_real_model_on_its_packed_weights(name):
     folder = resolve_adapter(name)
     base, tokenizer = real_packed()

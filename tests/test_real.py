@@ -4,6 +4,7 @@ import json
 import re
 from ast import literal_eval
 from functools import cache
+from html import unescape
 
 import pytest
 
@@ -120,10 +121,10 @@ def test_a_bundled_adapter_writes_what_mlx_lm_writes(base):
     assert calls["best 16"] < 1
 
 
-def test_the_examples_of_the_readme(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_examples_of_the_documents(capsys):
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/apps.md"))
     said = []
-    for block in blocks:
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, {})
         said.append(capsys.readouterr().out)
     text, told = said[0].rstrip("\n").rsplit("\n", 1)
@@ -134,6 +135,20 @@ def test_the_examples_of_the_readme(capsys):
     assert "red" in answer.lower() and re.fullmatch(r"\d+ tokens in \d+ calls", count)
     first, second = literal_eval(said[2])
     assert first == answer and "rain" in second.lower()
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme():
+    """Its rows are plain decoding and what `ssmlx.generate --adapter sql --deterministic` does."""
+    _, *rows = unescape((ROOT / "perf/figures/passes.svg").read_text()).split('class="label"')
+    model, tokenizer = ssmlx.load(BASE, adapter="sql", dtype="float32")
+    prompt = prompt_tokens(EXPECTED[1]["prompt"], model, tokenizer)
+    for row, decoding in zip(rows, ("plain", None), strict=True):
+        settings = {"deterministic": True, "decoding": decoding, "max_tokens": 64}
+        tokens, last = answer(model, tokenizer, prompt, **settings)
+        shown = [tokenizer.decode([token]).strip() for token in tokens[:-1]]
+        assert re.findall(r'(?:token|end)"[^>]*>([^<]+)<', row) == [*shown, "end"]
+        assert row.count('class="pass"') == last.target_calls
 
 
 def test_generate_as_a_user_runs_it(model_of, made):

@@ -93,7 +93,7 @@ class Scripted:
     """Drafts chains of which so many tokens are right as the script says, over and over."""
 
     largest = DraftShape("scripted", 1 + DRAFTED, DRAFTED)
-    num_parameters = draft_calls = cache_bytes = 0
+    num_parameters = draft_model_calls = cache_bytes = 0
 
     def __init__(self, answer, *, host_tokens=True):
         self.needs = Needs(host_tokens=host_tokens)

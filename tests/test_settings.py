@@ -5,14 +5,18 @@ import pydoc
 import re
 import sys
 from collections import abc
+from dataclasses import fields
 from importlib import import_module
 
+import mlx_lm
 import pytest
+from mlx_lm.generate import generate_step
+from refusals import found_in, mentions, refusal
 from tiny import make_model, make_tokenizer
 
 import ssmlx
 from ssmlx import api
-from ssmlx.commands import chat, decoding_options, generate, load_target
+from ssmlx.commands import chat, decoding_options, generate, load_target, prompt_options
 from ssmlx.commands.decoding_options import generate_config
 from ssmlx.commands.parser import Parser
 from ssmlx.commands.setting_options import option_fields
@@ -20,6 +24,8 @@ from ssmlx.drafters.option import own_settings, parse_drafter_option, shared_set
 from ssmlx.generation.plan import make_plan
 from ssmlx.settings import (
     DRAFTERS,
+    INSTEAD,
+    WIRE_NAMES,
     AcceptanceConfig,
     Allowed,
     DrafterLoading,
@@ -30,6 +36,7 @@ from ssmlx.settings import (
     field_of_drafter_settings,
     key_of,
     setting_types,
+    with_settings,
 )
 
 
@@ -41,8 +48,37 @@ def test_a_setting_that_does_not_exist_is_named():
         lambda **settings: ssmlx.stream_generate(model, tokenizer, [1], **settings),
         lambda **settings: ssmlx.generate(model, tokenizer, [1], **settings),
     ):
-        with pytest.raises(TypeError, match="'temperatur'"):
-            ask(temperatur=3)
+        assert mentions(refusal(ask, temperatur=3), "temperatur", "temperature")
+        assert mentions(refusal(ask, max_new_tokens=3), "max_new_tokens", "max_tokens")
+        assert mentions(found_in(refusal(ask, of_no_name=3)), "of_no_name")
+
+
+def test_settings_have_the_names_of_requests_too():
+    given = {"temperature": 0.5, "max_completion_tokens": 3, "top_k": 4}
+    config = with_settings(GenerateConfig(stop="x"), given)
+    assert config == GenerateConfig(temp=0.5, max_tokens=3, top_k=4, stop="x")
+    said = refusal(with_settings, None, {"temp": 0.5, "temperature": 0.5})
+    assert mentions(said, "temp", "temperature")
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_others_ask_for_is_refused_by_name_or_asks_for_nothing(name):
+    assert with_settings(None, {name: None}) == GenerateConfig()
+    assert mentions(found_in(refusal(with_settings, None, {name: 3})), name)
+
+
+def test_no_argument_of_mlx_lm_is_an_error_of_python():
+    """Each is one of `stream_generate`, a setting, or named in the table."""
+    kinds = inspect.Parameter
+    theirs = {
+        one.name
+        for function in (mlx_lm.generate, mlx_lm.stream_generate, generate_step)
+        for one in inspect.signature(function).parameters.values()
+        if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    }
+    own = {*inspect.signature(ssmlx.stream_generate).parameters, "verbose"}
+    known = own | {one.name for one in fields(GenerateConfig)} | {*WIRE_NAMES, *INSTEAD}
+    assert {"max_kv_size", "sampler", "prompt_cache"} <= theirs <= known
 
 
 def test_the_types_of_settings_are_those_of_their_annotations():
@@ -128,7 +164,7 @@ def test_every_other_option_is_read(monkeypatch, command):
     with monkeypatch.context() as patch:
         patch.setattr(Parser, "parse_args", lambda parser, argv: parser)
         parser = command.parse_args(None)
-    modules = (command, decoding_options, load_target)
+    modules = (command, decoding_options, load_target, prompt_options)
     sources = "".join(inspect.getsource(module) for module in modules)
     settings = {name for kind in PARTS.values() for name in option_fields(kind)}
     others = {action.dest for action in parser._actions} - settings - {"help"}

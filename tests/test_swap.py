@@ -347,7 +347,7 @@ def test_folders_and_names_are_swapped_without_loading_the_base_again(base, shel
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_merged_weights_are_in_memory_once_and_come_back_from_the_folder(base, shelf, dtype):
-    fresh = leaves(ssmlx.load(str(base), dtype=dtype)[0].backbone)
+    fresh = leaves(ssmlx.load(str(base), adapter="none", dtype=dtype)[0].backbone)
     model, _ = ssmlx.load(str(base), adapter="sql", dtype=dtype)
     merged = leaves(model.backbone)
     replaced = model.backbone.replaced
@@ -389,7 +389,7 @@ def test_a_fused_folder_without_its_streams_and_back(base, tmp_path):
 
 
 def test_adapters_of_a_model_are_known_from_their_settings_alone(base, shelf, monkeypatch, loads):
-    model, _ = ssmlx.load(str(base), dtype="float32")
+    model, _ = ssmlx.load(str(base), adapter="none", dtype="float32")
     copy = shutil.copytree(shelf, base.parent / "settings", dirs_exist_ok=True)
     for file in copy.glob("*/*.safetensors"):
         file.unlink()

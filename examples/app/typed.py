@@ -57,7 +57,7 @@ class MeasuredAnswer(NamedTuple):
 
 def answer_once(model: str, question: str) -> MeasuredAnswer:
     """Answer with the adapter that ssmlx chooses, without an engine."""
-    loaded, tokenizer = ssmlx.load(model, adapter="auto")
+    loaded, tokenizer = ssmlx.load(model)
     prompt: list[int] = ssmlx.prompt_tokens(question, loaded, tokenizer)
     responses = list(ssmlx.stream_generate(loaded, tokenizer, prompt, max_tokens=40))
     text: str = "".join(one.text for one in responses)

@@ -4,6 +4,7 @@ From the checkout, with the extra `torch`.
 """
 
 import argparse
+import io
 import json
 import random
 import shutil
@@ -116,10 +117,9 @@ class AnswerFolder:
 
 
 def save(path: Path, answers: Sequence[OwnAnswer]) -> None:
-    """Write answers into a file, which is complete at any time."""
-    work = path.with_name("new.npz")
-    np.savez_compressed(work, **pack(answers))  # type: ignore[arg-type]
-    work.replace(path)
+    content = io.BytesIO()
+    np.savez_compressed(content, **pack(answers))  # type: ignore[arg-type]
+    write_whole(path, content.getvalue())
 
 
 class Prompts:
@@ -281,7 +281,7 @@ def train(args: argparse.Namespace, more: Sequence[str]) -> None:
         flush=True,
     )
     a_minute = max(1, int(60 / said["seconds_a_step"]))
-    with copying_once_a_minute(work / "run", args.out):
+    with copying_what_changes(work / "run", args.out):
         run(
             work / "run",
             rows,
@@ -291,18 +291,25 @@ def train(args: argparse.Namespace, more: Sequence[str]) -> None:
 
 
 @contextmanager
-def copying_once_a_minute(run: Path, out: Path) -> Iterator[None]:
-    """Copy a run's files into `out` each minute inside the block, and at its end."""
+def copying_what_changes(run: Path, out: Path) -> Iterator[None]:
+    """Copy what changes of a run's files into `out`, inside the block and at its end."""
     ended = threading.Event()
+    copied: dict[Path, int] = {}  # their times of change
 
     def copy() -> None:
-        state = run / "state.pt"
-        content = state.read_bytes() if state.exists() else b""
-        for number, start in enumerate(range(0, len(content), PIECE_BYTES)):
-            write_whole(out / f"state-{number}", content[start : start + PIECE_BYTES])
-        for path in (*run.glob("*"), *(run / TRAINED_FOLDER).glob("*")):
-            if path.is_file() and path.suffix in (".json", ".jsonl", ".safetensors"):
+        for path in (*run.glob("*.*"), *(run / TRAINED_FOLDER).glob("*.*")):
+            if path.suffix not in (".json", ".jsonl", ".safetensors", ".pt"):
+                continue  # a file that is being written, among others
+            changed = path.stat().st_mtime_ns
+            if copied.get(path) == changed:
+                continue
+            copied[path] = changed
+            if path.suffix != ".pt":
                 shutil.copy(path, out)
+                continue
+            content = path.read_bytes()
+            for number, start in enumerate(range(0, len(content), PIECE_BYTES)):
+                write_whole(out / f"state-{number}", content[start : start + PIECE_BYTES])
 
     def watch() -> None:
         while not ended.wait(20):

@@ -303,7 +303,7 @@ def _system_row(
     weight_bytes = target.measure_memory(system.kind).weights - target.measure_memory().weights
     tokens = [len(kept.answer.tokens) for kept in first]
     calls = [kept.answer.target_calls for kept in first]
-    drafts = [kept.answer.draft_calls for kept in first]
+    drafts = [kept.answer.draft_model_calls for kept in first]
     rates = medians_over_repeats(prompts, lambda kept: kept.answer.tokens_per_second)
     return {
         "name": system.name,

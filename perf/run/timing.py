@@ -32,7 +32,7 @@ class TimedAnswer:
     target_calls: int  # forward passes, the prompt's counted as one
     decode_seconds: float  # from the first token to the last
     prefill_seconds: float = 0.0  # until the first token
-    draft_calls: int = 0  # forward passes of a draft model
+    draft_model_calls: int = 0  # forward passes of a draft model
     peak_bytes: int = 0  # most memory in use on top of what was there before; 0 if not measured
     calls: list[TimedCall] = field(default_factory=list)  # all but the prompt's
 
@@ -67,7 +67,7 @@ def timed_answer_from_responses(responses: Iterable[GenerationResponse]) -> Time
         last.target_calls,
         last.decode_seconds,
         last.prefill_seconds,
-        last.draft_calls,
+        last.draft_model_calls,
         calls=[_timed_call(before, one) for before, one in pairwise(segments)],
     )
 

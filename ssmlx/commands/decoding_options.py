@@ -20,7 +20,7 @@ from ..drafters.option import (
     shared_settings,
 )
 from ..errors import require
-from ..loading.names import DEFAULT_ADAPTER, bundled_adapters
+from ..loading.names import AUTO_ADAPTER, DEFAULT_ADAPTER, bundled_adapters
 from ..pairs import Key, parse_pairs, split_words
 from ..settings import (
     DEFAULT_MODEL,
@@ -32,8 +32,8 @@ from ..settings import (
     PruneConfig,
     SamplingConfig,
     TreeConfig,
+    flag_of,
     key_of,
-    option_template,
     settings_fields,
 )
 from .parser import add_options, parse_json_object, refuse_option, reject_given_options
@@ -47,7 +47,7 @@ from .setting_options import (
 
 def add_model_options(
     parser: argparse.ArgumentParser,
-    adapters: Any = str,  # `list` if --adapter may be repeated
+    adapters: Any = AUTO_ADAPTER,  # `list` if --adapter may be repeated
 ) -> None:
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
     add_options(
@@ -62,9 +62,8 @@ def add_model_options(
         (
             "--adapter",
             "ADAPTER",
-            f"{bundled} (bundled), a folder, a Hub name, a LoRA of mlx-lm or PEFT, or none "
-            "(default: auto: the model's own streams, or an adapter that ssmlx.adapt made for it "
-            f"here, or {DEFAULT_ADAPTER})",
+            f"{bundled} (bundled), a folder, a Hub name, LoRA of mlx-lm or PEFT, or none "
+            f"(default: auto: its own streams, one made here, or {DEFAULT_ADAPTER})",
             adapters,
         ),
         (
@@ -209,7 +208,7 @@ def _with_pruning_threshold(given: dict[str, Any]) -> dict[str, Any]:
 
 def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
     """The settings that --penalty gives; `context=` holds for the penalties of its value."""
-    named = [one for one in fields(SamplingConfig) if option_template(one).startswith("--penalty ")]
+    named = [one for one in fields(SamplingConfig) if flag_of(one) == "--penalty"]
     keys = {key_of(one): Key.of_field(SamplingConfig, one) for one in named}.values()
     settings: dict[str, Any] = {}
     for text in texts:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import bars
-from ..settings import GenerateConfig
-from .answer_lines import sampling_line, with_model_sampling
+from ..errors import naming_place
+from ..settings import GenerateConfig, with_settings
+from .answer_lines import sampling_line
 from .caches import PromptFile
 from .callback_bars import PromptBar
 from .decoding_options import (
@@ -24,14 +25,18 @@ from .load_target import load_for_decoding
 from .parser import (
     add_options,
     add_prompt_cache_option,
-    add_prompt_options,
     make_parser,
+    refuse_option,
     unescape_newlines,
 )
+from .prompt_options import GivenPrompt, add_prompt_options, read_given_prompts
 from .running import make_main, print_json
 from .setting_options import add_setting_options
 
 if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..drafters.base import Loaded
     from ..generation.plan import Plan
     from ..generation.segments import GenerationResponse
     from ..model.streams import StreamFusedModel
@@ -40,12 +45,12 @@ PROG = "ssmlx.generate"
 EPILOG = """examples:
   python -m ssmlx.generate --prompt "Name three primary colours."
   python -m ssmlx.generate --adapter sql --prompts questions.jsonl --jsonl > answers.jsonl
-  python -m ssmlx.generate --drafter "prompt-lookup tokens=5" --temp 0.7 --seed 1 --prompt "..."
-  python -m ssmlx.generate --drafter "medusa heads=heads/medusa" --tree-size 24 --prompt "..."
+  python -m ssmlx.generate --drafter "prompt-lookup tokens=5" --temp 0.7 --seed 1 < question.txt
 
-Fields of --jsonl: prompt, text, tokens, finish_reason (stop, length or context), prompt_tokens,
-generation_tokens, target_calls (forward passes; the prompt counts as one), tokens_per_call, lossy,
-prefill_seconds, decode_seconds, draft_calls (of a draft model), drafts (by drafter), memory."""
+A line of --prompts may set max_tokens, stop, seed, temp and its like. The object of its answer
+keeps the line's other fields, such as an id, and has prompt, text, tokens, finish_reason (stop,
+length or context), prompt_tokens, generation_tokens, target_calls (the prompt counts as one),
+tokens_per_call, prefill_seconds, decode_seconds, draft_model_calls, drafts, lossy, memory."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -53,12 +58,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         PROG,
         "Answer prompts with a language model, sped up by speculative decoding.",
         EPILOG,
-        "(--prompt TEXT | --prompts FILE.jsonl) [options]",
+        "(--prompt TEXT | --prompts FILE.jsonl | < FILE) [options]",
     )
     group = parser.add_argument_group("prompts and answers")
     add_prompt_options(group)
     add_options(
         group,
+        ("--system", "TEXT", "a system prompt for prompts that have none", str),
         (
             "--template",
             "TEXT",
@@ -90,32 +96,30 @@ def _print_notes(lines: Iterable[str]) -> None:
 
 
 def _answer_prompts(args: argparse.Namespace) -> None:
-    from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
+    from ..prompts import common_prefix_length
 
     if not args.jsonl:
         reject_options_needing("--jsonl", args)
-    prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
-    kept = PromptFile(args.prompt_cache)
+    if args.system is not None and args.template not in (None, "chat"):
+        refuse_option("--system", "--template chat")
     asked = generate_config(args)
+    prompts = read_given_prompts(args)
+    kept = PromptFile(args.prompt_cache)
     model, tokenizer, loaded = load_for_decoding(args)
-    config = with_model_sampling(args, asked, model)
+    configs = _config_of_each(args, asked, prompts, model, loaded)
 
     import mlx.core as mx
 
     from ..api import answer_record, stream_generate, summary_line
     from ..drafters.text_index import EarlierAnswers
     from ..generation.plan import make_plan
-    from ..generation.segments import check_prompt
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
-    how = (model, tokenizer, args.template, args.template_args)
-    encoded = [encode_prompt(prompt, *how) for prompt in prompts]
-    for tokens in encoded:
-        check_prompt(model, tokens)
+    encoded = [_encode_checked(one, args, model, tokenizer) for one in prompts]
+    plan = make_plan(model, configs[0], drafter=loaded)
     kept.load(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # without loading: the peak is that of the answers
-    plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
         _print_notes(describe(model, plan, args.adapter).lines())
     own = model.backbone.origin.sampling
@@ -123,8 +127,8 @@ def _answer_prompts(args: argparse.Namespace) -> None:
         _print_notes([sampling_line(asked, own)])
     earlier = EarlierAnswers()
     show_bar = args.jsonl and len(prompts) > 1
-    pairs: Any = zip(prompts, encoded, strict=True)
-    for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
+    rows: Any = zip(prompts, encoded, configs, strict=True)
+    for one, tokens, config in bars.bar(list(rows), "prompts") if show_bar else rows:
         answer = []
         bar = PromptBar()
         cache, known = kept.fork(model, tokens)
@@ -139,19 +143,57 @@ def _answer_prompts(args: argparse.Namespace) -> None:
             progress=bar,
             earlier=earlier,
         )
-        for one in answering:
-            answer.append(one)
+        for segment in answering:
+            answer.append(segment)
             if not args.jsonl:
-                print(one.text, end="", flush=True)
+                print(segment.text, end="", flush=True)
         kept.keep(tokens[:shared], cache)
         if args.jsonl:
-            print_json(answer_record(last_user_text(prompt), answer))
+            print_json(answer_record(one.row, answer))
             continue
         print(flush=True)
         _print_notes([summary_line(answer[-1])])
         if args.verbose:
             _print_notes(_detail_lines(answer[-1], model, plan))
     kept.save(model)
+
+
+def _encode_checked(
+    one: GivenPrompt,
+    args: argparse.Namespace,
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+) -> list[int]:
+    from ..generation.segments import check_prompt
+    from ..prompts import encode_prompt, with_system
+
+    prompt = with_system(one.row, args.system)
+    tokens = encode_prompt(prompt, model, tokenizer, args.template, args.template_args)
+    check_prompt(model, tokens)
+    return tokens
+
+
+def _config_of_each(
+    args: argparse.Namespace,
+    asked: GenerateConfig,
+    prompts: Sequence[GivenPrompt],
+    model: StreamFusedModel,
+    loaded: Sequence[Loaded],
+) -> list[GenerateConfig]:
+    """The settings of each prompt, checked: its line's, else those of the options, else the
+    model's own."""
+    from ..generation.plan import make_plan
+
+    own = model.backbone.origin.sampling
+    configs = []
+    for one in prompts:
+        with naming_place(one.where):
+            configs.append(with_settings(asked, one.settings).following(own))
+            if one.settings:
+                make_plan(model, configs[-1], drafter=loaded)
+    if not any(config.temp for config in configs):
+        reject_options_needing("--temp above 0", args)
+    return configs
 
 
 def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:

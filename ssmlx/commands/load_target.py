@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..drafters.option import DrafterOption
-from ..loading.names import AUTO_ADAPTER
 from ..settings import DrafterLoading
 from .callback_bars import DownloadBar
 from .decoding_options import PRUNE_OPTIONS, TREE_OPTIONS, drafters_shaped_by
@@ -31,12 +30,7 @@ def load_for_decoding(
     group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         refuse_option("--prompt-cache", "a model that is not split over processes")
-    model, tokenizer = load_target(
-        args,
-        finds_adapter=drafter.name in (None, "streams"),
-        loading=drafter.loading,
-        group=group,
-    )
+    model, tokenizer = load_target(args, loading=drafter.loading, group=group)
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter with some"
         reject_given_options(args, ("num_streams", *PRUNE_OPTIONS), streams)
@@ -76,7 +70,6 @@ def load_drafter(
 def load_target(
     args: argparse.Namespace,
     *,
-    finds_adapter: bool = True,  # whether to look for a fitting one if none is named
     loading: DrafterLoading | None = None,  # what --drafter says of it; its defaults
     group: Any = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
@@ -87,12 +80,9 @@ def load_target(
 
     how = loading or DrafterLoading()
     metal.choose_attention(how.attention)
-    adapter = args.adapter
-    if adapter in (None, AUTO_ADAPTER):
-        adapter = AUTO_ADAPTER if finds_adapter else None
     model, tokenizer = load(
         args.model,
-        adapter=adapter,
+        adapter=args.adapter,
         dtype=args.dtype,
         draft_head=how.draft_head,
         progress=DownloadBar(),

@@ -61,20 +61,6 @@ def add_int_options(
         add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
 
 
-def add_prompt_options(group: argparse._ArgumentGroup) -> None:
-    """Add --prompt and --prompts, exactly one of which has to be given."""
-    add_options(
-        group.add_mutually_exclusive_group(required=True),
-        ("--prompt", "TEXT", "the prompt to answer", str),
-        (
-            "--prompts",
-            "FILE.jsonl",
-            "several prompts: a JSON object on each line, with `prompt` or `messages`",
-            Path,
-        ),
-    )
-
-
 def parse_json_object(text: str) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(found := parse_json(text), dict):

@@ -16,6 +16,7 @@ from typing import Any, TextIO, cast
 
 from ..bars import shown
 from ..errors import InputError, one_line, quoted, require, without_controls
+from ..loading.names import ADAPTER_LOG
 
 _MOST_DIGITS = 6  # of the number of a process
 
@@ -54,6 +55,7 @@ def logging_to_stderr() -> Iterator[None]:
     logger = logging.getLogger("ssmlx")
     bars = shown.set(True)
     handler.setFormatter(_PlainFormatter("ssmlx: %(message)s"))
+    handler.addFilter(lambda record: record.name != ADAPTER_LOG)
     level = logger.level
     propagates = logger.propagate
     logger.addHandler(handler)

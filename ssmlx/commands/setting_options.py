@@ -11,14 +11,14 @@ from typing import Any
 
 from ..errors import quoted, require
 from ..pairs import Key
-from ..settings import allowed_values, key_of, option_template, setting_types
+from ..settings import allowed_values, flag_of, key_of, setting_types
 from .parser import unescape_newlines
 
 
 def option_fields(settings: Any) -> dict[str, Field[Any]]:
     """The fields that have an option of their own, by the option's name in parsed arguments."""
     return {
-        _flag(one)[2:].replace("-", "_"): one
+        flag_of(one)[2:].replace("-", "_"): one
         for one in fields(settings)
         if one.metadata.get("help") and not key_of(one)
     }
@@ -46,7 +46,7 @@ def add_setting_options(
         keywords = _argparse_keywords(one, settings)
         text = one.metadata["help"] + "; repeatable" * (keywords.get("action") == "append")
         text += f" (default: {words})" if words else ""
-        group.add_argument(_flag(one), default=default, help=text, **keywords)
+        group.add_argument(flag_of(one), default=default, help=text, **keywords)
 
 
 def defaults_in_words(settings: Any) -> dict[str, str]:
@@ -91,6 +91,18 @@ def values_in_words(settings: Any, one: Field[Any]) -> str:
     return "a text, in which \\n is a new line" if allowed is None else allowed.in_words()
 
 
+def value_in_words(value: Any) -> str:
+    """The text that `parse_setting` reads this value from; several texts are shown as Python's."""
+    if isinstance(value, bool):
+        return next(word for word, one in _SWITCH.items() if one == value)
+    if isinstance(value, abc.Mapping):
+        return " ".join(f"{token}={bias:g}" for token, bias in value.items())
+    if isinstance(value, tuple):
+        first, *more = value
+        return " ".join(map(repr, value)) if more else first.replace("\n", "\\n")
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def parse_setting(settings: Any, one: Field[Any], text: str) -> Any:
     """The value of a field that a text gives; InputError for one that it may not have."""
     kind = setting_types(settings)[one.name]
@@ -114,10 +126,6 @@ def parse_setting(settings: Any, one: Field[Any], text: str) -> Any:
     return value
 
 
-def _flag(one: Field[Any]) -> str:
-    return option_template(one).partition(" ")[0]
-
-
 def _argparse_keywords(one: Field[Any], settings: Any) -> dict[str, Any]:
     """The arguments of `add_argument` that say what a field's option takes."""
     kind = setting_types(settings)[one.name]
@@ -132,7 +140,7 @@ def _argparse_keywords(one: Field[Any], settings: Any) -> dict[str, Any]:
     number = kind.item if kind.item in (int, float) else str
     how: dict[str, Any] = {"type": number, "metavar": metavar or ("N" if number is int else "X")}
     # "threshold=P" is a value of --prune, and not among its choices.
-    takes_keys = any(key_of(other) and _flag(other) == _flag(one) for other in fields(settings))
+    takes_keys = any(key_of(other) and flag_of(other) == flag_of(one) for other in fields(settings))
     if allowed is not None and allowed.choices and not takes_keys:
         how = {"choices": allowed.choices, **({"metavar": metavar} if metavar else {})}
     if kind.container is tuple:

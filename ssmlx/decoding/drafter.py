@@ -92,7 +92,7 @@ class Drafter(Protocol):
         largest: the largest tree that it proposes, padding included.
         needs: what it needs of the target's calls.
         num_parameters: parameters that it needs beside the target's and LoRA's.
-        draft_calls: forward passes of a model other than the target, since it was made.
+        draft_model_calls: forward passes of a model other than the target, since it was made.
         cache_bytes: bytes that it keeps of the text itself, beside those of a draft model.
     """
 
@@ -106,7 +106,7 @@ class Drafter(Protocol):
     def num_parameters(self) -> int: ...
 
     @property
-    def draft_calls(self) -> int: ...
+    def draft_model_calls(self) -> int: ...
 
     @property
     def cache_bytes(self) -> int: ...

@@ -107,7 +107,7 @@ class BaseDrafter:
     largest: DraftShape
     needs = Needs()
     num_parameters = 0
-    draft_calls = 0
+    draft_model_calls = 0
 
     @property
     def cache_bytes(self) -> int:

@@ -199,7 +199,7 @@ class DraftModelDrafter(BaseDrafter):
         self._topology = chain_with_siblings_topology(width, levels)
         self.largest = DraftShape(self.name, self._topology.num_nodes, levels)
         self.num_parameters = model.num_parameters
-        self.draft_calls = 0
+        self.draft_model_calls = 0
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> Self:
@@ -210,7 +210,7 @@ class DraftModelDrafter(BaseDrafter):
         self._chain = mx.zeros(0, mx.int32)
         for turn in self._cache.start(tokens):
             yield turn
-            self.draft_calls += 1
+            self.draft_model_calls += 1
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Waits for the last chain on the device: the cache keeps what the text and the chain
@@ -242,7 +242,7 @@ class DraftModelDrafter(BaseDrafter):
         for _ in range(self.largest.levels):
             logits = self._cache.append(tokens)
             self._cache.mark()
-            self.draft_calls += 1
+            self.draft_model_calls += 1
             rows.append(ranking.rank(logits, self._width))
             tokens = rows[-1][:1]
         return rows

@@ -110,7 +110,7 @@ class AssistantDrafter:
         self._last_layer = len(backbone.layers)
         self.needs = Needs(taps=(self._last_layer,), host_tokens=True)
         self.num_parameters = assistant.num_parameters
-        self.draft_calls = 0
+        self.draft_model_calls = 0
         self._assistant = assistant
         self._backbone = backbone
         self._sampling = sampling
@@ -139,7 +139,7 @@ class AssistantDrafter:
         for _ in range(min(shape.levels, self.largest.levels)):
             embedded = backbone.token_embeddings(chain[-1][None]) * scale
             logits, hidden = self._assistant.model(embedded, hidden, position, seen)
-            self.draft_calls += 1
+            self.draft_model_calls += 1
             chain.append(ranking.rank(logits))
         self._unaccepted.note_chain(len(chain) - 1)
         tree = chain_tree(mx.concatenate(chain))

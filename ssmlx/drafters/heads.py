@@ -90,8 +90,8 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
     Args:
         folder: as `python -m ssmlx.convert --heads` wrote it.
-        model: as `ssmlx.load` returns it, or its backbone. Heads know nothing of an adapter on it:
-            those that were trained with one draft best with it.
+        model: as `ssmlx.load` returns it, or its backbone. Heads do not depend on its
+            adapter; those that were trained with one draft best with it.
     """
     backbone = model if isinstance(model, Backbone) else model.backbone
     return attach_heads(read_heads(Path(folder)), backbone)

@@ -192,7 +192,7 @@ class MtpDrafter(BaseDrafter):
         self.largest = DraftShape(self.name, 1 + levels, levels)
         self.needs = Needs(taps=(self._tap,), host_tokens=True)
         self.num_parameters = head.num_parameters
-        self.draft_calls = 0
+        self.draft_model_calls = 0
         self._cache = PairCache()
         self._pending: list[_Pairs] = []
         self._unaccepted = self._new_unaccepted_drafts()
@@ -305,7 +305,7 @@ class MtpDrafter(BaseDrafter):
         hidden: mx.array,  # [1, R, D] as the head reads them
         first_pair: int,  # its number
     ) -> mx.array:  # [1, R, D] the layer's output
-        self.draft_calls += 1
+        self.draft_model_calls += 1
         embedded = self._backbone.token_embeddings(tokens[None])
         return self._module.run_pairs(embedded, hidden, self._cache.writer_at(first_pair))
 

@@ -16,8 +16,8 @@ from ..settings import (
     DrafterLoading,
     GenerateConfig,
     field_of_drafter_settings,
+    flag_of,
     key_of,
-    option_template,
 )
 
 
@@ -61,23 +61,21 @@ class DrafterOption:
 
 def own_settings(name: str) -> Iterator[tuple[type, Field[Any]]]:
     """(settings class, field) of each key that one drafter alone has."""
-    yield from _settings_of_options(f'--drafter "{name} ')
+    yield from _keys_of_drafter(name)
     if (kind := DRAFTERS[name].settings) is not None:
         yield from ((kind, one) for one in fields(kind) if key_of(one))
 
 
 def shared_settings() -> Iterator[tuple[type, Field[Any]]]:
     """(settings class, field) of each key that every drafter has."""
-    for kind, one in _settings_of_options("--drafter "):
-        if '"' not in option_template(one):  # which a drafter's name follows
-            yield kind, one
+    return _keys_of_drafter("")
 
 
-def _settings_of_options(start: str) -> Iterator[tuple[type, Field[Any]]]:
+def _keys_of_drafter(name: str) -> Iterator[tuple[type, Field[Any]]]:
     kinds: tuple[Any, ...] = (GenerateConfig, AcceptanceConfig, DrafterLoading)
     for kind in kinds:
         for one in fields(kind):
-            if key_of(one) and option_template(one).startswith(start):
+            if key_of(one) and flag_of(one) == "--drafter" and one.metadata["drafter"] == name:
                 yield kind, one
 
 

@@ -4,12 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..commands.parser import (
-    add_int_options,
-    add_options,
-    add_prompt_options,
-    make_parser,
-)
+from ..commands.parser import add_int_options, add_options, make_parser
+from ..commands.prompt_options import add_prompt_options, read_given_prompts
 from ..commands.running import make_main, print_json
 from .backends import COMPUTE_UNITS
 
@@ -45,20 +41,20 @@ def answer_prompts(args: argparse.Namespace) -> None:
     """The text goes to standard output as it comes, each summary to standard error; with --jsonl
     one JSON object for each complete answer."""
     from ..api import answer_record, summary_line
-    from ..prompts import last_user_text, read_prompts
     from .api import load, prompt_tokens, stream_generate
 
-    prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
+    given = read_given_prompts(args, followed=("max_tokens",))
     model = load(args.package, compute_units=args.compute_units)
-    for prompt in prompts:
-        tokens = prompt_tokens(model, prompt)
+    for one in given:
+        tokens = prompt_tokens(model, one.row)
         responses = []
-        for response in stream_generate(model, tokens, max_tokens=args.max_tokens):
+        settings = {"max_tokens": args.max_tokens, **one.settings}
+        for response in stream_generate(model, tokens, **settings):
             responses.append(response)
             if not args.jsonl:
                 print(response.text, end="", flush=True)
         if args.jsonl:
-            print_json(answer_record(last_user_text(prompt), responses))
+            print_json(answer_record(one.row, responses))
         else:
             print(f"\n[{summary_line(responses[-1])}]", file=sys.stderr)
 

@@ -28,6 +28,7 @@ from ..decoding.step import Steps, Take, take_all
 from ..loading.identity import CacheKey
 from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
+from ..policy.controller import ExpectedCall
 from ..policy.costs import BATCH
 from .learned import learned_of
 from .memory import cache_size_of
@@ -50,6 +51,21 @@ TIMED_CALLS = 5
 READER_SECONDS = 0.005
 """How long a prompt waits for a reader that has just taken a step: the longest that a reader
 usually needs to ask again."""
+
+
+def is_sharing_faster(
+    expected_calls: Sequence[ExpectedCall],  # of each answer, when it has calls of its own
+    shared_cost: float,  # of one call for all of them, in plain calls
+    *,
+    is_shared_now: bool,
+) -> bool:
+    """Whether answers should share calls, each with a row, rather than take turns."""
+    # In turns: the sum of their expected tokens in the sum of their costs. Shared: a token each.
+    in_turns = sum(call.tokens for call in expected_calls) / sum(
+        call.plain_calls for call in expected_calls
+    )
+    shared = len(expected_calls) / shared_cost
+    return shared >= in_turns * (1 / STAY if is_shared_now else STAY)
 
 
 class Status(Enum):
@@ -90,7 +106,7 @@ class _OpenAnswer(Row):
     steps: Steps | None = None
     error: Exception | None = None  # for its reader, once it has failed
     num_missed_calls: int = 0  # of its group's batch, while its reader has not taken a step
-    read_at: float = 0.0  # when its reader took a step, by the clock of `Batches`
+    read_at: float = 0.0  # when its reader took a step, of `time.perf_counter`
 
     @property
     def num_prompt_tokens_left(self) -> int:
@@ -134,16 +150,10 @@ class _Group:
         if len(rows) < 2 or not self.batch.shares_calls:
             self.is_batched = False
             return
-        # In turns: the sum of their expected tokens in the sum of their costs. Batched: a token
-        # each in what a call for so many texts costs.
         expected_calls = [row.plan.expected_fastest_call for row in rows]
-        in_turns = sum(call.tokens for call in expected_calls) / sum(
-            call.plain_calls for call in expected_calls
-        )
         costs = self._learned.costs.frozen(self._mean_length(rows))
-        batched = len(rows) / costs.calls((BATCH, len(rows)))
-        advantage_needed = 1 / STAY if self.is_batched else STAY
-        is_faster = batched >= in_turns * advantage_needed
+        shared = costs.calls((BATCH, len(rows)))
+        is_faster = is_sharing_faster(expected_calls, shared, is_shared_now=self.is_batched)
         self.is_batched = is_faster and self._has_memory_for_padding(rows)
 
     def _has_memory_for_padding(self, rows: Sequence[Row]) -> bool:
@@ -188,11 +198,8 @@ class Batches:
         self,
         # whether there is memory for so many bytes that padding rows of a batch would take
         fits: Fits = always_fits,
-        *,
-        clock: Callable[[], float] = time.perf_counter,  # seconds
     ) -> None:
         self._fits = fits
-        self._clock = clock
         self._groups: dict[CacheKey, _Group] = {}
         self._waiting: list[_OpenAnswer] = []  # the first one has waited longest
         self._has_overtaken = False  # whether the last piece was of another than the first one
@@ -266,7 +273,7 @@ class Batches:
                     self._take_turn(row)
                     if row.status is Status.ALONE and not row.unread:
                         yield None
-                row.read_at = self._clock()
+                row.read_at = time.perf_counter()
                 row.num_missed_calls = 0
                 yield row.unread.popleft()
         finally:
@@ -313,7 +320,7 @@ class Batches:
     @property
     def _is_reader_expected(self) -> bool:
         """Whether a reader of an answer alone took a step just now, and may ask for more."""
-        since = self._clock() - READER_SECONDS
+        since = time.perf_counter() - READER_SECONDS
         alone = (row for group in self._groups.values() for row in group.with_status(Status.ALONE))
         return any(row.read_at > since for row in alone)
 
@@ -377,7 +384,7 @@ class Batches:
         row.had_piece = True
         assert row.steps is not None  # its own loop processes its prompt
         before = row.num_prompt_tokens_left
-        started = self._clock()
+        started = time.perf_counter()
         try:
             # The loop yields before its first piece and after each: the first takes two steps.
             while row.num_prompt_tokens_left == before:
@@ -385,7 +392,7 @@ class Batches:
         except Exception as error:
             self._fail(row, error)
             return
-        seconds = self._clock() - started
+        seconds = time.perf_counter() - started
         self._schedule.record_piece(before - row.num_prompt_tokens_left, seconds)
         if row.num_prompt_tokens_left:
             self._waiting.remove(row)
@@ -421,16 +428,18 @@ class Batches:
     def _call_batch(self, group: _Group) -> None:
         """Make a call of the group's batch, which gives every BATCHED answer one more step."""
         rows = group.with_status(Status.BATCHED)
-        started = self._clock()
+        started = time.perf_counter()
         try:
             paused = group.batch.step()
         except Exception as error:
             for row in rows:
-                failure = RuntimeError("a call for several answers failed")
-                failure.__cause__ = error
+                failure = error
+                if len(rows) > 1:
+                    failure = RuntimeError("a call for several answers failed")
+                    failure.__cause__ = error
                 self._fail(row, failure)
             return
-        seconds = self._clock() - started
+        seconds = time.perf_counter() - started
         group.learn_cost(rows, seconds)
         for row in rows:
             if row in paused:
@@ -465,13 +474,13 @@ class Batches:
                 context=row.text[:-1],
                 take=row.take,
             )
-        started = self._clock()
+        started = time.perf_counter()
         try:
             step = next(row.steps)
         except Exception as error:
             self._fail(row, error)
             return
-        self._schedule.record_call(self._clock() - started)
+        self._schedule.record_call(time.perf_counter() - started)
         if step is not None:
             row.text += step.tokens
             row.unread.append(step)

@@ -26,7 +26,7 @@ from ..model.streams import StreamFusedModel
 from ..model.text_cache import TextCache
 from ..policy.controller import PLAIN_CALL, Controller, ExpectedCall
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
-from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
+from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig, with_settings
 from .default_head import HEAD_DRAFTER, default_head, require_default_head
 from .learned import Learned, learned_of
 from .memory import cache_size_of
@@ -62,9 +62,9 @@ class Plan:
         return scratch_rows(self.drafters)
 
     @property
-    def draft_calls(self) -> int:
-        """Forward passes of a draft model so far."""
-        return sum(drafter.draft_calls for drafter in self.drafters)
+    def draft_model_calls(self) -> int:
+        """Forward passes so far of what drafts beside the target."""
+        return sum(drafter.draft_model_calls for drafter in self.drafters)
 
     @property
     def needs_context_tokens(self) -> bool:
@@ -103,7 +103,7 @@ def make_plan(
     context: int = 0,  # tokens that are committed when the answer begins
     earlier: EarlierAnswers | None = None,  # answers of the session, which this one may repeat
     end_tokens: Collection[int] = (),  # of an answer, or of a part of it: text drafts end with them
-    **settings: Any,  # single fields of `GenerateConfig`
+    **settings: Any,  # single fields of `GenerateConfig`, see `with_settings`
 ) -> Plan:
     """Make the plan of one answer: what `config` comes to on `model`. Nothing is decoded.
 
@@ -112,7 +112,7 @@ def make_plan(
     also look up in the text, in `earlier` and in an expected text. The first plan for a model may
     load its default head, and read what was learned of this machine.
     """
-    config = replace(config or GenerateConfig(), **settings)
+    config = with_settings(config, settings)
     config = config.following(model.backbone.origin.sampling)
     config, given = split_drafter(config, drafter)
     kind, loaded = choose_drafter(model, config, given)
@@ -285,12 +285,8 @@ def decode_plan(
     asked for. Yields a step for each call; None before each piece of the prompt and after the last,
     and while a drafter starts.
     """
-    require(
-        len(context) == cache.offset or not (context or plan.needs_context_tokens),
-        f"{len(context)} tokens of context for a cache of {cache.offset} tokens",
-        expected="the whole text, which drafters and penalties read",
-        do="pass context=, the tokens in the cache",
-    )
+    if context or plan.needs_context_tokens:
+        require_context(context, cache)
     shared: dict[str, Any] = {
         "context": context,
         "sampler": plan.sampling,
@@ -311,6 +307,16 @@ def decode_plan(
         acceptance=plan.config.acceptance,
         controller=plan.controller,
         **shared,
+    )
+
+
+def require_context(context: Sequence[int], cache: TextCache) -> None:
+    """Require the tokens of all that a cache holds."""
+    require(
+        len(context) == cache.offset,
+        f"{len(context)} tokens of context for a cache of {cache.offset} tokens",
+        expected="the whole text, which is read",
+        do="pass context=, the tokens in the cache",
     )
 
 

@@ -44,7 +44,8 @@ class GenerationResponse:
         prefill_seconds: until the first call's token.
         decode_seconds: from then on.
         peak_memory: GB, as `mx.get_peak_memory`.
-        draft_calls: forward passes of a draft model so far.
+        draft_model_calls: forward passes so far of a draft model, MTP head or assistant. Calls of
+            the target that verified drafts are counted in `drafts`.
         cached_tokens: tokens of the prompt that the cache held already.
         lossy: whether tokens were accepted that the target might not have written.
         memory: what its parts take; on the last segment alone.
@@ -63,7 +64,7 @@ class GenerationResponse:
     prefill_seconds: float
     decode_seconds: float
     peak_memory: float
-    draft_calls: int = 0
+    draft_model_calls: int = 0
     cached_tokens: int = 0
     lossy: bool = False
     memory: Memory | None = None
@@ -197,7 +198,7 @@ def plan_answer_segments(
         """Measure the other fields of a segment; memory only for the last."""
         return {
             "peak_memory": mx.get_peak_memory() / 1e9,
-            "draft_calls": plan.draft_calls,
+            "draft_model_calls": plan.draft_model_calls,
             "lossy": plan.lossy,
             "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }

@@ -40,7 +40,7 @@ class NewestTokenRepeater:
 
     name = "any-chain"
     needs = Needs(host_tokens=True)
-    num_parameters = draft_calls = cache_bytes = 0
+    num_parameters = draft_model_calls = cache_bytes = 0
 
     def __init__(self, nodes: int) -> None:
         self.largest = DraftShape(self.name, nodes, nodes - 1)

@@ -1,5 +1,6 @@
 """Putting an adapter's streams and LoRA on a loaded base, taking them off, and exchanging them."""
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from .folders import Fetch
 from .identity import BaseIdentity, digest_arrays
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
+    ADAPTER_LOG,
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
     NO_ADAPTER,
@@ -33,6 +35,8 @@ from .names import (
     resolve_adapter,
 )
 from .tensors import check_tensors
+
+_log = logging.getLogger(ADAPTER_LOG)
 
 
 def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
@@ -234,11 +238,18 @@ def choose_adapter(
 ) -> tuple[str, Path | None]:
     """The name and folder of the adapter that a user means, "auto" included; nothing is loaded.
 
-    The base alone is "none" and None.
+    The base alone is "none" and None. What "auto" means is logged.
     """
-    if asked == AUTO_ADAPTER:
-        return find_default_adapter(model) or (NO_ADAPTER, None)
-    return str(asked), resolve_adapter(asked, fetch)
+    if asked != AUTO_ADAPTER:
+        return str(asked), resolve_adapter(asked, fetch)
+    found = find_default_adapter(model)
+    if found is None:
+        _log.info("%s: no adapter was found for it", model.backbone.origin.name)
+        return NO_ADAPTER, None
+    source = "ships with ssmlx" if found[0] == DEFAULT_ADAPTER else "was made here for it"
+    line = '%s: the adapter %s, which %s; adapter="none" is the base alone'
+    _log.info(line, model.backbone.origin.name, found[0], source)
+    return found
 
 
 def find_default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:

@@ -228,7 +228,7 @@ def load_tokenizer(
 def load(
     model: str | Path = DEFAULT_MODEL,
     *,
-    adapter: str | Path | None = None,
+    adapter: str | Path | None = AUTO_ADAPTER,
     dtype: str = "auto",
     merge_lora: bool = True,
     draft_head: str = "auto",
@@ -242,13 +242,13 @@ def load(
     Args:
         model: a folder, an alias such as "smollm2-135m", or a name on the Hub (`org/name`, or
             `org/name@revision`).
-        adapter: an adapter folder, the name of one that ships with the package
-            (`ssmlx.bundled_adapters`), that was made here, or that is on the Hub, or "none" for the
-            base alone, of a fused folder too. LoRA or DoRA that mlx-lm or PEFT trained is an
-            adapter as well: it drafts by prompt lookup. "auto" is what a chat takes: an adapter
-            that `ssmlx.adapt` made here from these very weights, or else a bundled one for chats
-            that belongs to the model. By default (None) it is the base alone. With None and "auto",
-            a fused folder has its own streams.
+        adapter: "auto", the default, as for an engine and every command: an adapter that
+            `ssmlx.adapt` made here from these very weights, or else a bundled one for chats that
+            belongs to the model; the log says which. Or an adapter folder, or the name of an
+            adapter that ships with the package (`ssmlx.bundled_adapters`), that was made here, or
+            that is on the Hub. LoRA or DoRA that mlx-lm or PEFT trained is an adapter as well: it
+            drafts by prompt lookup. "none" is the base alone. None looks for no adapter. With None
+            and "auto", a fused folder has its own streams.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU, float32 on
             the CPU backend. Quantised weights are dequantised for the float types.
         merge_lora: add LoRA that acts on every row into unquantised weights, which makes it free at

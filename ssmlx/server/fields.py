@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from ..errors import quoted
-from ..settings import Allowed
+from ..settings import OTHER_NAMES, Allowed
 from ..turns import part_text
 from .refusals import RequestError
 
@@ -157,14 +157,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "adapters": (), "role_mapping": (),
 }  # fmt: skip
 
-_INSTEAD = {
+_INSTEAD = OTHER_NAMES | {
     "adapters": "model as MODEL:ADAPTER",
     "functions": "tools",
     "function_call": "tool_choice",
-    "n_predict": "max_tokens",
     "n_probs": "logprobs and top_logprobs",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "repetition_context_size",
 }
 
 

@@ -34,7 +34,7 @@ STREAM: Final = "stream"
 GIVEN: Final = "given"
 PRUNE: Final = "prune"
 # One anchor in STRIDE, a different one each step, teaches the pruning adapter, and streams beside a
-# condition what they guess without it: perf/README.md, "Objectives".
+# condition what they guess without it: docs/decisions.md, "The loss is cross-entropy".
 STRIDE = 4
 
 _CHUNK_LOGITS = 1 << 24
