@@ -159,7 +159,7 @@ def test_all_settings_of_the_registry_are_here():
     fields = settable_fields(GenerateConfig)
     assert VALUES.keys() == fields.keys()
     assert {*settings_of_chat()} == {*fields, "system", "drafter", "adapter"}
-    assert all(one.help and one.values for one in settings_of_chat().values())
+    assert all(one.help for one in settings_of_chat().values())
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -194,6 +194,8 @@ def test_settings_come_in_any_order(typed, loaded):
     assert typed("w1")[0] == replies(loaded, "w1")
     assert not mentions(typed.note("/set temp 0.8"), "top_p")
     assert mentions(typed.note("/set heat 1"), "heat", "temp")
+    assert typed.note("/set num_predict 1").endswith("max_tokens")
+    assert typed.note("/set top_pp 1").endswith("top_p")
 
 
 def test_the_system_prompt_changes_and_the_conversation_goes_on(typed, loaded):
@@ -360,6 +362,10 @@ def test_a_place_that_cannot_be_used_is_one_line(typed, tmp_path, command):
     assert len(typed.messages) == 2
     typed("/clear")
     assert typed.note(f"/save {tmp_path / 'empty'}") and not (tmp_path / "empty").exists()
+
+
+def test_a_setting_is_no_command(typed):
+    assert mentions(typed.note("/adapter sql"), "/adapter", "/set adapter")
 
 
 def test_words_after_a_command_that_takes_none_are_refused(typed):

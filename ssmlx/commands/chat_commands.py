@@ -198,7 +198,10 @@ def carry_out(line: str, chat: Chat) -> bool:
 def _carry_out_command(name: str, rest: str, chat: Chat) -> None:
     command = COMMANDS.get(name)
     if command is None:
-        chat.screen.note(f"no command {name}; /help lists them")
+        setting = name.removeprefix("/")
+        is_setting = setting in settings_of_chat()
+        hint = f"/set {setting} VALUE changes it" if is_setting else "/help lists them"
+        chat.screen.note(f"no command {name}; {hint}")
         return
     command.require_what_it_takes(name, rest)
     if (note := command.act(rest, chat)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,11 @@ from ..drafters.option import DrafterOption, parse_drafter_option
 from ..errors import quoted, require
 from ..loading.folders import Fetch
 from ..loading.names import AUTO_ADAPTER, bundled_adapters
-from ..settings import DRAFTERS, WIRE_NAMES, GenerateConfig
+from ..settings import DRAFTERS, OTHER_NAMES, WIRE_NAMES, GenerateConfig
 from .callback_bars import DownloadBar
 from .chat_answers import Chat, drafting_line
 from .load_target import load_drafter, require_drafter_key
-from .setting_options import parse_setting, settable_fields, values_in_words
+from .setting_options import parse_setting, settable_fields, value_in_words, values_in_words
 
 DEFAULT = "default"
 _MOST_SHOWN = 24  # letters of a value, in the list
@@ -25,9 +26,9 @@ _MOST_SHOWN = 24  # letters of a value, in the list
 @dataclass(frozen=True)
 class Setting:
     help: str
-    values: str  # which it may have
-    show: Callable[[Chat], str]
+    show: Callable[[Chat], str]  # its value
     change: Callable[[str, Chat], str]  # what it is now; InputError leaves everything as it was
+    explain: Callable[[Chat], list[str]]  # which values it may have, and what it does now
     choices: Sequence[str] = ()  # for completion
 
 
@@ -36,31 +37,41 @@ def settings_of_chat() -> dict[str, Setting]:
     found = {
         name: Setting(
             one.metadata["help"],
-            values_in_words(GenerateConfig, one),
             partial(_show_field, one),
             partial(_change_field, one),
+            partial(_explain_field, one),
             tuple(map(str, one.metadata["allowed"].choices)),
         )
         for name, one in settable_fields(GenerateConfig).items()
     }
     found["system"] = Setting(
-        "the system prompt; the conversation goes on", "a text", _show_system, _change_system
+        "the system prompt; the conversation goes on",
+        _show_system,
+        _change_system,
+        lambda chat: [_values_line("a text")],
     )
     found["drafter"] = Setting(
         "what drafts, as --drafter takes it",
-        f"one of {', '.join(DRAFTERS)}, with its settings, such as lookahead window=7",
-        lambda chat: " ".join([chat.drafter.name or DEFAULT, *_words(chat.drafter)]),
+        _show_drafter,
         _change_drafter,
+        lambda chat: [
+            drafting_line(chat),
+            _values_line(f"one of {', '.join(DRAFTERS)}, as in lookahead window=7"),
+        ],
         tuple(DRAFTERS),
     )
     found["adapter"] = Setting(
         "the adapter; the conversation goes on",
-        "a name, a folder, org/name on the Hub, or none",
         lambda chat: chat.adapter or "the model's own streams",
         change_adapter,
+        lambda chat: [drafting_line(chat), _available_line(chat)],
         ("none", *bundled_adapters()),
     )
     return found
+
+
+def _values_line(values: str) -> str:
+    return f"values: {values}; {DEFAULT}"
 
 
 def list_or_change_setting(rest: str, chat: Chat) -> str:
@@ -71,21 +82,17 @@ def list_or_change_setting(rest: str, chat: Chat) -> str:
     asked, _, value = rest.partition(" ")
     name = asked.replace("-", "_")
     name = WIRE_NAMES.get(name, name)
+    close = get_close_matches(OTHER_NAMES.get(name, name), settings, n=1)
     require(
         name in settings,
         f"/set {quoted(asked)}",
         expected=f"one of {', '.join(settings)}",
-        do="correct the name",
+        do=f"use {close[0]}" if close else "correct the name",
     )
     one = settings[name]
     if value := value.strip():
         return one.change(value, chat)
-    lines = [f"{name} is {one.show(chat)}", one.help, f"values: {one.values}; {DEFAULT}"]
-    if name in ("drafter", "adapter"):
-        lines[1] = drafting_line(chat)
-    if name == "adapter":
-        lines[2] = _available_line(chat)
-    return "\n".join(lines)
+    return "\n".join([f"{name} is {one.show(chat)}", *one.explain(chat)])
 
 
 def _list_lines(settings: dict[str, Setting], chat: Chat) -> list[str]:
@@ -98,17 +105,11 @@ def _list_lines(settings: dict[str, Setting], chat: Chat) -> list[str]:
 def _show_field(one: Field[Any], chat: Chat) -> str:
     own = chat.session.model.backbone.origin.sampling
     value = getattr(chat.config.following(own), one.name)
-    if value is None or value == ():
-        return DEFAULT
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, tuple):
-        return " ".join(map(repr, value))
-    if isinstance(value, dict):
-        return " ".join(f"{token}={bias:g}" for token, bias in value.items())
-    return str(value)
+    return DEFAULT if value in (None, ()) else value_in_words(value)
+
+
+def _explain_field(one: Field[Any], chat: Chat) -> list[str]:
+    return [one.metadata["help"], _values_line(values_in_words(GenerateConfig, one))]
 
 
 def _change_field(one: Field[Any], text: str, chat: Chat) -> str:
@@ -138,8 +139,9 @@ def _change_system(text: str, chat: Chat) -> str:
     return f"system is {_show_system(chat)}"
 
 
-def _words(option: DrafterOption) -> list[str]:
-    return [f"{key}={value}" for key, value in option.values.items()]
+def _show_drafter(chat: Chat) -> str:
+    words = [f"{key}={value}" for key, value in chat.drafter.values.items()]
+    return " ".join([chat.drafter.name or DEFAULT, *words])
 
 
 def _change_drafter(text: str, chat: Chat) -> str:

@@ -91,6 +91,18 @@ def values_in_words(settings: Any, one: Field[Any]) -> str:
     return "a text, in which \\n is a new line" if allowed is None else allowed.in_words()
 
 
+def value_in_words(value: Any) -> str:
+    """The text that `parse_setting` reads this value from; several texts are shown as Python's."""
+    if isinstance(value, bool):
+        return next(word for word, one in _SWITCH.items() if one == value)
+    if isinstance(value, abc.Mapping):
+        return " ".join(f"{token}={bias:g}" for token, bias in value.items())
+    if isinstance(value, tuple):
+        first, *more = value
+        return " ".join(map(repr, value)) if more else first.replace("\n", "\\n")
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def parse_setting(settings: Any, one: Field[Any], text: str) -> Any:
     """The value of a field that a text gives; InputError for one that it may not have."""
     kind = setting_types(settings)[one.name]
