@@ -20,6 +20,7 @@ from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
 from .prompts import Prompt, last_user_text, require_loaded, require_tokenizer
+from .report import counted
 from .settings import GenerateConfig, with_settings
 
 
@@ -141,7 +142,7 @@ def summary_line(response: GenerationResponse) -> str:
     """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call."""
     parts = ["LOSSY (typical acceptance)"] if response.lossy else []
     parts += [
-        f"{response.generation_tokens} tokens",
+        counted(response.generation_tokens, "token"),
         f"{response.generation_tps:.1f} tokens/s",
         f"{response.tokens_per_call:.2f} tokens per target call",
     ]

@@ -1,4 +1,4 @@
-"""Results as text tables and as figures; matplotlib, which may be missing, is imported late."""
+"""Results in words, as tables and as figures; matplotlib, which may be missing, comes late."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +9,11 @@ from .errors import one_line
 
 # By the head of a column, a function from a row's value to the text of its cell.
 Columns = Mapping[str, Callable[[Any], str]]
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: "1 answer", "2 answers"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def align_rows(

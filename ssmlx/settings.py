@@ -642,6 +642,7 @@ PENALTIES = {"repetition": 1, "presence": 0, "frequency": 0}
 def _recent(penalty: str) -> Any:
     return setting(
         20,
+        f"recent tokens that the {penalty} penalty looks at",
         least=1,
         most=MAX_CONTEXT,
         option="--penalty",
@@ -737,10 +738,16 @@ class SamplingConfig:
         group="sampling",
         needs="--temp above 0",
     )
-    repetition_penalty: float | None = setting(None, wire=("repetition_penalty",), **_REPETITION)
+    repetition_penalty: float | None = setting(
+        None,
+        "divide the logits of recent tokens by X; 1 is off",
+        wire=("repetition_penalty",),
+        **_REPETITION,
+    )
     repetition_context_size: int = _recent("repetition")
     presence_penalty: float | None = setting(
         None,
+        "subtract X from the logits of recent tokens",
         least=-MAX_PENALTY,
         most=MAX_PENALTY,
         option="--penalty",
@@ -750,6 +757,7 @@ class SamplingConfig:
     presence_context_size: int = _recent("presence")
     frequency_penalty: float | None = setting(
         None,
+        "subtract X from the logits of recent tokens, each time they occur",
         least=-MAX_PENALTY,
         most=MAX_PENALTY,
         option="--penalty",
@@ -758,7 +766,7 @@ class SamplingConfig:
     )
     frequency_context_size: int = _recent("frequency")
     logit_bias: Mapping[int, float] | None = setting(
-        None, "add X to the logit of token ID; repeatable", metavar="ID=X", group="sampling"
+        None, "add X to the logit of token ID", metavar="ID=X", group="sampling"
     )
     logprobs: int | None = setting(
         None,
@@ -867,7 +875,7 @@ class GenerateConfig(SamplingConfig):
     )
     stop: Sequence[str] = setting(
         (),
-        "end the answer before TEXT (\\n is a new line); repeatable",
+        "end the answer before TEXT (\\n is a new line)",
         metavar="TEXT",
         group="decoding",
     )

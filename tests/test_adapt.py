@@ -203,6 +203,7 @@ def test_streams_get_the_layers_that_should_be_fastest():
     assert sizing.fastest_tree({2: 1.0, 4: 3.0}, {2: 1.5, 4: 2.0}) == (2, 1.5)
 
 
+@pytest.mark.slow
 def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     backbone, _ = load_base(packed, "float32")
     run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
@@ -427,13 +428,19 @@ def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
     assert sum(row["source"] == adapt_run.FILES for row in rows) == 6
 
 
-def test_bad_input_is_one_line(packed, own_cache, tmp_path, capsys):
-    model = ("--model", packed)
+@pytest.fixture
+def refused(packed, capsys):
+    """Return a function that runs the command, which refuses, and returns its line."""
 
-    def refused(*argv):
+    def run(*argv):
         assert main([*map(str, argv)]) == 2
         return one_line(capsys.readouterr().err, PROG)
 
+    return run
+
+
+def test_bad_input_is_one_line(packed, refused, own_cache, tmp_path):
+    model = ("--model", packed)
     for option in ("--hours", "--memory-gb"):
         for value in ("0.0", "nan", "inf"):
             assert mentions(found_in(refused(*model, option, value)), option, value)
@@ -448,9 +455,13 @@ def test_bad_input_is_one_line(packed, own_cache, tmp_path, capsys):
     line = refused("--model", recurrent)
     assert as_shown(load_base(recurrent)[0].capabilities.stages) in line
     assert adapters_made_here() == {} and not list(own_cache.rglob("plan.json"))
+
+
+@pytest.mark.slow
+def test_what_a_finished_run_cannot_follow_is_refused(packed, refused, capsys):
     adapted(packed)
     capsys.readouterr()
-    own = (*model, "--name", "mine")
+    own = ("--model", packed, "--name", "mine")
     assert str(adapters_home() / "mine") in refused(*own, "--seed", 2)
     assert mentions(refused(*own, "--hours", 0.5), "--hours", "0.5", "1")
     assert mentions(refused(*own, "--hours", 1.1), "--hours", "1.1", "36")

@@ -79,10 +79,10 @@ def table_of(lines):
 
 
 def test_what_drafting_brings_is_said_and_kept(run, adapter, timed, kept):
-    code, out, err = run("--adapter", adapter)
+    code, out, err = run("--adapter", adapter, "--details")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert mentions(lines[0], "mlx_lm.models.llama", "4", "32", "float32")
+    assert mentions(out, "mlx_lm.models.llama", "4", "32", "float32")
     # Nine tenths of the drafted tokens are expected before any were.
     expected = {
         n: [cost, CURVE[n], round((1 + 0.9 * (CURVE[n] - 1)) / cost, 2)]
@@ -96,8 +96,17 @@ def test_what_drafting_brings_is_said_and_kept(run, adapter, timed, kept):
     model, _ = ssmlx.load(str(base_of(adapter)), adapter=adapter, dtype="float32")
     known = learned.learned_of(model)[0].costs.frozen(0)
     assert {n: known.calls(("streams", n)) for n in COSTS} == COSTS
-    _, again, _ = run("--adapter", adapter)
+    _, again, _ = run("--adapter", adapter, "--details")
     assert len(again.splitlines()) > len(lines)  # by what was known before
+    # The verdict comes first, and without --details no table after it.
+    code, short, err = run("--adapter", adapter)
+    assert (code, err) == (0, "") and short.splitlines()[:3] == again.splitlines()[:3]
+    best, which, faster = short.splitlines()[:3]
+    fastest = max((1 + 0.9 * (CURVE[n] - 1)) / cost for n, cost in COSTS.items())
+    assert mentions(best, str(base_of(adapter)), f"{fastest:.2f}")
+    assert mentions(which, str(adapter)) and "python -m ssmlx.adapt" in faster
+    assert {*short.splitlines()} < {*again.splitlines()}
+    assert not any(line.startswith("nodes ") for line in short.splitlines())
 
 
 def base_of(adapter):
@@ -126,7 +135,7 @@ def test_what_answers_taught_is_said(run, adapter, timed, kept):
     known.keep()
     known.write()
     kept()
-    lines = run("--adapter", adapter)[1].splitlines()
+    lines = run("--adapter", adapter, "--details")[1].splitlines()
     assert any(mentions(line, f"{share:.2f}", "streams") for line in lines)
     cost, tokens, speed = table_of(lines)[4]  # what is timed now does not replace it
     assert (cost, tokens) == (round(taught, 2), CURVE[4])
@@ -162,8 +171,9 @@ def test_a_model_that_takes_chains_alone_says_what_can_draft(run, tmp_path, time
 def test_a_width_that_no_part_says_is_left_out(run, tmp_path, timed, name, width):
     folder = write_model(name, tmp_path / name)
     write_tokenizer(folder)
-    first, *_ = run(model=folder)[1].splitlines()
-    assert mentions(first, "float32") and mentions(first, "32") == (width == 32)
+    lines = run(model=folder)[1].splitlines()
+    (about,) = [line for line in lines if mentions(line, "float32")]
+    assert mentions(about, "32") == (width == 32)
     assert json.loads(run("--json", model=folder)[1])["width"] == width
 
 

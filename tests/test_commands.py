@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from ast import literal_eval
@@ -556,79 +555,6 @@ def test_the_draft_head_is_loaded_as_asked(monkeypatch, given, expected):
     assert seen["draft_head"] == expected
 
 
-@pytest.fixture
-def talk(base, loaded, monkeypatch, capsys):
-    """Pipe lines through the chat command with the adapter; gives (code, stdout, stderr)."""
-    pair = next(pair for name, pair in loaded.items() if name)
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pair)
-
-    def talk(lines, *args):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        code = chat.main(["--model", str(base), "--max-tokens", str(LENGTH), *args])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return talk
-
-
-def replies(loaded, *texts):
-    """What a session says to `texts`, a line each."""
-    pair = next(pair for name, pair in loaded.items() if name)
-    session = ssmlx.ChatSession(*pair, ssmlx.GenerateConfig(max_tokens=LENGTH))
-    return "".join("".join(r.text for r in session.reply(text)) + "\n" for text in texts)
-
-
-def test_replies_on_stdout_the_rest_on_stderr(talk, loaded):
-    code, out, err = talk("w1 w2\n\n/stats\nw3\n/quit\nw4\n")
-    assert (code, out) == (0, replies(loaded, "w1 w2", "w3"))
-    quiet, stats, context, last = real.said_later(err)
-    for line in (quiet, last):
-        assert line[0] + line[-1] == "[]" and mentions(line, str(LENGTH))
-    assert mentions(stats, "1", str(LENGTH)) and re.search(r"\d", context)
-    code, out, err = talk("")  # the end of input leaves
-    assert (code, out, real.said_later(err)) == (0, "", [])
-
-
-def test_slash_commands(talk):
-    begin = ["/stats", "/compare", "/help", "/nonsense"]
-    lines = ["w1", "/reset", "w1", "/system w9", "w1", "/system", "w1", "/compare", "/memory"]
-    code, out, err = talk("\n".join([*begin, *lines, "/adapter"]) + "\n")
-    assert code == 0
-    one, again, system, none = out.splitlines()
-    assert one == again == none != system
-    stats, compare, *more = real.said_later(err)
-    assert stats and compare and mentions("\n".join(more), *chat.COMMANDS)
-    assert mentions(next(line for line in more if mentions(line, "/nonsense")), "/help")
-
-
-def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
-    def interrupted(session, progress):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ssmlx.ChatSession, "compare", interrupted)
-    code, out, err = talk("w1\n/compare\nw2\n")
-    assert (code, out.count("\n")) == (0, 2)
-    _, stopped, _ = real.said_later(err)
-    assert not stopped.startswith("[")  # but for both answers
-
-
-def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
-    code, out, err = talk(f"{real.words(300)}\nw1\n/system w9\n{real.words(300)}\n")
-    assert (code, out) == (0, replies(loaded, "w1"))
-    alone, *_, chatting = real.said_later(err)
-    assert mentions(alone, "303", "256") and mentions(chatting, "256", "/reset")
-    assert not mentions(alone, "/reset")
-
-
-def test_a_template_without_a_system_role_has_the_user_say_it(talk, loaded, monkeypatch):
-    refusal = "{{ raise_exception('System role not supported') }}"
-    template = f"{{% if messages[0].role == 'system' %}}{refusal}{{% endif %}}{real.CHAT_TEMPLATE}"
-    for _, tokenizer in loaded.values():
-        monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
-    code, out, _ = talk("w1\n/system\nw1\n", "--system", "w9")
-    assert (code, out) == (0, replies(loaded, "w9\n\nw1") + replies(loaded, "w1"))
-
-
 HELP = """
 import sys, importlib
 main = importlib.import_module({module!r}).main
@@ -685,22 +611,6 @@ def test_a_real_process_fails_in_one_line(base):
     assert mentions(found_in(said), "streams")
 
 
-def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
-    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(base), *PLAIN]
-    done = subprocess.run(
-        [*command, "--max-tokens", "8"],
-        input=b"w1 \xff\nw1\n/stats\n/quit\n",
-        cwd=real.ROOT,
-        capture_output=True,
-        env={**os.environ, "LC_ALL": "C"},
-        check=False,
-    )
-    assert (done.returncode, len(done.stdout.split()), done.stdout.count(b"\n")) == (0, 8, 1)
-    stray, quiet, stats, context = real.said_later(done.stderr.decode())
-    assert mentions(stray, r"'\udcff'") and mentions(quiet, "8", "--max-tokens")
-    assert mentions(stats, "1", "8", "1.00") and context
-
-
 @pytest.fixture(scope="module")
 def smiling(base, tmp_path_factory):
     """The tiny model, in whose answers words end in an emoji."""
@@ -750,41 +660,6 @@ def test_a_chat_takes_lines_that_end_as_on_windows(smiling):
     assert len(done.stdout.split()) == 8 and done.stdout.count(b"\\U0001f642") > 5
     quiet, stats, _ = real.said_later(done.stderr.decode("latin-1"))
     assert mentions(quiet, "8") and mentions(stats, "1", "8")
-
-
-def test_a_chat_asks_without_the_line_s_end(monkeypatch):
-    lines = io.StringIO("Hello\r\n a\rb \n\r\nlast\r", newline="\n")
-    monkeypatch.setattr(sys, "stdin", lines)
-    screen = chat.Screen()
-    heard = list(iter(screen.read_line, None))
-    assert heard == ["Hello", " a\rb ", "", "last"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
-    endless = real.write_base(tmp_path / "base", context=10**6)
-    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(endless), "--adapter", "none"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "--max-tokens", "1000000"],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        cwd=real.ROOT,
-        bufsize=0,
-    ) as process:
-        try:
-            process.stdin.write(b"w1 w2\n")
-            assert process.stdout.read(1)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(b"/stats\n/quit\n", timeout=60)
-        finally:
-            process.kill()
-    quiet, stats, _ = real.said_later(err.decode())
-    assert process.returncode == 0
-    assert quiet[0] + quiet[-1] == "[]" and not mentions(quiet, "--max-tokens")
-    assert mentions(stats, "1")
-    assert out.endswith(b"\n") and out.count(b"\n") == 1
 
 
 @pytest.mark.parametrize("patience", [0, 60])

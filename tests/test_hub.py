@@ -13,7 +13,10 @@ from refusals import exit_code, found_in, mentions, one_line, refusal
 from tiny_lora import write_lora
 
 import ssmlx
-from ssmlx.commands import chat, upload
+from ssmlx.commands import upload
+from ssmlx.commands.chat_answers import Chat
+from ssmlx.commands.chat_screen import Screen
+from ssmlx.commands.chat_settings import change_adapter
 from ssmlx.loading import hub as hub_files
 from ssmlx.loading.folders import Fetch
 from ssmlx.loading.identity import stored_weights_digest
@@ -142,8 +145,8 @@ def test_load_swap_and_engine_take_it(hub, base, adapter):
     assert answer(model, tokenizer, "w1 w2", max_tokens=9)[0] == expected
     plain, _ = ssmlx.load(base, offline=True)
     assert ssmlx.swap_adapter(plain, f"org/name@{FIRST}").num_streams == model.num_streams
-    talk = chat.Chat(ssmlx.ChatSession(plain, tokenizer), chat.Screen(), None)
-    assert mentions(chat.list_or_swap_adapter("org/name", talk), "org/name", "2")
+    talk = Chat(ssmlx.ChatSession(plain, tokenizer), Screen(), None)
+    assert mentions(change_adapter("org/name", talk), "org/name", "2")
     hub.commits[SECOND] = hub.commits[FIRST]
     assert mentions(refusal(ssmlx.swap_adapter, plain, f"org/name@{SECOND}"), "offline")
     with ssmlx.Engine(base, ["org/name"]) as engine:

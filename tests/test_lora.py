@@ -20,7 +20,10 @@ from tiny import all_pairs, assert_close, mlx_lm_tokens
 from tiny_lora import FILE, SETTINGS, TOKENS, logits, write_lora, write_pefts
 
 import ssmlx
-from ssmlx.commands import chat, check, generate
+from ssmlx.commands import check, generate
+from ssmlx.commands.chat_answers import Chat
+from ssmlx.commands.chat_screen import Screen
+from ssmlx.commands.chat_settings import change_adapter
 from ssmlx.loading.adapter import Adapter, load_adapter, load_stream_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
@@ -283,10 +286,10 @@ def test_nothing_asks_it_for_streams(shelf, capsys):
     capsys.readouterr()
     more = ("--decoding", "speculative", "--prompt", "w1")
     assert mentions(exits(capsys, generate.main, *given, *more), "streams", "--adapter")
-    talk = chat.Chat(ssmlx.ChatSession(*ssmlx.load(base)), chat.Screen(), None)
-    own = chat.list_or_swap_adapter(str(root / "two"), talk)
+    talk = Chat(ssmlx.ChatSession(*ssmlx.load(base)), Screen(), None)
+    own = change_adapter(str(root / "two"), talk)
     assert mentions(own, str(root / "two"), "LoRA")
-    none = chat.list_or_swap_adapter("none", talk)
+    none = change_adapter("none", talk)
     assert none and not mentions(none, "LoRA")
 
 

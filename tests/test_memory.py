@@ -14,7 +14,9 @@ from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_to
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.commands.chat import Chat, Screen, carry_out
+from ssmlx.commands.chat_answers import Chat
+from ssmlx.commands.chat_commands import carry_out
+from ssmlx.commands.chat_screen import Screen
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation import segments
@@ -69,8 +71,9 @@ def last_of(responses):
     raise AssertionError("the answer has no end")
 
 
-@pytest.mark.parametrize("schedule", [None, "second-pass", "fused"])
-@pytest.mark.parametrize("scope, packed", [("all", False), ("all", True), ("streams", True)])
+@pytest.mark.parametrize(("scope", "packed", "schedule"), [
+    ("all", False, "second-pass"), ("all", True, None), ("streams", True, "fused"),
+])  # fmt: skip
 def test_the_parts_are_what_is_in_use(exact, scope, packed, schedule, monkeypatch):
     before = settled()
     model = loaded(scope, packed=packed)

@@ -288,7 +288,7 @@ def test_a_head_in_the_cache_drafts_beside_the_text(target, kept):
     first, second = lines_of(model)
     assert mentions(first, ROW.repositories[0], "mtp") and "python -m" not in second
     _, second = lines_of(model, decoding="plain")
-    assert mentions(second, ROW.repositories[0], "--drafter", "--decoding")
+    assert mentions(second, "--decoding")
 
 
 @pytest.mark.slow

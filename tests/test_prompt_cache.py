@@ -679,9 +679,9 @@ def test_a_chat_goes_on_where_another_one_left(base, folders, tmp_path, monkeypa
     assert again.out == cold.splitlines()[0] + "\n" and path.read_bytes() == before
     (begun,) = [line for line in again.err.splitlines() if str(path) in line]
     assert mentions(begun, str(kept)) and mentions(again.err, "22", "23")
-    swapped = chatted(*turns, f"/adapter {folders['all']}", "w1 w2")
+    swapped = chatted(*turns, f"/set adapter {folders['all']}", "w1 w2")
     assert swapped.out.startswith(cold) and path.read_bytes() == before
-    nothing = chatted(turns[0], "/reset")
+    nothing = chatted(turns[0], "/clear")
     assert nothing.err.count(str(path)) == 1 and path.read_bytes() == before
     assert str(path) in chatted("w9 w8").err and path.read_bytes() != before
 

@@ -22,7 +22,7 @@ from convert.__main__ import main as convert
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import resolve_model
 from ssmlx.model.tree import Tree
-from ssmlx.prompts import encode, prompt_tokens
+from ssmlx.prompts import encode, prompt_tokens, read_prompts
 from ssmlx.settings import PruneConfig, TreeConfig
 
 pytestmark = pytest.mark.real
@@ -110,7 +110,16 @@ def check_against(oracle, model, tokenizer, entry, variants, length=LENGTH):
     return calls
 
 
-# --- The default tier: what a user does, end to end ---
+# --- What a user does, end to end ---
+
+
+def test_streams_write_plain_decodings_tokens_in_fewer_calls():
+    model, tokenizer = ssmlx.load(BASE, adapter="sql", dtype="float32")
+    asked = read_prompts(ROOT / "examples/data/sql_test_100.jsonl")[0]
+    prompt = prompt_tokens(asked["prompt"], model, tokenizer)
+    plain, _ = answer(model, tokenizer, prompt, max_tokens=20, decoding="plain")
+    tokens, last = answer(model, tokenizer, prompt, max_tokens=20, tree=TreeConfig(size=8))
+    assert tokens == plain and last.target_calls < len(plain) / 2
 
 
 @pytest.mark.slow
@@ -121,6 +130,7 @@ def test_a_bundled_adapter_writes_what_mlx_lm_writes(base):
     assert calls["best 16"] < 1
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_documents(capsys):
     text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/apps.md"))
     said = []
@@ -151,6 +161,7 @@ def test_the_picture_of_the_readme():
         assert row.count('class="pass"') == last.target_calls
 
 
+@pytest.mark.slow
 def test_generate_as_a_user_runs_it(model_of, made):
     entry = EXPECTED[0]
     more = ("--tree", "full", "--tree-width", "2", "--jsonl", "--dtype", "float32")

@@ -34,7 +34,7 @@ from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.errors import ContextLengthError
 from ssmlx.server import grammars
 from ssmlx.server.app import make_app
-from ssmlx.server.concurrency import READING, SMALL, BodyBytes
+from ssmlx.server.concurrency import READING, SMALL, AnswerSlots, BodyBytes
 from ssmlx.server.handler import Limits, RequestHandler
 from ssmlx.server.request_prompts import PromptReader
 from ssmlx.server.text_lengths import most_bytes_per_token, with_length_check
@@ -210,17 +210,17 @@ def test_what_a_client_that_left_asked_for_is_not_computed(serve, path, monkeypa
     read = []
     monkeypatch.setattr("ssmlx.server.app._parse_json_object", lambda body: read.append(body) or {})
     held = Event()
-    blocked = READING._for_large.submit(held.wait)
     gone = asyncio.Event()
 
     async def ask_and_leave():
+        before = asyncio.create_task(READING.run(SMALL + 1, held.wait))
         asyncio.get_running_loop().call_later(0.2, gone.set)
         await drive(serve(), chat("w1 " * SMALL), gone=gone, path=path)
+        held.set()
+        await before
+        await READING.run(SMALL + 1, int)  # after what was asked for
 
     asyncio.run(ask_and_leave())
-    held.set()
-    blocked.result()
-    READING._for_large.submit(int).result()
     assert read == []
 
 
@@ -342,13 +342,13 @@ def test_a_compiled_form_is_kept_by_its_request(byte_client, monkeypatch):
     monkeypatch.setattr(
         grammars, "LLMatcher", lambda *args, **more: made.append(args) or LLMatcher(*args, **more)
     )
-    wait = RequestHandler._take_first_slot
+    take = AnswerSlots.take
 
-    async def forget_and_wait(handler):
+    async def forget_and_wait(slots):
         grammars.compiled_matcher.cache_clear()
-        await wait(handler)
+        await take(slots)
 
-    monkeypatch.setattr(RequestHandler, "_take_first_slot", forget_and_wait)
+    monkeypatch.setattr(AnswerSlots, "take", forget_and_wait)
     found = byte_client.post(CHAT, json=chat("Hi", n=3, guided_choice=["kept", "forgotten"]))
     assert found.status_code == 200 and len(made) == 1, found.text
 

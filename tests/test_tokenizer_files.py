@@ -1,6 +1,7 @@
 """Tokenizers read by their own files, and the file that a chat template stands in."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 import ssmlx
 from convert.base import copy_settings_and_tokenizer
 from ssmlx.loading.load import load_tokenizer
+from ssmlx.loading.model_config import explain_errors
 from ssmlx.loading.tokenizer_files import read_chat_template
 
 TEXT = "The quick  fox,\n\nfine días </s> <s>hello"
@@ -249,3 +251,29 @@ def test_a_vocabulary_of_tiktoken_alone_is_refused(tokenizers, tmp_path, model_t
     write(tmp_path, tokenizers["byte level"], {"model_type": model_type}, **CODE)
     (tmp_path / "tokenizer.json").rename(tmp_path / "tiktoken.model")
     assert str(tmp_path) in refusal(load_tokenizer, tmp_path, {"model_type": model_type})
+
+
+@pytest.fixture
+def warned():
+    """What transformers says in its log."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def test_a_broken_tokenizer_is_one_line_without_warnings(tmp_path, warned):
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(b"garbage")  # over which transformers warns
+    assert str(tmp_path) in refusal(load_tokenizer, tmp_path, {"model_type": "llama"})
+    assert warned == []
+
+
+def test_warnings_over_what_can_be_loaded_are_said_after_it(warned):
+    with explain_errors("it", expected="more", do="try"):
+        logging.getLogger("transformers.anything").warning("a warning")
+        assert warned == []
+    assert warned == ["a warning"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..settings import GenerateConfig, ModelSampling
@@ -11,7 +12,12 @@ from .decoding_options import reject_options_needing
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from ..generation.segments import GenerationResponse
     from ..model.streams import StreamFusedModel
+
+_LOOP_TIMES = 3  # how often an answer says the same in the end, if it repeats itself
+_LOOP_TOKENS = 24  # at least, these times together
+_MOST_IN_LOOP = 200  # tokens, each time
 
 
 def with_model_sampling(
@@ -54,6 +60,20 @@ def sampling_line(config: GenerateConfig, own: ModelSampling) -> str:
     asked = f"{_in_words(given)} as asked for, " if given else ""
     says = "as the model's generation_config.json says"
     return f"sampling with {asked}{_in_words(followed)} {says}; --temp 0 is greedy"
+
+
+def repeats_itself(
+    answer: Sequence[GenerationResponse],  # all its segments
+) -> bool:
+    """Whether an answer that did not end by itself went in a circle."""
+    tokens = [token for one in answer for token in one.tokens]
+    if answer[-1].finish_reason == "stop":
+        return False
+    for period in range(1, min(_MOST_IN_LOOP, len(tokens) // _LOOP_TIMES) + 1):
+        tail = tokens[-max(_LOOP_TOKENS, _LOOP_TIMES * period) :]
+        if len(tail) >= _LOOP_TOKENS and tail[period:] == tail[:-period]:
+            return True
+    return False
 
 
 def _in_words(numbers: dict[str, float]) -> str:

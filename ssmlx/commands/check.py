@@ -32,9 +32,11 @@ SHOWN_TOKENS = 1000
 EPILOG = """examples:
   python -m ssmlx.check
   python -m ssmlx.check mlx-community/Qwen3-4B-4bit --adapter runs/mine
-  python -m ssmlx.check --adapter sql --seconds 20 --json
+  python -m ssmlx.check --adapter sql --seconds 20 --details
 
-Columns of the table:
+The first three lines say whether drafting is faster here, what drafts, and what would draft faster.
+
+Columns of the table of --details:
   nodes         tokens that one call of the model verifies: the newest one, and the drafted ones
   plain calls   time of such a call, divided by the time of a call that decodes one token
   tokens        tokens that such a call yields on the adapter's own test prompts
@@ -59,6 +61,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_options(
         parser.add_argument_group("check"),
         ("--seconds", "S", "seconds to spend on timing (default: %(default)g)", 5.0),
+    )
+    add_options(
+        parser.add_argument_group("output").add_mutually_exclusive_group(),
+        ("--details", None, "print costs of calls and shares of accepted drafts too", bool),
         ("--json", None, "print one JSON object instead of text", bool),
     )
     return parser.parse_args(argv)
@@ -169,12 +175,14 @@ def describe_model(
         costs = time_tree_sizes(model, text, args.seconds)
     else:
         time_untrained_streams(model, args.model, text, args.seconds)
-    lines = describe(model, make_plan(model), args.adapter).lines()
+    drafting = describe(model, make_plan(model), args.adapter)
+    verdict = [f"{args.model} works here: {drafting.decision}", drafting.source, drafting.faster]
     return {
+        "verdict": verdict,
         "model": args.model,
         "adapter": args.adapter,
         "adapter_is": describe_adapter(args.adapter, model),
-        "drafting": list(lines),
+        "drafting": list(drafting.lines()),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
         "layers": len(backbone.layers),
@@ -268,7 +276,10 @@ def time_untrained_streams(
     time_candidate_streams(backbone, base, options, text, seconds=each)
 
 
-def report_lines(found: dict[str, Any]) -> list[str]:
+def report_lines(
+    found: dict[str, Any],
+    has_details: bool,  # tables of costs and of acceptance
+) -> list[str]:
     from ..generation.memory import MIB
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
@@ -276,17 +287,17 @@ def report_lines(found: dict[str, Any]) -> list[str]:
     width = f" of width {found['width']}" if found["width"] else ""
     ends = ", ".join(f"{token} {text!r}" for token, text in found["end_tokens"].items())
     memory = found["memory"]
+    details = [*_cost_lines(found), *_learned_lines(found)]
     return [
+        *found["verdict"],
+        "",
+        *_drafter_lines(found),
+        "",
+        *(details if has_details else []),
         f"{found['model']}, {adapter}: class {found['class']}, family {found['family']}; "
         f"{found['layers']} layers{width}, {found['dtype']}",
         *([f"the adapter is {found['adapter_is']}"] if found["adapter_is"] else []),
         f"machine: {found['machine']}",
-        *found["drafting"],
-        "",
-        *_drafter_lines(found),
-        "",
-        *_cost_lines(found),
-        *_learned_lines(found),
         f"prompt template: {found['template']}",
         f"without options: {found['sampling']}",
         f"tool calls: {found['tool_calls']}",
@@ -360,7 +371,7 @@ def _time_and_print(args: argparse.Namespace) -> None:
     if args.json:
         print_json(found)
     else:
-        print("\n".join(report_lines(found)))
+        print("\n".join(report_lines(found, args.details)))
 
 
 main = make_main(PROG, parse_args, _time_and_print)

@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
 
 
+_TO_TRAIN = "Nothing faster is installed. To train streams for this model"
+
+
 @dataclass(frozen=True)
 class Drafting:
     source: str  # which adapter or head may draft, or that none does, and why
     decision: str  # what comes of it: at every call, by what calls cost here, or plainly
-    faster: str  # the command or option that would draft faster, or "nothing" and why
+    faster: str  # a sentence: the command or option that would draft faster, or that none would
     effect: str  # what the adapter does to answers; empty without one
 
     def lines(self) -> tuple[str, str]:
-        return f"{self.source}: {self.decision}", f"faster: {self.faster}"
+        return f"{self.source}: {self.decision}", self.faster
 
 
 def describe(
@@ -127,8 +130,8 @@ def _effect(model: StreamFusedModel, adapter: str | None) -> str:
 
 
 def _faster_if_plain_was_asked(model: StreamFusedModel, plan: Plan) -> str:
-    can_draft = model.backbone.capabilities.has("chains")
-    return "without --decoding plain" if plan.config.decoding == "plain" and can_draft else ""
+    could_draft = model.backbone.capabilities.has("chains") and plan.config.decoding == "plain"
+    return "Faster: without --decoding plain" if could_draft else ""
 
 
 def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
@@ -143,17 +146,18 @@ def _faster_by_head(model: StreamFusedModel, plan: Plan) -> str:
         return ""
     head = default_head(model)
     if head.loaded is not None and head.found is not None:
-        return f"{head.found.name} drafts if neither --drafter nor --decoding is given"
+        return f"Faster: {head.found.name} drafts if neither --drafter nor --decoding is given"
     rows = find_known_heads(backbone)
     chat = f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)}"
     commands = {row: f'{chat} --drafter "mtp model={row.repositories[0]}"' for row in rows}
     if len(rows) == 1:
         row = rows[0]
         return (
-            f"{commands[row]}, which fetches a head for {row.model} ({row.licence}); "
+            f"Faster: {commands[row]}, which fetches a head for {row.model} ({row.licence}); "
             "once it is on this machine, it drafts by default"
         )
-    return ", or ".join(f"{command} if it is {row.model}" for row, command in commands.items())
+    known = [f"{command} if it is {row.model}" for row, command in commands.items()]
+    return f"Faster: {', or '.join(known)}" if known else ""
 
 
 def _faster_by_adapter(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
@@ -163,27 +167,27 @@ def _faster_by_adapter(model: StreamFusedModel, adapter: str | None, found: Foun
     backbone = model.backbone
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
     if lacking is not None:
-        return f"nothing, as streams cannot be trained for this model: {lacking}"
+        return f"Nothing would be faster: streams cannot be trained for this model: {lacking}"
     if model.is_fine_tuned:
         return _faster_with_lora(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
         run = found.chosen
-        return f"--adapter {run.name}, made here from these weights, {run.speed_up_text}"
+        return f"Faster: --adapter {run.name}, made here from these weights, {run.speed_up_text}"
     if adapter == NO_ADAPTER and DEFAULT_ADAPTER in find_adapters_of_base(model):
-        return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
+        return f"Faster: --adapter {DEFAULT_ADAPTER}, which ships with ssmlx for this model"
     begun = next((run for run in found.fitting if not run.is_finished), None)
     if begun is not None:
         speed = forecast_unfinished_run_speedup(begun)
         came = f"came to {speed:.2f} times plain decoding's speed so far" if speed else "was begun"
         command = _adapt_command(model, f"--name {begun.name}", begun.hours)
-        return f"{command} goes on with a run that {came}"
+        return f"Nothing faster is installed. To go on with a run that {came}: {command}"
     own = next((run for run in found.fitting if adapter in (run.name, NO_ADAPTER)), None)
     if own is not None:
         command = _adapt_command(model, hours=2 * own.hours)
-        return f"nothing on this machine; more hours of training may be: {command}"
+        return f"Nothing faster is installed. To train for more hours: {command}"
     if model.num_streams:
         command = _adapt_command(model, "--data FILE")
-        return f"nothing on this machine; streams for your own prompts may be: {command}"
+        return f"Nothing faster is installed. To train on your prompts: {command}"
     return _faster_by_training(model)
 
 
@@ -192,12 +196,13 @@ def _faster_by_training(model: StreamFusedModel) -> str:
     from ..training.sizing import forecast_speedup_of_adapting
 
     speed = forecast_speedup_of_adapting(model)
+    command = _adapt_command(model)
     if speed is None:
-        return f"{_adapt_command(model)}, which measures within minutes what to expect here"
-    brings = f"should reach about {speed:.1f} times plain decoding's speed here"
-    return (
-        f"nothing; streams {brings}" if speed < PAYS else f"{_adapt_command(model)}, which {brings}"
-    )
+        return f"{_TO_TRAIN}: {command}, which measures within minutes what to expect here"
+    expected = f"should reach about {speed:.1f} times plain decoding's speed here"
+    if speed < PAYS:
+        return f"Nothing would be faster: streams {expected}"
+    return f"{_TO_TRAIN}: {command}, which {expected}"
 
 
 def _faster_with_lora(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
@@ -209,15 +214,15 @@ def _faster_with_lora(model: StreamFusedModel, adapter: str | None, found: Found
     from ..loading.names import resolve_adapter
 
     if model.num_streams or adapter is None:
-        return "nothing on this machine that keeps these answers"
+        return "Nothing faster is installed that keeps these answers"
     # It was fetched to load it.
     fetch = Fetch(cache_dir=model.backbone.origin.cache_dir, offline=True)
     digests = [folder_digest(resolve_adapter(adapter, fetch))]
     for run in found.tuned:
         if run.has_adapter and run.settings["adapter"] == digests:
-            return f"--adapter {run.name}, made here for this adapter, {run.speed_up_text}"
+            return f"Faster: --adapter {run.name}, made here for this adapter, {run.speed_up_text}"
     command = _adapt_command(model, f"--adapter {shlex.quote(adapter)}")
-    return f"{command}, which measures within minutes what to expect here"
+    return f"{_TO_TRAIN}: {command}, which measures within minutes what to expect here"
 
 
 def _adapt_command(model: StreamFusedModel, option: str = "", hours: float = 0.0) -> str:

@@ -72,9 +72,9 @@ def parse_json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object")
 
 
-def add_prompt_cache_option(group: argparse._ActionsContainer, what: str) -> None:
-    text = "in FILE, as the model processed it; a later run with the same beginning starts at once"
-    add_options(group, ("--prompt-cache", "FILE", f"keep {what} {text}", Path))
+def add_prompt_cache_option(group: argparse._ActionsContainer, what: str, more: str = "") -> None:
+    text = f"keep in FILE how the model processed {what}: a later run that begins alike is faster"
+    add_options(group, ("--prompt-cache", "FILE", text + more, Path))
 
 
 def add_yes_option(parser: argparse.ArgumentParser) -> None:

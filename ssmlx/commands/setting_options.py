@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any
 
-from ..errors import quoted
+from ..errors import quoted, require
+from ..pairs import Key
 from ..settings import allowed_values, flag_of, key_of, setting_types
 from .parser import unescape_newlines
 
@@ -42,8 +43,9 @@ def add_setting_options(
             words = ""
         if shown and name in shown:
             default, words = None, shown[name]
-        text = one.metadata["help"] + (f" (default: {words})" if words else "")
         keywords = _argparse_keywords(one, settings)
+        text = one.metadata["help"] + "; repeatable" * (keywords.get("action") == "append")
+        text += f" (default: {words})" if words else ""
         group.add_argument(flag_of(one), default=default, help=text, **keywords)
 
 
@@ -63,6 +65,53 @@ def given_settings(args: argparse.Namespace, settings: Any) -> dict[str, Any]:
         if kinds[name].container is abc.Mapping:
             found[name] = dict(value)
     return found
+
+
+_SWITCH = {"on": True, "off": False}
+
+
+def settable_fields(settings: Any) -> dict[str, Field[Any]]:
+    """The fields that one may change between answers, by name: those in a group of options, or with
+    a name in requests."""
+    return {
+        one.name: one
+        for one in fields(settings)
+        if one.metadata.get("group") or one.metadata.get("wire")
+    }
+
+
+def values_in_words(settings: Any, one: Field[Any]) -> str:
+    """The values that a text may give a field, such as "0 to 1"."""
+    kind = setting_types(settings)[one.name]
+    if kind.item is bool:
+        return " or ".join(_SWITCH)
+    if kind.container is abc.Mapping:
+        return f"{one.metadata['metavar']}, with blanks between several"
+    allowed = allowed_values(settings, one)
+    return "a text, in which \\n is a new line" if allowed is None else allowed.in_words()
+
+
+def parse_setting(settings: Any, one: Field[Any], text: str) -> Any:
+    """The value of a field that a text gives; InputError for one that it may not have."""
+    kind = setting_types(settings)[one.name]
+    allowed = allowed_values(settings, one)
+    value: Any = None
+    with suppress(KeyError, ValueError, argparse.ArgumentTypeError):
+        if kind.item is bool:
+            value = _SWITCH[text]
+        elif kind.container is abc.Mapping:
+            value = dict(map(_parse_token_bias, text.split()))
+        elif kind.container is abc.Sequence:
+            value = (unescape_newlines(text),)
+        else:
+            value = Key.of_field(settings, one).parse(text)
+    require(
+        value is not None and (allowed is None or allowed.holds(value)),
+        f"{one.name} {quoted(text)}",
+        expected=values_in_words(settings, one),
+        do="correct it",
+    )
+    return value
 
 
 def _argparse_keywords(one: Field[Any], settings: Any) -> dict[str, Any]:

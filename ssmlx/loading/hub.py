@@ -73,7 +73,7 @@ def _fetch_whole(
         cached = Path(snapshot(revision=revision, local_files_only=True))
         # Other tools may have cached a tokenizer, or settings, and nothing else.
         if not missing_file(cached):
-            logger.info("%s: commit %s (cache)", name, cached.name)
+            logger.debug("%s: commit %s (cache)", name, cached.name)
             return cached
     asked = name if revision is None else f"{name} at {revision}"
     target = fetch.hub or constants.HF_HUB_CACHE

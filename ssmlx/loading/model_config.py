@@ -1,5 +1,6 @@
 """A model's config.json: read, and refused if it asks to run code or for sizes out of bounds."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,9 +48,11 @@ def explain_errors(
     expected: str,
     do: str,
 ) -> Iterator[None]:
-    """Turn every error in the block into an InputError of one line."""
+    """Turn every error in the block into an InputError of one line, without transformers' warnings
+    beside it."""
     try:
-        yield
+        with _held_back(logging.getLogger("transformers")):
+            yield
     except InputError:
         raise
     except (Exception, SystemExit) as error:  # libraries raise many kinds
@@ -57,6 +60,27 @@ def explain_errors(
         cause = error.__context__ if isinstance(error, SystemExit) else error
         found = f"{failure} ({first_line(cause or error)})"
         raise InputError(found, expected=expected, do=do) from error
+
+
+@contextmanager
+def _held_back(logger: logging.Logger) -> Iterator[None]:
+    """Log what a library logs in the block after its end, and nothing of it if the block fails."""
+    kept: list[logging.LogRecord] = []
+    handlers = [*logger.handlers]
+
+    def hold(record: logging.LogRecord) -> bool:
+        kept.append(record)
+        return False
+
+    for handler in handlers:
+        handler.addFilter(hold)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(hold)
+    for record in dict.fromkeys(kept):
+        logger.handle(record)
 
 
 def _require_safe(

