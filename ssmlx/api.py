@@ -19,7 +19,7 @@ from .generation.segments import GenerationResponse, plan_answer_segments, resol
 from .mlx_thread import run_on_mlx_thread
 from .model.streams import StreamFusedModel
 from .model.text_cache import TextCache
-from .prompts import Prompt, last_user_text, require_loaded
+from .prompts import Prompt, last_user_text, require_loaded, require_tokenizer
 from .report import counted
 from .settings import GenerateConfig, with_settings
 
@@ -82,8 +82,8 @@ def stream_generate(
             not fit the model.
     """
     call = "generate(model, tokenizer, prompt)"
-    require_loaded(model, StreamFusedModel, "model", call)
-    require_loaded(tokenizer, TokenizerWrapper, "tokenizer", call)
+    require_loaded(isinstance(model, StreamFusedModel), model, "model", call)
+    require_tokenizer(tokenizer, call)
     config = with_settings(config, settings)
     decode: Decode = decode_plan
     if sampler is not None or logits_processors:

@@ -243,7 +243,7 @@ def chat_tokens(
             no place for tools, or reads no such arguments; or a turn is invalid, or is not Unicode.
     """
     call = "chat_tokens(tokenizer, messages)"
-    require_loaded(tokenizer, TokenizerWrapper, "tokenizer", call)
+    require_tokenizer(tokenizer, call)
     require(
         tokenizer.has_chat_template,
         "the model's tokenizer has no chat template",
@@ -342,7 +342,7 @@ def prompt_tokens(
         InputError: the question is empty, invalid or not Unicode, or the template cannot be used.
     """
     call = "prompt_tokens(question, model, tokenizer)"
-    require_loaded(tokenizer, TokenizerWrapper, "tokenizer", call)
+    require_tokenizer(tokenizer, call)
     is_text = isinstance(question, str)
     is_row = isinstance(question, Sequence) and len(question) > 0
     require(
@@ -394,15 +394,22 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def require_loaded(
+def require_tokenizer(
     value: Any,
-    kind: type,
-    name: str,  # of the argument
     call: str,  # the function that it was given to, with its arguments in order
 ) -> None:
-    """Require a model or tokenizer as `ssmlx.load` returns it."""
+    """Require a tokenizer as `ssmlx.load` returns it, or one that does what that does."""
+    require_loaded(hasattr(value, "has_chat_template"), value, "tokenizer", call)
+
+
+def require_loaded(
+    ok: bool,
+    value: Any,
+    name: str,  # of the argument
+    call: str,
+) -> None:
     require(
-        isinstance(value, kind),
+        ok,
         f"the {name} is of type {type(value).__name__}",
         expected=f"{call}, with the {name} that ssmlx.load returns",
         do="give the arguments in this order, or by name",

@@ -471,7 +471,7 @@ def many(count):
 
 @pytest.fixture(scope="module")
 def served(bytes_model):
-    with serving(bytes_model.parent, "--model", bytes_model) as served:
+    with serving(bytes_model.parent, "--model", bytes_model, "--quiet") as served:
         httpx.post(f"{served.url}{CHAT}", json=chat(max_tokens=1), timeout=60)
         yield served
 

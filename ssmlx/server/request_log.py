@@ -61,5 +61,5 @@ def _line(scope: Scope, status: int, seconds: float, ends: Sequence[GenerationRe
         prompt = sum(one.prompt_tokens for one in ends)
         tokens = sum(one.generation_tokens for one in ends)
         calls = sum(one.target_calls for one in ends)
-        words.append(f"· {prompt} tokens of prompts, {tokens} tokens in {calls} calls")
+        words.append(f"· {prompt} prompt tokens, {tokens} tokens in {calls} calls")
     return " ".join(map(str, words))
