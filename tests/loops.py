@@ -25,14 +25,16 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN, Tree
 
 
-def drafted(model: StreamFusedModel, prompt: list[int], drafters, cache=None, **settings) -> Steps:
+def speculative_steps(
+    model: StreamFusedModel, prompt: list[int], drafters, cache=None, **settings
+) -> Steps:
     """Decode with drafts, without end; `settings` are those of `speculative_decode`."""
     if cache is None:
         cache = model.make_cache(scratch_rows(drafters))
     return speculative_decode(model, prompt, cache, drafters=drafters, **settings)
 
 
-def undrafted(model: StreamFusedModel, prompt: list[int], cache=None, **settings) -> Steps:
+def plain_steps(model: StreamFusedModel, prompt: list[int], cache=None, **settings) -> Steps:
     """Decode plainly, without end; `settings` are those of `plain_decode`."""
     return plain_decode(model, prompt, model.make_cache() if cache is None else cache, **settings)
 

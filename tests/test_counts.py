@@ -12,7 +12,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 from device_log import READ, watched
-from loops import drafted, undrafted
+from loops import plain_steps, speculative_steps
 from mlx.utils import tree_flatten
 from tiny import first_tokens, make_base, make_model, make_packed_base, token_steps
 from tiny_heads import make_heads
@@ -217,11 +217,13 @@ def decode(model, schedule: str, count: int = 16) -> list[int]:
     With "paused" the streams could draft, and none do.
     """
     if schedule == "plain":
-        return first_tokens(undrafted(model, PROMPT), count)[1]
+        return first_tokens(plain_steps(model, PROMPT), count)[1]
     controller = Never() if schedule == "paused" else None
     own = "second-pass" if schedule == "paused" else schedule
     drafter = StreamDrafter(model, TreeConfig(kind="best", size=8), 3, own)
-    return first_tokens(drafted(model, PROMPT, [drafter], controller=controller), count)[1]
+    return first_tokens(speculative_steps(model, PROMPT, [drafter], controller=controller), count)[
+        1
+    ]
 
 
 def counts(model, schedule: str, monkeypatch, *, on_gpu: bool) -> tuple[int, int]:

@@ -15,10 +15,10 @@ from loops import (
     Turns,
     continuation,
     decide_plainly,
-    drafted,
     ended_after,
+    plain_steps,
     plain_tokens,
-    undrafted,
+    speculative_steps,
 )
 from mlx_lm.models.cache import make_prompt_cache
 from refusals import mentions, refusal
@@ -314,7 +314,7 @@ def run_script(script, step=256, architecture="llama", **options):
     cache = TreeCache(model.num_layers, step=step)
     drafter = ScriptedDrafter(continuation, script, **options)
     totals = DraftTotals()
-    steps = drafted(model, PROMPT, [drafter], cache)
+    steps = speculative_steps(model, PROMPT, [drafter], cache)
     count = 1 + sum(right + 1 for right, _ in script)
     tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == continuation[:count]
@@ -389,7 +389,7 @@ def streamed(model, count, *, tree=TREES[2], prompt=PROMPT, step=256, **settings
     """Tokens, and how many each call brought."""
     cache = TreeCache(model.num_layers, step=step)
     drafter = StreamDrafter(model, tree, model.num_streams)
-    return first_tokens(drafted(model, prompt, [drafter], cache, **settings), count)
+    return first_tokens(speculative_steps(model, prompt, [drafter], cache, **settings), count)
 
 
 KINDS = {
@@ -435,7 +435,7 @@ def test_prompts_around_the_prefill_step(length):
     assert tokens == expected
     cache = model.make_cache()
     ends = []
-    steps = undrafted(model, prompt, cache, prefill_step_size=4)
+    steps = plain_steps(model, prompt, cache, prefill_step_size=4)
     while (step := next(steps)) is None:
         ends.append(cache.offset)
     pieces = list(range(0, length - 1, 4))
@@ -453,7 +453,7 @@ def test_plain_decoding_is_the_oracles(settings):
     model = bare_model()
     sampling = Sampling(SamplingConfig(**settings), VOCAB)
     expected = [*islice(decide_plainly(model, PROMPT, sampling), 20)]
-    steps = [*islice(filter(None, undrafted(model, PROMPT, sampler=sampling)), 20)]
+    steps = [*islice(filter(None, plain_steps(model, PROMPT, sampler=sampling)), 20)]
     assert [step.tokens for step in steps] == [(token,) for token, _ in expected]
     for step, (_, wanted) in zip(steps, expected, strict=True):
         assert (step.logprobs is None) == (wanted is None)
@@ -553,7 +553,9 @@ def drawn(model, schedule, *, count=22, tree=PAIR[0], prune=PRUNINGS[0]):
     """Tokens, how many each call brought, and every tree that was proposed on the way."""
     drafter = Recorder(model, tree, model.num_streams, schedule)
     cache = TreeCache(model.num_layers, step=4)  # grows often
-    tokens, lengths = first_tokens(drafted(model, PROMPT, [drafter], cache, prune=prune), count)
+    tokens, lengths = first_tokens(
+        speculative_steps(model, PROMPT, [drafter], cache, prune=prune), count
+    )
     return tokens, lengths, drafter.drawn(len(lengths))
 
 
@@ -584,7 +586,7 @@ def test_a_replay_knows_the_window_at_every_place(root):
     guesses = compute_guesses(model, prompt, answer, 2)
     for place in range(9):
         drafter = Recorder(model, chain, 3)
-        first_tokens(drafted(model, [*prompt, *answer[:place]], [drafter]), 1)
+        first_tokens(speculative_steps(model, [*prompt, *answer[:place]], [drafter]), 1)
         ((_, tokens, _),) = drafter.drawn(1)
         assert tokens == [answer[place], *guesses.tokens[place, :, 0]]
     everything = compute_guesses(model_of(**root), prompt, answer, 2)
@@ -623,7 +625,7 @@ def test_a_second_pass_costs_the_same_memory_behind_any_context():
     sizes = []
     for length in (356, 1636):  # as full as each other in the cache, which grows by 256
         drafter = StreamDrafter(model, PAIR[0], 3)
-        first_tokens(drafted(model, [5] * length, [drafter]), 40)
+        first_tokens(speculative_steps(model, [5] * length, [drafter]), 40)
         sizes.append(drafter.cache_bytes)
     assert sizes[1] == sizes[0]
 
@@ -652,7 +654,7 @@ def test_a_drafter_starts_anew_with_every_sequence():
         drafter = Recorder(model, PAIR[0], 3, schedule)
         trees[schedule] = []
         for prompt in (PROMPT, [9, 2, 6, 5, 3]):
-            _, lengths = first_tokens(drafted(model, prompt, [drafter]), 12)
+            _, lengths = first_tokens(speculative_steps(model, prompt, [drafter]), 12)
             trees[schedule] += drafter.drawn(len(lengths))
     assert trees["fused"] == trees["second-pass"]
 
@@ -669,7 +671,9 @@ def test_an_answer_that_ended_can_go_on(after, pauses):
     shapes = [drafter.largest, drafter.largest, *[None, None] * pauses] * 20
 
     def decoded(**more):
-        return first_tokens(drafted(model, PROMPT, [drafter], controller=Turns(shapes), **more), 30)
+        return first_tokens(
+            speculative_steps(model, PROMPT, [drafter], controller=Turns(shapes), **more), 30
+        )
 
     expected = decoded()
     assert decoded(take=ended_after(*range(after, 30, after))) == expected
@@ -686,7 +690,7 @@ def test_drafting_can_pause(first):
         largest = drafter.largest
         shapes = [*[largest] * first, *[None] * 5, *[largest] * 40]
         controller = Turns(shapes)
-        steps = drafted(model, PROMPT, [drafter], controller=controller)
+        steps = speculative_steps(model, PROMPT, [drafter], controller=controller)
         tokens, lengths[schedule] = first_tokens(steps, 40)
         assert tokens == greedy_of_shared()
         # What is drafted after a call is verified by the next.
@@ -703,7 +707,7 @@ def test_another_shape_may_be_drafted_at_every_call():
     small = [DraftShape("streams", size, min(size - 1, levels)) for size in (2, 3, 6)]
     shapes = [*small, drafter.largest, drafter.largest, None]
     controller = Turns(10 * shapes)
-    steps = drafted(model, PROMPT, [drafter], controller=controller)
+    steps = speculative_steps(model, PROMPT, [drafter], controller=controller)
     tokens, lengths = first_tokens(steps, 40)
     assert tokens == greedy_of_shared() and max(lengths) > 2
     assert controller.verified[1:7] == shapes
@@ -714,7 +718,7 @@ def test_what_a_controller_does_not_ask_for_is_the_drafters_largest_tree():
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     always, never = Always(drafter.largest), Never()
     found = [
-        first_tokens(drafted(model, PROMPT, [drafter], controller=one), 30)
+        first_tokens(speculative_steps(model, PROMPT, [drafter], controller=one), 30)
         for one in (None, always, never)
     ]
     assert found[0] == found[1] and found[2] == (found[0][0], [1] * 30)
@@ -738,7 +742,9 @@ def test_copies_are_of_the_whole_text(context, monkeypatch):
     prefill(model, PROMPT, cache)
     shape = DraftShape("streams", 5, 2)
     controller = Turns(10 * [shape, shape, None, shape, None, None])
-    steps = drafted(model, [5, 9], [drafter], cache, controller=controller, context=context)
+    steps = speculative_steps(
+        model, [5, 9], [drafter], cache, controller=controller, context=context
+    )
     tokens, _ = first_tokens(steps, 60)
     text = [*(context or [PAD_TOKEN] * len(PROMPT)), 5, 9, *tokens]
     assert len(seen) > 15

@@ -7,7 +7,7 @@ import random
 import shutil
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, product
+from itertools import cycle, islice, product
 
 import ssmlx  # first: it prefers OpenBLAS
 
@@ -23,6 +23,7 @@ from drafter_cases import (
     streams_model,
 )
 from guessed import mix_copies_along
+from loops import continuation, plain_tokens, speculative_steps
 from real import tokens_of, write_base, write_tiny_adapter
 from refusals import found_in, mentions, one_line, refusal
 from tiny import (
@@ -31,6 +32,7 @@ from tiny import (
     make_base,
     make_model,
     make_tokenizer,
+    slow,
     target_of,
     token_steps,
     tree_from_parents,
@@ -42,14 +44,13 @@ from ssmlx.commands import generate
 from ssmlx.commands.decoding_options import add_decoding_options, generate_config
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
-from ssmlx.decoding.loop import speculative_decode
+from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
-from ssmlx.decoding.sampling import filter_logprobs, log_softmax
+from ssmlx.decoding.sampling import Sampling, filter_logprobs, log_softmax
 from ssmlx.decoding.step import DraftCounts, DraftTotals
 from ssmlx.drafters import copies as text_copies
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.copies import (
-    NGRAM,
     Copies,
     TextOnDevice,
     count_hits_and_trials,
@@ -74,6 +75,7 @@ from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.load import may_have_drafting_heads
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
@@ -129,25 +131,24 @@ def written(model, prompt, count, config=None, **settings):
 def test_every_drafter_writes_what_plain_decoding_writes(name):
     """In a cache that has room for its largest tree from the beginning."""
     sampling = {"temp": 0.8, "top_k": 6, "seed": 1, "repetition_penalty": 1.3}
-    rng = random.Random(name)
     model = streams_model(**parts_of(name))
     settings = drafter_settings()[name]
-    for _ in range(2):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
-        expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
-        cache = model.make_cache()
-        steps = token_steps(model, prompt, cache, **sampling, **settings)
-        assert [*next(steps).tokens] == expected[:1]
-        room = cache.scratch
-        tokens, lengths = first_tokens(steps, 17)
-        assert tokens == expected[1:], prompt
-        drafter = drafter_of(model, settings)
-        if isinstance(settings.get("drafter"), str):  # what was loaded drafts beside the text
-            assert max(lengths) <= 1 + drafter.largest.levels
-        assert cache.scratch == room  # it was made once, and not anew by the largest tree
-        kind = drafter.largest.drafter
-        if kind != "streams" and drafter_class(kind).loader is None:
-            assert drafter.num_parameters == 0
+    prompt = [random.Random(name).randrange(VOCAB) for _ in range(6)]
+    sampler = Sampling(GenerateConfig(**sampling), VOCAB)
+    expected = plain_tokens(model, prompt, 18, sampler)
+    cache = model.make_cache()
+    steps = token_steps(model, prompt, cache, **sampling, **settings)
+    assert [*next(steps).tokens] == expected[:1]
+    room = cache.scratch
+    tokens, lengths = first_tokens(steps, 17)
+    assert tokens == expected[1:]
+    drafter = drafter_of(model, settings)
+    if isinstance(settings.get("drafter"), str):  # what was loaded drafts beside the text
+        assert max(lengths) <= 1 + drafter.largest.levels
+    assert cache.scratch == room  # it was made once, and not anew by the largest tree
+    kind = drafter.largest.drafter
+    if kind != "streams" and drafter_class(kind).loader is None:
+        assert drafter.num_parameters == 0
 
 
 def markov_base(seed=0, cycle=False, **changes):
@@ -293,66 +294,60 @@ def test_prompt_lookup_drafts_from_a_reference_alone():
     assert tokens == [1, 2, 3, 4, 5, 6] and lengths == [1, 3, 1, 1]
 
 
-def test_the_window_sees_what_the_paper_says():
-    drafter = LookaheadDrafter(LookaheadConfig(window=3, ngram=3, guesses=2))
-    drafter.start([7])
-    drafter._window = [[1, 2, 3], [4, 5, 6]]
-    drafter._pool.add([9, 1, 8])
-    tree = draft_behind(drafter, 9)
+WINDOW = LookaheadConfig(window=3, ngram=3, guesses=2, pool_from_prompt=False)
+
+
+def window_of(tree):
+    """Tokens of a tree of a window of three columns and two levels: the chain below the root, and
+    the guess below each node of it. All differ."""
     tokens = tree.tokens.tolist()
-    ancestors = np.array(tree.ancestors)
-    seen = {
-        tokens[node]: {tokens[other] for other in np.flatnonzero(ancestors[node])}
-        for node in range(tree.num_nodes)
-        if tokens[node] != PAD_TOKEN
-    }
-    assert seen == {
-        9: {9},
-        1: {9, 1},
-        2: {9, 1, 2},
-        3: {9, 1, 2, 3},
-        4: {9, 1, 4},
-        5: {9, 1, 2, 5},
-        6: {9, 1, 2, 3, 6},
-        8: {9, 1, 8},  # the pool's n-gram shares the window's node 1
-    }
-    depths = dict(zip(tokens, tree.depths.tolist(), strict=True))
-    assert [depths[token] for token in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 2, 3, 4]
+    depths = tree.depths.tolist()
+    parents = tree.parents.tolist()
+    *chain, last = tree.paths.tolist()[depths.index(4)][1:]
+    below = [
+        next(n for n in range(1, 7) if parents[n] == above and n not in chain)
+        for above in chain[:2]
+    ]
+    return [tokens[n] for n in chain], [tokens[n] for n in (*below, last)]
+
+
+def test_the_window_sees_what_the_paper_says():
+    """Each guess sees the root, the chain up to its own column, and its own column."""
+    drafter = LookaheadDrafter(WINDOW)
+    drafter.start(range(100, 500))
+    tree = draft_behind(drafter, 9)
+    (a, b, c), (d, e, f) = window_of(tree)
+    assert len({a, b, c, d, e, f}) == 6 and tree.tokens.tolist().count(PAD_TOKEN) == 1
+    assert token_paths(tree.select(mx.arange(7))) == {
+        (a,), (a, b), (a, b, c), (a, d), (a, b, e), (a, b, c, f),
+    }  # fmt: skip
 
 
 def test_a_window_learns_from_its_own_trees_alone():
     """Not from another drafter's tree of as many nodes, nor from one before which it paused."""
-    drafter = LookaheadDrafter(
-        LookaheadConfig(window=3, ngram=3, guesses=2, pool_from_prompt=False)
-    )
-    drafter.start([7, 8, 9])
-    tree = draft_behind(drafter, 1)
-    window = list(drafter._window)
-    said = mx.arange(tree.num_nodes)
-    own = replace(verified_root(2), tree=tree, target_tokens=said)
-    drafter.follow([2], 4)
-    drafter.propose(own, drafter.largest)
-    assert drafter._window != window and len(drafter._pool) == 3
-    window = list(drafter._window)
-    drafter.follow([3], 5)
-    drafter.follow([4], 6)
-    other = replace(own, tree=replace(drafter._tree))
-    assert other.tree.num_nodes == drafter._tree.num_nodes
-    drafter.propose(other, drafter.largest)
-    assert drafter._window == window and len(drafter._pool) == 3
+    drafter = LookaheadDrafter(WINDOW)
+    drafter.start(range(100, 500))
+    tree = draft_behind(drafter, 9)
+    chain, below = window_of(tree)
+    decided = [50 + node for node in range(tree.num_nodes)]  # by the target, after each node
+    own = replace(verified_root(chain[1]), tree=tree, target_tokens=mx.array(decided))
+    drafter.follow([chain[1]], 40)
+    ngram = (below[1], decided[tree.tokens.tolist().index(below[1])])
+    learned = drafter.propose(own, drafter.largest)
+    # The level below has taken the chain's place; an n-gram that is complete begins at the root.
+    assert ngram in token_paths(learned.select(mx.arange(9)))
+    paths = token_paths(learned.select(mx.arange(9))) - {ngram[:1], ngram}
+    ends = [decided[tree.tokens.tolist().index(token)] for token in below]
+    for place in range(3):
+        assert {tuple(below[: place + 1]), (*below[: place + 1], ends[place])} <= paths
+    # It has not drafted before the call that is read now: of another's tree it learns nothing.
+    drafter.follow([3], 41)
+    drafter.follow([4], 42)
+    others = replace(own, tree=replace(learned), target_tokens=mx.arange(learned.num_nodes))
+    assert window_of(drafter.propose(others, drafter.largest)) == (below, ends)
 
 
 # --- Lookup beside another drafter, on the device ---
-
-
-def looked_up(text, count):
-    """What `continuation` should give, by hand: the longest n first, the newest place first."""
-    for n in range(min(NGRAM, len(text) - 1), 0, -1):
-        for end in range(len(text) - 1, n - 1, -1):
-            if text[end - n : end] == text[-n:]:
-                period = len(text) - end
-                return [text[end + k % period] for k in range(count)]
-    return [PAD_TOKEN] * count
 
 
 @pytest.mark.parametrize("words", [2, 4, 40])
@@ -365,7 +360,19 @@ def test_what_followed_the_longest_last_words_at_their_newest_place(words):
             # What lies behind the newest token is another call's, and is not looked at.
             last = mx.array([start - 1, 0])
             found = buffer.find_continuations(last, 7).tolist()
-            assert found == [looked_up(text[:start], 7), [PAD_TOKEN] * 7], text[:start]
+            assert found == [continuation(text[:start], 7), [PAD_TOKEN] * 7], text[:start]
+
+
+def test_a_text_that_outgrows_its_room_is_copied_whole():
+    rng = random.Random(0)
+    text = [rng.randrange(40) for _ in range(250)]
+    buffer = TextOnDevice(text)
+    for _ in range(100):
+        more = [rng.randrange(40) for _ in range(3)]
+        buffer.write(mx.array(more), mx.array([len(text)]))
+        text += more
+    found = buffer.find_continuations(mx.array([len(text) - 1]), 7)
+    assert found.tolist() == [continuation(text, 7)]
 
 
 def test_the_newest_other_tokens_of_the_text_may_be_guessed(monkeypatch):
@@ -432,17 +439,21 @@ def test_copies_are_trusted_by_what_they_foretold():
     # A call shows as much as it accepted, and the word that put it right.
     copies = Copies([3, 2, 5, 9])
     guesses = (tokens, mx.log(mx.array(probs)))
-    for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
-        copies.learn_and_mix(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
-    assert np.allclose(
-        copies._hits_and_trials - text_copies.initial_hits_and_trials(), [[1, 1], [2, 1]]
-    )
-    # What was guessed before a hole is no guess of what stands behind it.
-    shown = copies._hits_and_trials
+
+    def learn_and_mix(*given):
+        return copies.learn_and_mix(guesses, *map(mx.array, given))
+
+    def assert_trusted(found, text):
+        copied = mx.array(continuation(text, 3))
+        told = text_copies.initial_hits_and_trials() + mx.array([[1, 1], [2, 1]])
+        for one, expected in zip(found, mix_copies(*guesses, copied, told), strict=True):
+            assert np.allclose(one, expected, atol=1e-6)
+
+    learn_and_mix([3], [0], [4]), learn_and_mix([2, 5, 5], [1], [5])
+    assert_trusted(learn_and_mix([7], [0], [7]), [3, 2, 5, 9, 3, 2, 5, 7])
+    # What was guessed before a hole is no guess of what stands after it.
     copies.follow([3, 2], 8)
-    copies.learn_and_mix(guesses, *(mx.array(one) for one in ([5], [0], [10])))
-    assert np.array_equal(copies._hits_and_trials, shown)
-    assert copies._text.find_continuations(mx.array([10]), 3)[0].tolist() == [7, 3, 2]
+    assert_trusted(learn_and_mix([5], [0], [10]), [3, 2, 5, 9, 3, 2, 5, 7, 3, 2, 5])
 
 
 def test_replays_trust_copies_by_what_was_said_before():
@@ -493,8 +504,8 @@ def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeyp
     )
     settings = {**CHAIN, "drafter": make_heads(kind, model.backbone)}
     sampling = {"temp": 0.7, "seed": 4}
-    tokens, lengths = written(model, PROMPT, 60, **settings, **sampling)
-    assert tokens == plain(model, PROMPT, 60, **sampling)
+    tokens, lengths = written(model, PROMPT, 40, **settings, **sampling)
+    assert tokens == plain(model, PROMPT, 40, **sampling)
     assert set(lengths[1:-1]) == {1 + LEVELS}
 
 
@@ -502,20 +513,19 @@ def plain(model, prompt, count, **settings):
     return written(model, prompt, count, decoding="plain", **settings)[0]
 
 
-def drafted(model, settings, prompt, count):
-    """The text that is written, and the tree behind each call with the text that it continues."""
+def trees_along(model, settings, prompt, count):
+    """The text that is written, and the tree after each call with the text that it continues."""
     drafter = drafter_of(model, settings)
     trees = []
     propose = drafter.propose
     drafter.propose = lambda *given: trees.append(propose(*given)) or trees[-1]
-    steps = speculative_decode(model, prompt, model.make_cache(), drafters=[drafter])
-    tokens, lengths = first_tokens(steps, count)
-    text = list(prompt)
-    seen = []
-    for tree, end in zip(trees, np.cumsum(lengths).tolist(), strict=True):
-        if end <= count:
-            text = [*prompt, *tokens[:end]]
-            seen.append((text, tree))
+    tokens, lengths = first_tokens(speculative_steps(model, prompt, [drafter]), count)
+    ends = np.cumsum(lengths).tolist()
+    seen = [
+        ([*prompt, *tokens[:end]], tree)
+        for tree, end in zip(trees, ends, strict=True)
+        if end <= count
+    ]
     return tokens, seen
 
 
@@ -526,13 +536,12 @@ def own_tree(heads, model, text):
     return heads.propose_tree(mx.array(text[-1:], mx.int32), state, shape)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("medusa", {}),
-    ("medusa", {"num_layers": 2, "shared_heads": (0, 2)}),
-    ("medusa", {"shared_heads": (0, 1, 2), "vocab": FEW_TOKENS}),
-    ("mlp-speculator", {"scale_input": True}),
-    ("mlp-speculator", {"tie_weights": True, "vocab": FEW_TOKENS}),
+@pytest.mark.parametrize(("architecture", "kind", "settings"), [
+    ("llama", "medusa", {}),
+    ("qwen2", "medusa", {"num_layers": 2, "shared_heads": (0, 2)}),
+    ("phi3", "medusa", {"shared_heads": (0, 1, 2), "vocab": FEW_TOKENS}),
+    ("qwen2", "mlp-speculator", {"scale_input": True}),
+    ("phi3", "mlp-speculator", {"tie_weights": True, "vocab": FEW_TOKENS}),
 ])  # fmt: skip
 def test_every_tree_is_the_heads_own(architecture, kind, settings):
     """At every call, from mlx-lm's own hidden state of the text so far."""
@@ -540,7 +549,7 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
     heads = make_heads(kind, model.backbone, **settings)
     drafter = drafter_of(model, {"drafter": heads})
     assert drafter.num_parameters == heads.config.num_parameters
-    tokens, seen = drafted(model, {"drafter": heads}, PROMPT, 16)
+    tokens, seen = trees_along(model, {"drafter": heads}, PROMPT, 16)
     assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
     for text, tree in seen:
         expected = own_tree(heads, model, text)
@@ -621,7 +630,7 @@ def test_heads_of_an_adapted_model(kind, merge):
     assert attached.drafter == kind
     oracle = StreamFusedModel(Backbone(target_of("llama", "all")))
     expected = plain(oracle, PROMPT, 20)
-    tokens, seen = drafted(model, settings, PROMPT, 20)
+    tokens, seen = trees_along(model, settings, PROMPT, 20)
     assert tokens == expected == plain(model, PROMPT, 20) != plain(bare_model(), PROMPT, 20)
     for text, tree in seen:
         assert token_paths(tree) == token_paths(own_tree(attached, oracle, text))
@@ -767,12 +776,14 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
     draft = DraftModel(make_base())
     other = [*PROMPT[:2], 7, 7, 7, 7]
     written(model, PROMPT, 1, drafter=draft)
+    of_one_text = draft.cache_bytes
     plan = make_plan(model, decoding="speculative", drafter=draft)
     steps = decode_plan(plan, model, other, model.make_cache())
     assert not any(islice(steps, stop))  # two turns in the target's prompt, two in its own
     del steps, plan
     assert written(model, PROMPT, 9, drafter=draft)[1] == [1, 4, 4]
-    assert len(draft._caches) == (2 if stop > 2 else 1), "the text of each that began to draft"
+    # There is a second text if the other answer began to draft.
+    assert (draft.cache_bytes > of_one_text > 0) == (stop > 2)
 
 
 def test_another_vocabulary_is_refused():
@@ -836,12 +847,10 @@ def plain_text(distribution, draws, seed):
     return [1, *written(model, [1], draws, decoding="plain", **settings, seed=seed)[0]]
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize(
-    ("texts", "draws"),
-    [pytest.param(1, 1500, marks=pytest.mark.slow), pytest.param(20, 400, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("name", "distribution", "texts", "draws"), [
+    *slow(*((*pair, 1, 600) for pair in zip(DRAFTERS, cycle(DISTRIBUTIONS)))),
+    *slow(*((*pair, 20, 400) for pair in product(DRAFTERS, DISTRIBUTIONS)), mark=pytest.mark.long),
+])  # fmt: skip
 def test_every_drafter_samples_from_the_target(name, distribution, texts, draws):
     """As plain decoding does under the same seed, token for token."""
     for seed in range(texts):
@@ -939,13 +948,6 @@ def test_what_the_command_refuses(run, folders, tmp_path):
     assert code == 2 and mentions(found_in(line), "norm")
 
 
-def offset_of(draft):
-    """Tokens in the one cache of a draft model; -1 where there is none yet."""
-    caches = draft._caches if draft else []
-    assert len(caches) <= 1
-    return caches[0][0].offset if caches else -1
-
-
 def test_two_chats_in_turn_keep_their_draft_models_caches(base, monkeypatch):
     """Each processes what its turn adds alone, though both begin with one system prompt."""
     processed = []
@@ -972,10 +974,13 @@ def test_two_chats_in_turn_keep_their_draft_models_caches(base, monkeypatch):
                 # The second chat's first turn finds the system prompt in a copy.
                 assert (turn, number) == (0, 0) or max(processed) < 20 + 8
                 assert turn == 0 or max(processed) < 5 + 12
-        assert engine.memory_pool._count_running_bytes() >= draft.cache_bytes > 0
+        assert draft.cache_bytes > 0
+        pool = engine.memory_pool
+        run_on_mlx_thread(lambda: pool.make_room(pool.limit))  # it counts what nobody uses now
+        assert draft.cache_bytes == 0
 
 
-@pytest.mark.parametrize("kind", ["prompt-lookup", "lookahead", "draft-model", *HEAD_KINDS])
+@pytest.mark.parametrize("kind", ["lookahead", "draft-model", "medusa"])
 def test_a_session_reuses_its_caches(base, loaded, folders, kind):
     """The text's, of which those that read it are told, and a draft model's own."""
     model, tokenizer = loaded
@@ -991,19 +996,21 @@ def test_a_session_reuses_its_caches(base, loaded, folders, kind):
     always = replace(config, drafter=kind, decoding="speculative")
     session = ssmlx.ChatSession(model, tokenizer, always, drafter=drafter)
     for text in ("w1 w2", "w3", "w4 w5"):
-        held = offset_of(draft)
         *_, last = session.reply(text)
         *_, same = bare.reply(text)
         assert session.messages == bare.messages
         assert last.target_calls <= same.target_calls == 8
-        assert draft is None or held < offset_of(draft)
     assert draft is None or last.target_calls < 8
     assert session.totals.reused_tokens > 0 and math.isfinite(session.compare().speed_up)
     assert session.compare().same_tokens and bare.compare().same_tokens
-    said = refusal(
-        stream_generate, model, tokenizer, [1], cache=session._cache, drafter="lookahead"
-    )
-    assert mentions(said, "context")
+
+
+def test_a_cache_whose_text_is_not_given_is_refused_to_who_reads_it(loaded):
+    model, tokenizer = loaded
+    cache = model.make_cache()
+    run_on_mlx_thread(lambda: prefill(model, [3, 1, 4], cache))
+    given = {"cache": cache, "drafter": "lookahead"}
+    assert mentions(refusal(stream_generate, model, tokenizer, [1], **given), "context")
 
 
 @pytest.mark.parametrize("sharded", [False, True])

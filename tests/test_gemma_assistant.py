@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from loops import plain_tokens, speculative_steps
 from mlx.utils import tree_flatten
 from real import write_tokenizer
 from refusals import exits, found_in, mentions, refusal
@@ -16,7 +17,7 @@ from tiny_gemma import TARGETS, VOCAB, WINDOW, changed, make_target, write_assis
 
 import ssmlx
 from ssmlx.commands import generate
-from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import GREEDY, Sampling
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.gemma_assistant import AssistantDrafter, load_assistant
@@ -43,8 +44,7 @@ def make_drafter(assistant, model, tokens=DRAFTED, sampling=GREEDY):
 
 
 def plain(model, count, sampling=GREEDY, prompt=PROMPT):
-    """Tokens of plain decoding."""
-    return first_tokens(plain_decode(model, prompt, model.make_cache(), sampler=sampling), count)[0]
+    return plain_tokens(model, prompt, count, sampling)
 
 
 class Checked(AssistantDrafter):
@@ -75,9 +75,7 @@ def run_rounds(monkeypatch, model, assistant, script, answer):
 
     monkeypatch.setattr(AssistantModel, "__call__", noted)
     drafter = Checked(assistant, model, answer, script)
-    decoding = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], prefill_step_size=5
-    )
+    decoding = speculative_steps(model, PROMPT, [drafter], prefill_step_size=5)
     # The last chain is drafted before the tokens of the call before are given out.
     count = sum(script[:-1]) + len(script)
     tokens, lengths = first_tokens(decoding, count)
@@ -184,18 +182,17 @@ def test_what_is_read_of_the_target_is_what_transformers_reads(target, kind, tmp
         place += right + 1
 
 
-@pytest.mark.parametrize("count", [30, *slow(300)])
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@BOTH
+@pytest.mark.parametrize(("target", "kind", "settings", "count"), [
+    ("large", "whole", {}, 30), ("small", "clusters", SAMPLED, 30),
+    *slow(("large", "whole", SAMPLED, 300), ("small", "clusters", {}, 300)),
+], ids=str)  # fmt: skip
 def test_tokens_are_plain_decodings(target, kind, settings, count, tmp_path):
     model = make_target(target)
     sampling = Sampling(GenerateConfig(**settings), VOCAB)
     assistant = load(write_assistant(tmp_path / "assistant", **KINDS[kind]), model)
     totals = DraftTotals()
     drafter = make_drafter(assistant, model, sampling=sampling)
-    steps = speculative_decode(
-        model, PROMPT, model.make_cache(), drafters=[drafter], sampler=sampling
-    )
+    steps = speculative_steps(model, PROMPT, [drafter], sampler=sampling)
     tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == plain(model, count, sampling)
     assert totals.drafts["mtp"].drafted == DRAFTED * (len(lengths) - 1)
@@ -215,7 +212,7 @@ def test_an_assistant_that_is_always_wrong_is_told(tmp_path, caplog):
 
     assert 0 not in answer
     drafter.propose = wrong
-    steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
+    steps = speculative_steps(model, PROMPT, [drafter])
     assert first_tokens(steps, 20)[0] == answer[:20]
     (line,) = caplog.messages
     assert mentions(line, "64")
@@ -249,8 +246,7 @@ def test_packed_targets_and_assistants(dtype, tmp_path):
     expected = plain(model, 20)
     for one in (assistant, again):
         drafter = make_drafter(one, model)
-        steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
-        assert first_tokens(steps, 20)[0] == expected
+        assert first_tokens(speculative_steps(model, PROMPT, [drafter]), 20)[0] == expected
 
     for bits in (77, 4, "8"):
         (packed / "config.json").write_text(
@@ -288,9 +284,9 @@ def answer(model, tokenizer, prompt=PROMPT, **more):
     return [token for one in responses for token in one.tokens], responses[-1]
 
 
-@pytest.mark.parametrize("settings", [{}, {**SAMPLED, "repetition_penalty": 1.3}])
-def test_answers_are_plain_decodings(settings, loaded):
+def test_answers_are_plain_decodings(loaded):
     model, tokenizer, assistant = loaded
+    settings = {**SAMPLED, "repetition_penalty": 1.3}
     expected, _ = answer(model, tokenizer, decoding="plain", **settings)
     for decoding in ("speculative", None):
         found, last = answer(model, tokenizer, drafter=assistant, decoding=decoding, **settings)
@@ -306,9 +302,7 @@ def test_a_warm_prompt_cache_gives_what_a_cold_one_does(loaded, monkeypatch):
         drafter = make_drafter(assistant, model)
         cache = model.make_cache()
         prefill(model, text[:known], cache)
-        steps = speculative_decode(
-            model, text[known:33], cache, drafters=[drafter], context=text[:known]
-        )
+        steps = speculative_steps(model, text[known:33], [drafter], cache, context=text[:known])
         chains = []
         real = drafter.propose
         monkeypatch.setattr(
@@ -326,10 +320,7 @@ def test_two_answers_at_once(loaded):
     model, _, assistant = loaded
     prompts = [PROMPT, PROMPT[::-1]]
     running = [
-        speculative_decode(
-            model, prompt, model.make_cache(), drafters=[make_drafter(assistant, model)]
-        )
-        for prompt in prompts
+        speculative_steps(model, prompt, [make_drafter(assistant, model)]) for prompt in prompts
     ]
     found = [[], []]
     for _ in range(16):

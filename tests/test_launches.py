@@ -6,7 +6,7 @@ from functools import cache
 import mlx.core as mx
 import pytest
 from device_log import IDLE, LAUNCH, READ, RUN, Turn, peak_growth, watched
-from loops import Turns, drafted, ended_after, undrafted
+from loops import Turns, ended_after, plain_steps, speculative_steps
 from tiny import LATENT, first_tokens, make_model
 
 from ssmlx.decoding.draft_shape import Never
@@ -50,8 +50,8 @@ def decoded(kind, **more):
     make, settings = KINDS[kind]
     model = model_of()
     if make is None:
-        return undrafted(model, PROMPT, **more)
-    return drafted(model, PROMPT, [make(model)], **{**settings, **more})
+        return plain_steps(model, PROMPT, **more)
+    return speculative_steps(model, PROMPT, [make(model)], **{**settings, **more})
 
 
 @cache
@@ -126,7 +126,9 @@ def test_drafting_begins_and_ends_without_a_call_of_its_own():
     controller = Turns([None, None, None, shape, shape])
     first_tokens(decoded("second-pass"), 20)
     with watched(model) as device:
-        turns = device.turns(drafted(model, PROMPT, [drafter], controller=controller), 8)[1:]
+        turns = device.turns(speculative_steps(model, PROMPT, [drafter], controller=controller), 8)[
+            1:
+        ]
     for turn in turns:
         assert turn.calls_under_way == turn.count(RUN) == turn.count(READ) == 1
     # The device has nothing to do only where drafting begins and where it ends.
@@ -150,9 +152,9 @@ def test_caches_are_written_in_place(architecture, kind, someone_holds_it):
     cache.reserve(more_tokens=20_000)
     mx.clear_cache()
     without = mx.get_active_memory()
-    steps = undrafted(model, PROMPT, cache)
+    steps = plain_steps(model, PROMPT, cache)
     if drafter:
-        steps = drafted(model, PROMPT, [drafter], cache)
+        steps = speculative_steps(model, PROMPT, [drafter], cache)
     first_tokens(steps, 12)
     layer = cache.nbytes / model.num_layers
     kept = cache.nbytes + cache.mask_bytes + (drafter.cache_bytes if drafter else 0)

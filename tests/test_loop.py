@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from device_log import READ, on_clock, peak_growth, rows_by_layer, watched
-from loops import Recorder, Turns, drafted, ended_after, plain_tokens, undrafted
+from loops import Recorder, Turns, ended_after, plain_steps, plain_tokens, speculative_steps
 from tiny import (
     LAYERS,
     VOCAB,
@@ -188,7 +188,9 @@ def test_whoever_drafts_behind_a_call_the_text_is_plain_decodings(
     shapes = [None, None, *small, *(one.largest for one in drafters)]
     drawn = Drawn(shapes, f"{adapter} {prune.kind} {sampling}")
     totals = DraftTotals()
-    steps = drafted(model, PROMPT, drafters, controller=drawn, prune=prune, sampler=sampler)
+    steps = speculative_steps(
+        model, PROMPT, drafters, controller=drawn, prune=prune, sampler=sampler
+    )
     tokens, calls = first_tokens(steps, 80, totals)
     assert tokens == plain_answer(sampling)[:80]
     assert [call.tokens for call in drawn.calls] == calls and max(calls) > 1
@@ -217,7 +219,7 @@ def test_drafts_of_every_kind_are_accepted_in_such_answers():
     model = model_with("conditional")
     drafters = drafters_of(model, "second-pass")
     drawn = Drawn([None, *(one.largest for one in drafters)], 0)
-    first_tokens(drafted(model, PROMPT, drafters, controller=drawn), 200)
+    first_tokens(speculative_steps(model, PROMPT, drafters, controller=drawn), 200)
     most = dict.fromkeys((one.largest.drafter for one in drafters), 0)
     for call in drawn.calls:
         if call.shape is not None:
@@ -238,7 +240,9 @@ def test_a_drafter_starts_once_and_follows_the_text(schedule, known):
     prefill(model, [7, 7, 2], cache)
     context = [7, 7, 2] if known else []
     controller = Turns(shapes)
-    steps = drafted(model, PROMPT, drafters, cache, controller=controller, context=context)
+    steps = speculative_steps(
+        model, PROMPT, drafters, cache, controller=controller, context=context
+    )
     tokens, lengths = first_tokens(steps, 40)
     text = [*(context or [PAD_TOKEN] * 3), *PROMPT, *tokens]
     ends = (np.cumsum([0, *lengths]) + 3 + len(PROMPT)).tolist()
@@ -257,7 +261,7 @@ def test_a_drafter_starts_once_and_follows_the_text(schedule, known):
     ]
     # Who drafts behind every call is shown the text by the calls, and by nothing else.
     streams.seen.clear()
-    first_tokens(drafted(model, PROMPT, [streams]), 20)
+    first_tokens(speculative_steps(model, PROMPT, [streams]), 20)
     assert {kind for kind, *_ in streams.seen} == {"start", "propose"}
 
 
@@ -267,7 +271,7 @@ def trees_by_position(model, schedule, turns):
     streams = Recorder(model, TreeConfig(size=7), model.num_streams, schedule)
     shapes = {"streams": streams.largest, "lookup": lookup.largest, "": None}
     controller = Turns([shapes[one] for one in turns])
-    first_tokens(drafted(model, PROMPT, [streams, lookup], controller=controller), 80)
+    first_tokens(speculative_steps(model, PROMPT, [streams, lookup], controller=controller), 80)
     return {position: tree for position, *tree in streams.drawn()}
 
 
@@ -375,7 +379,7 @@ def test_taps_are_the_hidden_states_of_the_text(step_size, prune, schedule, cach
     cache = model.make_cache()
     if cached:
         prefill(model, text[:cached], cache)
-    steps = drafted(
+    steps = speculative_steps(
         model,
         text[cached:],
         drafters,
@@ -407,7 +411,7 @@ def work_of(model, drafter, shapes):
     """Rows times layers of an answer whose calls draft `shapes`, and the target calls."""
     controller = Turns(shapes)
     with rows_by_layer(model) as rows:
-        calls = filter(None, drafted(model, PROMPT, [drafter], controller=controller))
+        calls = filter(None, speculative_steps(model, PROMPT, [drafter], controller=controller))
         for _ in range(len(shapes)):
             next(calls)
     return sum(rows), controller.calls
@@ -441,7 +445,10 @@ def test_a_controller_that_drafts_nothing_makes_plain_decodings_calls():
     model = model_of()
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams)
     found = []
-    for steps in (drafted(model, PROMPT, [drafter], controller=Never()), undrafted(model, PROMPT)):
+    for steps in (
+        speculative_steps(model, PROMPT, [drafter], controller=Never()),
+        plain_steps(model, PROMPT),
+    ):
         with rows_by_layer(model) as rows:
             found.append((first_tokens(steps, 20), rows))
     assert found[0] == found[1]
@@ -454,7 +461,7 @@ def test_changing_between_plain_calls_and_drafts_copies_no_cache():
     shapes = [None, drafters[0].largest, drafters[3].largest, None, None, drafters[3].largest] * 20
     cache = model.make_cache(scratch_rows(drafters))
     cache.reserve(more_tokens=20_000)
-    steps = drafted(model, PROMPT, drafters, cache, controller=Turns(shapes))
+    steps = speculative_steps(model, PROMPT, drafters, cache, controller=Turns(shapes))
     first_tokens(steps, 24)
     assert peak_growth(filter(None, steps), 24) < cache.nbytes / model.num_layers
 
@@ -465,7 +472,7 @@ def test_whoever_asks_for_no_more_gets_no_more(host_tokens, ended):
     """No draft is begun for an answer that has ended, at whichever call."""
     model = model_of()
     drafter = Watched(drafters_of(model, "second-pass")[1 if host_tokens else 0])
-    steps = drafted(model, PROMPT, [drafter], take=ended_after(ended))
+    steps = speculative_steps(model, PROMPT, [drafter], take=ended_after(ended))
     given = [*islice(filter(None, steps), ended)]
     drafts = [kind for kind, *_ in drafter.seen if kind == "propose"]
     # A draft on the device is begun while the call is under way, before its tokens are known.
@@ -491,7 +498,7 @@ def test_a_draft_models_start_is_no_calls_time(small_pieces):
     drafter, controller = late_draft_model()
     num_empty = 0
     with on_clock(read=1.0) as clock:
-        steps = drafted(model, PROMPT, [drafter], controller=controller)
+        steps = speculative_steps(model, PROMPT, [drafter], controller=controller)
         while len(controller.calls) < 7:
             if next(steps) is None:  # before a pass of the draft model, or of the prompt
                 clock.spend(10.0)
@@ -508,7 +515,7 @@ def test_drafting_after_a_plain_call_is_no_calls_time():
     shape = drafter.largest
     controller = Turns([None, None, shape, shape, shape, None, shape, shape])
     with on_clock(launch=1.0):
-        first_tokens(drafted(model, PROMPT, [drafter], controller=controller), 30)
+        first_tokens(speculative_steps(model, PROMPT, [drafter], controller=controller), 30)
     calls = controller.calls
     follows_plain = [b.shape is not None and a.shape is None for a, b in pairwise(calls)]
     assert follows_plain.count(True) == 2
@@ -521,7 +528,7 @@ def test_what_was_read_is_given_out_before_a_drafter_starts(small_pieces):
     drafter, controller = late_draft_model()
     num_given = num_empty_between = 0
     with watched(model) as device:
-        steps = drafted(model, PROMPT, [drafter], controller=controller)
+        steps = speculative_steps(model, PROMPT, [drafter], controller=controller)
         while num_given < 7:
             if next(steps) is not None:
                 num_given += 1
@@ -545,10 +552,10 @@ def test_a_piece_of_a_prompt_ends_at_its_place(known, drafts):
         kept = []
         place = PromptPlace(offset, lambda kept=kept, cache=cache: kept.append(cache.offset))
         more = {"context": text[:known], "prefill_step_size": 4, "place": place}
-        steps = undrafted(model, text[known:], cache, **more)
+        steps = plain_steps(model, text[known:], cache, **more)
         if drafts:
             lookup = PromptLookupDrafter(PromptLookupConfig())
-            steps = drafted(model, text[known:], [lookup], cache, **more)
+            steps = speculative_steps(model, text[known:], [lookup], cache, **more)
         offsets = [known]
         for step in steps:
             if step is not None:
@@ -566,7 +573,7 @@ def test_a_piece_of_a_prompt_ends_at_its_place(known, drafts):
 def test_what_keeping_a_place_raises_ends_the_loop():
     model = model_of()
     cache = model.make_cache()
-    steps = undrafted(model, PROMPT, cache, place=PromptPlace(2, lambda: 1 / 0))
+    steps = plain_steps(model, PROMPT, cache, place=PromptPlace(2, lambda: 1 / 0))
     next(steps)
     with pytest.raises(ZeroDivisionError):
         next(steps)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from device_log import on_clock
-from loops import drafted, plain_tokens
+from loops import plain_tokens, speculative_steps
 from metal import shim
 from metal.cases import Case, error_of, error_on_metal, run_case
 from metal.lint import complaints
@@ -321,7 +321,7 @@ def test_mlx_switches_it_off(on_shim):
     model = make_model()
     cache = model.make_cache()
     drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams, "fused")
-    first_tokens(drafted(model, PROMPT, [drafter], cache), 6)
+    first_tokens(speculative_steps(model, PROMPT, [drafter], cache), 6)
     assert on_shim.calls == 0
 
 
@@ -383,7 +383,7 @@ def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim
     model = make_model("llama", "all")
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams, schedule)
     cache = model.make_cache()
-    tokens, _ = first_tokens(drafted(model, PROMPT, [drafter], cache, prune=prune), 10)
+    tokens, _ = first_tokens(speculative_steps(model, PROMPT, [drafter], cache, prune=prune), 10)
     assert on_shim.calls > 12
     assert tokens == plain_tokens(model, PROMPT, 10)
 
@@ -440,7 +440,7 @@ def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
     for first_answer in (True, False):
         drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
         cache = model.make_cache()
-        steps = filter(None, drafted(model, PROMPT, [drafter], cache))
+        steps = filter(None, speculative_steps(model, PROMPT, [drafter], cache))
         before = len(tried)
         tokens = [*next(steps).tokens]
         calls = on_shim.calls
@@ -467,7 +467,7 @@ def test_a_trial_is_no_calls_time(schedule, on_shim, speeds, monkeypatch):
     cache = model.make_cache()
     with on_clock(read=1.0) as clock:
         monkeypatch.setattr(hook, "try_kernel", lambda *given: clock.spend(500.0) or tries(*given))
-        first_tokens(drafted(model, PROMPT, [drafter], cache, controller=controller), 24)
+        first_tokens(speculative_steps(model, PROMPT, [drafter], cache, controller=controller), 24)
     prompts, *calls = controller.calls
     assert prompts == (None, 0) and len(tried) > 1
     assert len(calls) > len(tried) + 2

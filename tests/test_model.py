@@ -9,12 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
+from loops import plain_tokens
 from mlx_lm.models import gpt2, internlm3, llama, mamba
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from refusals import as_shown, mentions, refusal
 
-from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.stream_drafter import DraftVocab
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
@@ -213,7 +213,7 @@ DRAFT_VOCAB = [1, 4, 5, 8, 12]
 def test_drafts_from_few_tokens_lose_nothing(scope, draft):
     """Every tree here wants more candidates than there are tokens to draft."""
     model = tiny.make_model("llama", scope, adapter={"draft_vocab": draft})
-    expected, _ = tiny.first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)
+    expected = plain_tokens(model, PROMPT, 24)
     for tree in (
         TreeConfig(kind="full", width=5),
         TreeConfig(kind="best", size=16),

@@ -17,7 +17,7 @@ from ssmlx.policy.costs import (
     FrozenCosts,
     context_bucket,
 )
-from ssmlx.policy.offers import ChainOffer, CurveOffer, SteadySource
+from ssmlx.policy.offers import ChainOffer, CurveOffer, LevelsOffer, SteadySource
 from tests import replayed
 from tests.replayed import CONDITIONS, TABLES, TASKS, Condition
 
@@ -647,16 +647,35 @@ def test_what_a_text_refuses_costs_little_and_is_known_to_later_answers(length):
     assert prior.ratio("prompt-lookup 33", 0, 0.95) == 0.95
 
 
-def test_waiting_for_a_call_has_to_pay_for_itself():
-    """Before the call under way is read, a match may break; behind it, nobody waits for long."""
-    table = known_rows()
-    text = Text(3)
-    controller = lookup_of(table, text)
-    late = controller.next(is_read=True)
-    assert late is not None
-    early = next(iter(controller._candidates(is_read=False)))
-    same = next(one for one in controller._candidates(is_read=True) if one.shape == early.shape)
-    assert early.speed < same.speed and early.hoped_speed < same.hoped_speed
+HEAD = LevelsOffer(DraftShape("mtp", 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "nodes", "costs"),
+    [
+        (Text(3), "rows", (2, 4, 8, 16, 32), (0.1, 0.18, 0.3)),
+        (SteadySource(HEAD), "mtp", (2, 3, 4), (0.2, 0.36, 0.5)),
+    ],
+    ids=["text", "head"],
+)
+def test_waiting_for_a_call_has_to_pay_for_itself(other, kind, nodes, costs):
+    """Before the call under way is read, the device would wait for the host, and a match may break:
+    at a cost of rows that still pays after the read, streams are drafted then."""
+
+    def drafted(cost: float, *, is_read: bool) -> str:
+        table = known_table()
+        for number in nodes * 8:
+            table.learn((kind, number), 0, 1 + cost * (number - 1))
+        sources = [SteadySource(CurveOffer.of_curve(TREE, CURVE)), other]
+        controller = Controller(table, AcceptancePrior(), sources, reads_seconds=False)
+        shape = controller.next(is_read=is_read)
+        assert shape is not None
+        return shape.drafter
+
+    own = other.offer().drafter
+    early, late = ([drafted(cost, is_read=is_read) for cost in costs] for is_read in (False, True))
+    assert early == [own, "streams", "streams"]
+    assert late == [own, own, "streams"]
 
 
 def test_calls_that_wait_are_timed_one_by_one():

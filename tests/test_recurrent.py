@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from controlled import answer as controlled
+from loops import speculative_steps
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from mlx_lm.utils import load_model
@@ -33,7 +34,7 @@ import ssmlx
 from ssmlx.decoding.call import plain_call, verify
 from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.drafter import Needs
-from ssmlx.decoding.loop import prefill, speculative_decode
+from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import Sampling, last_tokens
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.draft_model import DraftModel
@@ -112,11 +113,22 @@ class Scripted:
         return chain
 
 
+def caches_of(cache):
+    """mlx-lm's caches by layer, as the model would be given them now, without rejected tokens."""
+    given = []
+
+    def look(tokens, cache):
+        given.extend(flatten_caches(cache))
+        return tokens
+
+    cache.append(look, mx.zeros(0, mx.int32))
+    return given
+
+
 def held(cache):
     """What each layer keeps: states, and the rows that attention still sees, in order."""
-    cache.mark()  # drops what rejected tokens left
     found = []
-    for one in flatten_caches(cache._caches):
+    for one in caches_of(cache):
         if type(one) is ArraysCache:
             found += one.cache
             continue
@@ -165,12 +177,23 @@ def test_behind_every_call_the_state_is_plain_decodings(name, monkeypatch):
     assert more == rest[1:9]
 
 
-@pytest.mark.parametrize("host_tokens", [True, *slow(False)])
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", SOME)
+GREEDY_OR_NOT = ({}, SAMPLED)
+EVERY = [*RECURRENT, *WHOLE]
+
+
+@pytest.mark.parametrize(("name", "settings", "host_tokens", "count"), [
+    *((name, settings, True, 40) for name, settings in zip(FIRST, cycle(GREEDY_OR_NOT))),
+    ("lfm2", SAMPLED, False, 40),
+    *slow(*(
+        (name, settings, not settings, 40)
+        for name, settings in zip((n for n in EVERY if n not in FIRST), cycle(GREEDY_OR_NOT))
+    )),
+    *slow(*(
+        (name, settings, bool(settings), 300) for name, settings in zip(EVERY, cycle(GREEDY_OR_NOT))
+    ), mark=pytest.mark.long),
+], ids=str)  # fmt: skip
 def test_tokens_are_plain_decodings_and_no_row_is_fed_twice(
-    name, count, settings, host_tokens, monkeypatch
+    name, settings, host_tokens, count, monkeypatch
 ):
     base = make_base(name)
     model = make_model(name)
@@ -186,11 +209,10 @@ def test_tokens_are_plain_decodings_and_no_row_is_fed_twice(
 
     monkeypatch.setattr(type(base), "__call__", noted)
     totals = DraftTotals()
-    steps = speculative_decode(
+    steps = speculative_steps(
         model,
         PROMPT,
-        model.make_cache(),
-        drafters=[Scripted(expected, host_tokens=host_tokens)],
+        [Scripted(expected, host_tokens=host_tokens)],
         sampler=Sampling(GenerateConfig(**settings), VOCAB),
     )
     tokens, lengths = first_tokens(steps, count, totals)
@@ -217,8 +239,10 @@ class Follower(Scripted):
         )
 
 
-@pytest.mark.parametrize("cached", [0, 5])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "cached"), [
+    *zip(FIRST, cycle((5, 0))),
+    *slow(*zip((name for name in EVERY if name not in FIRST), cycle((5, 0)))),
+])  # fmt: skip
 def test_followers_are_given_what_enters_the_final_norm(name, cached):
     """Of prompts in pieces, of a cached beginning not, and of calls that accept more and less."""
     model = make_model(name)
@@ -232,11 +256,11 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
     follower = Follower(expected, len(backbone.layers))
     cache = model.make_cache()
     prefill(model, text[:cached], cache)
-    steps = speculative_decode(
+    steps = speculative_steps(
         model,
         PROMPT[cached:],
+        [follower],
         cache,
-        drafters=[follower],
         context=text[:cached],
         prefill_step_size=4,
     )
@@ -284,8 +308,7 @@ def test_what_is_no_chain_is_verified_as_one(name):
             tree.tokens[:1] = verified.root
             return tree
 
-    steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[Trees(expected)])
-    assert first_tokens(steps, 24)[0] == expected
+    assert first_tokens(speculative_steps(model, PROMPT, [Trees(expected)]), 24)[0] == expected
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -295,11 +318,9 @@ def test_an_answer_may_end_in_the_middle_and_go_on(name):
     expected, _ = decoded(model, 40, decoding="plain")
     for calls in (1, 2, 4, 6):
         cache = model.make_cache()
-        steps = filter(
-            None, speculative_decode(model, PROMPT, cache, drafters=[Scripted(expected)])
-        )
-        tokens = [token for _ in range(calls) for token in next(steps).tokens]
-        steps.close() if hasattr(steps, "close") else None
+        steps = speculative_steps(model, PROMPT, [Scripted(expected)], cache)
+        tokens = [token for step in islice(filter(None, steps), calls) for token in step.tokens]
+        steps.close()
         text = [*PROMPT, *tokens]
         assert cache.offset == len(text) - 1 == cache.longest_keepable(cache.offset)
         more, _ = decoded(model, 8, text[-1:], cache, text[:-1], decoding="plain")
@@ -339,6 +360,7 @@ def test_a_text_may_go_back_to_what_was_marked():
     for token in text[:-1]:
         model.append(mx.array([token]), cache)
         if cache.offset in (8, 20):
+            assert cache.mark()
             marked[cache.offset] = held(cache)
     assert [cache.longest_keepable(n) for n in (5, 8, 19, 22, 32)] == [0, 8, 8, 20, 32]
     assert cache.nbytes > model.make_cache().nbytes
@@ -353,8 +375,10 @@ def test_a_text_may_go_back_to_what_was_marked():
     assert decoded(model, 8, rest, cache, text[:8])[0] == text[len(PROMPT) : len(PROMPT) + 8]
 
 
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("lfm2", {}),
+    *slow(*zip((name for name in EVERY if name != "lfm2"), cycle(GREEDY_OR_NOT))),
+], ids=str)  # fmt: skip
 def test_the_text_and_a_draft_model_draft_chains(name, settings):
     model = make_model(name)
     expected, _ = decoded(model, 40, decoding="plain", **settings)
@@ -368,20 +392,17 @@ def test_the_text_and_a_draft_model_draft_chains(name, settings):
         assert tokens == expected and {*lengths[1:]} <= calls
 
 
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", HEAD_KINDS)
-@pytest.mark.parametrize("name", ONE)
-def test_drafting_heads_draft_chains(name, kind, settings):
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [*zip(EVERY, cycle(HEAD_KINDS))])
+def test_drafting_heads_draft_chains(name, kind):
     model = make_model(name)
     if model.backbone.capabilities.last_hidden is not None:
         heads = make_heads(kind, model.backbone)
         line = refusal(make_plan, model, drafter=heads, decoding="speculative")
         assert as_shown(model.backbone.capabilities.last_hidden) in line
         return
-    expected, _ = decoded(model, 40, decoding="plain", **settings)
-    plan = make_plan(
-        model, drafter=make_heads(kind, model.backbone), decoding="speculative", **settings
-    )
+    expected, _ = decoded(model, 40, decoding="plain")
+    plan = make_plan(model, drafter=make_heads(kind, model.backbone), decoding="speculative")
     (drafter,) = plan.drafters
     totals = DraftTotals()
     steps = decode_plan(plan, model, PROMPT, model.make_cache())

@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from loops import plain_tokens, speculative_steps
 from mlx.utils import tree_flatten
 from real import answer, fuse, make_adapter, said_later, write_base, write_tiny_adapter
 from refusals import found_in, mentions, refusal
@@ -20,7 +21,6 @@ from tiny import make_adapter as tiny_adapter
 
 import ssmlx
 from ssmlx.commands import chat, generate
-from ssmlx.decoding.loop import plain_decode, speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
@@ -36,7 +36,7 @@ from ssmlx.settings import STREAM_SCHEDULES, TreeConfig
 # --- swapping, on models in memory ---
 
 
-LENGTH = 16
+LENGTH = 12
 PROMPT = [1, 5, 2, 7]
 MERGED = "merged"
 APART = "apart"
@@ -72,14 +72,11 @@ def same_arrays(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
     return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
-def tokens_of(model: StreamFusedModel, decoding: str) -> list[int]:
-    return answer(model, make_tokenizer(), PROMPT, decoding=decoding, max_tokens=LENGTH)[0]
-
-
-def answers(model: StreamFusedModel) -> list[list[int]]:
-    """Greedy answers, plain and, where there are streams, speculative."""
-    plain = tokens_of(model, "plain")
-    return [plain, tokens_of(model, "speculative")] if model.num_streams else [plain]
+def answers(model: StreamFusedModel) -> tuple[list[int], int]:
+    """The tokens of an answer, by streams if there are any, and how many target calls it took."""
+    asked = {"decoding": "speculative" if model.num_streams else "plain", "max_tokens": LENGTH}
+    tokens, last = answer(model, make_tokenizer(), PROMPT, **asked)
+    return tokens, last.target_calls
 
 
 def fresh(kind: str, adapter: StreamAdapter | None) -> StreamFusedModel:
@@ -95,7 +92,9 @@ def expected():
     wanted = {}
     for kind in (MERGED, APART, PACKED):
         for name, adapter in make_adapters(make_backbone(kind)).items():
-            wanted[kind, name] = answers(fresh(kind, adapter))
+            model = fresh(kind, adapter)
+            wanted[kind, name] = answers(model)
+            assert wanted[kind, name][0] == plain_tokens(model, PROMPT, LENGTH)
     return wanted
 
 
@@ -216,7 +215,7 @@ def test_models_of_one_base_answer_in_turns(expected, kind):
     while not all(one.is_over for one in open_answers.values()):
         for name, one in open_answers.items():
             tokens[name] += [token for segment in islice(one, 1) for token in segment.tokens]
-    assert tokens == {name: expected[kind, name][-1] for name in models}
+    assert tokens == {name: expected[kind, name][0] for name in models}
 
 
 @pytest.fixture(scope="module")
@@ -544,14 +543,13 @@ def with_task(backbone, *, seed=4):
     return replace(make(backbone, "streams", seed=seed), lora=task)
 
 
-def plain(model, count=LENGTH):
-    return first_tokens(plain_decode(model, PROMPT, model.make_cache()), count)[0]
+def plain(model):
+    return plain_tokens(model, PROMPT, LENGTH)
 
 
 def streamed(model, schedule):
     drafter = StreamDrafter(model, TREE, model.num_streams, schedule)
-    steps = speculative_decode(model, PROMPT, model.make_cache(64), drafters=[drafter])
-    return first_tokens(steps, LENGTH)
+    return first_tokens(speculative_steps(model, PROMPT, [drafter]), LENGTH)
 
 
 @pytest.mark.parametrize("kind", [MERGED, APART, PACKED])

@@ -1,16 +1,18 @@
 """Drafts of what a text says again, where a controller decides: the same tokens, and no waiting."""
 
 import pytest
-from controlled import answer
+from controlled import PROMPT, answer
+from device_log import IDLE, watched
+from loops import plain_tokens
 from tiny import VOCAB, make_base, make_model
 
 from ssmlx.decoding.draft_shape import DraftShape
-from ssmlx.decoding.loop import _SpeculativeLoop
+from ssmlx.decoding.sampling import Sampling
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
 from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers, TextIndex
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import PromptLookupConfig
+from ssmlx.settings import GenerateConfig, PromptLookupConfig
 
 SAMPLINGS = ({}, {"temp": 1.0, "seed": 3}, {"temp": 0.7, "seed": 1, "repetition_penalty": 1.2})
 
@@ -24,15 +26,13 @@ def bare():
 @pytest.mark.parametrize("has_streams", [False, True])
 def test_the_tokens_are_plain_decodings(bare, has_streams, settings):
     model = make_model() if has_streams else bare
-    expected, _, nothing = answer(model, 120, decoding="plain", **settings)
-    assert not nothing
-    tokens, lengths, drafts = answer(model, 120, **settings)
+    expected = plain_tokens(model, PROMPT, 80, Sampling(GenerateConfig(**settings), VOCAB))
+    tokens, lengths, drafts = answer(model, 80, **settings)
     assert tokens == expected
     assert sum(one.accepted for one in drafts.values()) == sum(lengths) - len(lengths)
     if not settings:  # a greedy text of random weights repeats itself
         assert drafts[NAME].accepted > 10
-    other, _, _ = answer(model, 120, row_cost=0.5, **settings)
-    assert other == expected
+    assert answer(model, 80, row_cost=0.5, **settings)[0] == expected
 
 
 def test_an_answer_that_was_given_before_is_copied(bare):
@@ -57,20 +57,15 @@ def test_an_expected_text_is_drafted_from_its_beginning(bare):
     assert drafts[EXPECTED].accepted > 15 and len(lengths) < 12
 
 
-def test_where_nothing_pays_no_plain_call_waits(bare, monkeypatch):
+def test_where_nothing_pays_no_plain_call_waits(bare):
     """Each is launched before the one before it is read, as in plain decoding."""
-    waited = []
-    real = _SpeculativeLoop.launch_tree
-
-    def launch_tree(self, *given):
-        waited.append(given)
-        return real(self, *given)
-
-    monkeypatch.setattr(_SpeculativeLoop, "launch_tree", launch_tree)
-    _, lengths, drafts = answer(bare, 60, row_cost=3.0)
-    assert lengths == [1] * 60 and not drafts and not waited
-    _, _, drafts = answer(bare, 60)
-    assert drafts and waited
+    idle = []
+    for cost in (3.0, 3.0, 0.01):  # once more: constants are computed the first time
+        with watched(bare) as device:
+            _, lengths, drafts = answer(bare, 60, row_cost=cost)
+        idle.append(device.events.count(IDLE))
+        assert (lengths == [1] * 60) == (not drafts) == (cost > 1)
+    assert idle[1] == 1 < idle[2]  # after the prompt's piece
 
 
 def test_a_draft_ends_with_an_end_token():

@@ -1,9 +1,10 @@
 """What a call costs is measured in the loop that answers are decoded in."""
 
+from itertools import count
+
 import pytest
 from tiny import let_calls_take
 
-from ssmlx.generation import time_calls
 from ssmlx.generation.time_calls import measure_costs
 
 TEXT = [3, 4, 5, 6, 7, 8, 9, 3, 4, 5]
@@ -36,10 +37,12 @@ def test_the_first_round_ends_where_its_time_does(model, monkeypatch):
 
 
 def test_the_least_of_the_rounds_counts(model, monkeypatch):
-    # plain, 2 and 3 nodes; 3 rounds
-    times = iter([1.0, 2.0, 2.6, 3.0, 1.5, 9.0, 8.0, 8.0, 2.5])
-    rounds = iter([0.0, 0.5, 0.9, 1.1])
-    monkeypatch.setattr(time_calls, "_time_few_calls", lambda *_: [next(times)])
-    monkeypatch.setattr(time_calls.time, "perf_counter", lambda: next(rounds))
-    timings = measure_costs(model, TEXT, (2, 3), seconds=1.0)
-    assert timings.costs == {2: 1.5, 3: 2.5} and timings.plain_seconds == [1.0, 3.0, 8.0]
+    """A machine that does something else now and then makes no size dear."""
+    number = count()
+    # Plain calls in the first round, and those of two nodes in the second.
+    disturbed = {*range(7), *range(26, 32)}
+    let_calls_take(monkeypatch, lambda nodes: 0.5 if next(number) in disturbed else 0.1)
+    timings = measure_costs(model, TEXT, (2, 3), seconds=6.0)
+    assert timings.costs == pytest.approx({2: 1.0, 3: 1.0})
+    assert timings.plain_seconds == pytest.approx([0.5] * 3 + [0.1] * 3)
+    assert max(disturbed) < next(number) < 2 * max(disturbed)

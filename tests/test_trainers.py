@@ -17,9 +17,11 @@ import oracle
 import real
 import refusals
 from guessed import compute_guesses
+from loops import speculative_steps
 from oracle import gap
 from oracle import make_base as make_torch_base
 from refusals import found_in, mentions
+from tiny import first_tokens
 from torch.nn import functional as F
 from trainers import ALONE, MLX, OWN, TORCH
 
@@ -45,13 +47,13 @@ from convert.training.run import (
     stream_attention,
     use_stream_attention,
 )
-from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter, read_task_lora
 from ssmlx.loading.load import load_base
 from ssmlx.loading.tensors import read_tensors
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
+from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import TokensBetweenTurns
 from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training import mlx_trainer
@@ -260,9 +262,9 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     alike = replace(adapter, config=replace(adapter.config, stream_window=window))
     fused = attach_adapter(load_base(tmp_path / "base", "float32")[0], alike, merge_lora=True)
     ends = []
-    second = StreamDrafter._run_second_pass
+    second = StreamFusedModel.second_pass
     monkeypatch.setattr(
-        StreamDrafter, "_run_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
+        StreamFusedModel, "second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )
     streams = mine.objective._hidden_states_by_kind(batch, lower)["stream"].reshape(
         *batch.anchors.shape, 3, -1
@@ -277,7 +279,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
         assert gap(along.logprobs, found.logprobs) < 1e-4
         ends.clear()
         drafter = StreamDrafter(fused, TreeConfig(kind="full", width=1), 3)
-        next(filter(None, speculative_decode(fused, text, fused.make_cache(), drafters=[drafter])))
+        first_tokens(speculative_steps(fused, text, [drafter]), 2)
         assert gap(streams[row, places.stop - 1], ends[0][0]) < 1e-4
     for _ in range(2):
         assert mine.advance(batch, lower) == pytest.approx(
