@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("starlette")
 
 from asking import CHAT, COMPLETIONS, JSON, ask_all, cached, chat, client_of, drive, reply, said
+from forwards import watch_engine
 from real import words, write_tiny_adapter
 from refusals import exits, mentions
 from starlette.exceptions import HTTPException
+from tiny import cost_shared_calls
 
 import ssmlx
-from ssmlx import answers
 from ssmlx.commands import caches as files
-from ssmlx.generation import segments
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
 from ssmlx.server.app import make_app
@@ -230,15 +230,16 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
     """In the body, the prompt, in decoding and the queue: one answer may be open at a time."""
     config = ssmlx.GenerateConfig(max_tokens=10_000, prefill_step_size=1)
     app = serve(config, limits=Limits(open=1))
+    forwards = watch_engine(monkeypatch, engine)
     long = chat(words(150), stream=True)
 
     async def in_the_prompt():
         gone = asyncio.Event()
-        pieces = count()
-        told = lambda *_: next(pieces) == 3 and gone.set()  # noqa: E731
-        monkeypatch.setattr(answers.Answer, "_report_progress", told)
+        leave = asyncio.get_running_loop().call_soon_threadsafe
+        forwards.before = lambda _: leave(gone.set) if len(forwards) == 3 else None
         (start,) = await drive(app, long, gone=gone)
-        assert start["type"] == "http.response.start" and next(pieces) < 100
+        forwards.before = lambda _: None
+        assert start["type"] == "http.response.start" and len(forwards) < 100
 
     async def in_decoding_and_in_the_queue():
         held = asyncio.Event()
@@ -262,7 +263,7 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
 
     for leave in (in_the_prompt, in_decoding_and_in_the_queue, in_the_body):
         asyncio.run(leave())
-        assert all(answer.is_over for answer in engine._open)
+        assert engine.memory_pool.running == 0
         client = client_of(app)
         assert client.post(CHAT, json=chat(max_tokens=3)).status_code == 200
         told = client.get("/metrics").text
@@ -270,43 +271,48 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
         assert "ssmlx_refused_total{" not in told
 
 
-def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
-    real = segments.build_responses
+def test_a_failing_step_ends_its_own_request_alone(serve, engine, monkeypatch):
+    forwards = watch_engine(monkeypatch, engine)
 
-    def failing(steps, num_prompt, *more):
-        for response in real(steps, num_prompt, *more):
-            if num_prompt > 20 and response.target_calls == 3:
-                raise RuntimeError("a secret")
-            yield response
+    def fail_once(_):
+        if len(forwards) == 6:
+            raise RuntimeError("a secret")
 
-    monkeypatch.setattr(segments, "build_responses", failing)
-    app = serve()
-    bad = chat(words(30))
+    app = serve(ssmlx.GenerateConfig(max_tokens=LENGTH, decoding="plain"), limits=Limits(open=1))
 
     async def both():
-        asked = ({**bad, "stream": True}, chat())
+        asked = ({**chat(), "stream": True}, chat())
         return await asyncio.gather(*(drive(app, one) for one in asked))
 
+    forwards.before = fail_once
     failed, fine = asyncio.run(both())
     told = b"".join(one.get("body", b"") for one in failed).decode()
-    assert told.count("data: ") == 3 and '"api_error"' in told and "secret" not in told
+    assert told.count("data: ") > 2 and '"api_error"' in told and "secret" not in told
     assert fine[0]["status"] == 200
     client = client_of(app, raise_server_exceptions=False)
-    assert [client.post(CHAT, json=one).status_code for one in (bad, chat())] == [500, 200]
-    monkeypatch.setattr("ssmlx.generation.batching.Batches.decode", None)
-    alone = client_of(serve(ssmlx.GenerateConfig(deterministic=True, max_tokens=3)))
-    assert alone.post(CHAT, json=chat()).status_code == 200, "what is to be the same has no row"
+    del forwards[:]
+    assert [client.post(CHAT, json=chat()).status_code for _ in range(2)] == [500, 200]
 
 
-def test_twenty_at_once_say_what_each_says_alone(serve):
-    bodies = [chat(f"w{n % 5}", model=("tiny", "tiny:own")[n % 2]) for n in range(20)]
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_answers_that_have_to_be_the_same_share_no_calls(serve, engine, monkeypatch, deterministic):
+    forwards = watch_engine(monkeypatch, engine)
+    cost_shared_calls(monkeypatch, lambda rows: 0.01)
+    app = serve(ssmlx.GenerateConfig(max_tokens=LENGTH, deterministic=deterministic))
+    found = ask_all(app, [chat()] * 2)
+    assert [one.status_code for one in found] == [200] * 2
+    assert (forwards.num_shared == 0) == deterministic
+
+
+def test_twelve_at_once_say_what_each_says_alone(serve):
+    bodies = [chat(f"w{n % 3}", model=("tiny", "tiny:own")[n % 2]) for n in range(12)]
     alone = {json.dumps(one): said([ask_all(serve(), [one])[0].json()]) for one in bodies}
     found = ask_all(serve(limits=Limits(open=4)), bodies)
     assert [said([one.json()]) for one in found] == [alone[json.dumps(one)] for one in bodies]
 
 
 def test_too_much_is_refused(serve):
-    config = ssmlx.GenerateConfig(max_tokens=200)
+    config = ssmlx.GenerateConfig(max_tokens=100)
     found = ask_all(serve(config, limits=Limits(open=1, waiting=2)), [chat()] * 8)
     assert sorted(one.status_code for one in found) == [200] * 3 + [503] * 5
     refused = [one for one in found if one.status_code == 503]

@@ -11,20 +11,19 @@ pytest.importorskip("starlette")
 
 import httpx2 as httpx
 import mlx.core as mx
-from asking import CHAT, COMPLETIONS, chat, client_of, reply
+from asking import CHAT, COMPLETIONS, LAST, chat, client_of, reply
+from forwards import watch_engine
 from real import words, write_tiny_adapter
+from tiny import cost_shared_calls
 
 import ssmlx
-from ssmlx.decoding import loop
-from ssmlx.decoding.batch import Batch
 from ssmlx.decoding.sampling import TokenLogprobs
-from ssmlx.policy.controller import PLAIN_CALL
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import _json_in_pieces, make_app
 from ssmlx.server.completions import TextCompletionWriter
 from ssmlx.server.handler import Limits, RequestHandler
 from ssmlx.server.logprobs import TokenEntries
-from ssmlx.server.requests import AnswerRequest, TextPart
+from ssmlx.server.requests import AnswerRequest, ChoiceEnd, TextPart
 
 PROMPTS = [words(9), words(5, 20), "w7", words(9)]
 IDS = [[8, 9, 10], [11, 12], [13]]
@@ -67,26 +66,16 @@ def test_several_prompts_are_answered_as_each_alone(client, prompts, stream):
         assert usage[name] == sum(own[name] for _, own in alone)
 
 
-def test_choices_share_their_prompt_and_their_calls(client, monkeypatch):
+def test_choices_share_their_prompt_and_their_calls(serve, engine, monkeypatch):
+    client = client_of(serve(ssmlx.GenerateConfig(max_tokens=8, decoding="plain")))
     alone = [choices(client, prompt=words(50), **{**SAMPLED, "seed": 3 + n})[0] for n in range(3)]
-    pieces = []
-    rows = []
-    read = loop.append_piece
-    step = Batch.step
-
-    def reading(model, tokens, cache, taps):
-        pieces.extend(tokens)
-        return read(model, tokens, cache, taps)
-
-    monkeypatch.setattr(loop, "append_piece", reading)
-    monkeypatch.setattr(Batch, "step", lambda self: rows.append(len(self.members)) or step(self))
-    monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_fastest_call", PLAIN_CALL)
-    monkeypatch.setattr("ssmlx.policy.costs.FrozenCosts.calls", lambda self, kind: 1.001)
+    forwards = watch_engine(monkeypatch, engine)
+    cost_shared_calls(monkeypatch, lambda rows: 0.01)
     for prompts in ([words(50, 7)], [words(40, 3), words(45, 30)]):
-        del pieces[:]
+        del forwards[:]
         _, usage = choices(client, prompt=prompts, n=3, **SAMPLED)
-        assert len(pieces) == usage["prompt_tokens"] - len(prompts), "each prompt once"
-    assert max(rows) > 1
+        assert sum(forwards.pieces) == usage["prompt_tokens"] - len(prompts), "each prompt once"
+        assert forwards.num_shared > 0
     found, _ = choices(client, prompt=words(50), n=3, **SAMPLED)
     assert [one["text"] for one in found] == [one["text"] for (one,) in alone]
 
@@ -194,23 +183,38 @@ def test_an_echoed_prompt_is_followed_by_its_answer_without_a_comment_between(cl
 ENTRY = {"token": "w1 ", "logprob": -1.0, "bytes": None, "top_logprobs": []}
 
 
+def written(parts, *, stream=False):
+    """The chunks of a text completion, and the whole reply."""
+    config = ssmlx.GenerateConfig()
+    ask = AnswerRequest(question="", config=config, is_chat=False, stream=stream)
+    writer = TextCompletionWriter(ask)
+
+    async def told():
+        for part in (*parts, ChoiceEnd("length", LAST)):
+            yield part
+
+    async def all_of_them():
+        return [
+            chunk["choices"][0] async for _, chunk in writer.events(told()) if chunk != "[DONE]"
+        ]
+
+    return asyncio.run(all_of_them()), writer.reply["choices"][0]
+
+
 def test_log_probabilities_are_written_in_proportion_to_their_number():
-    ask = AnswerRequest(question="", config=ssmlx.GenerateConfig(), is_chat=False)
     started = time.process_time()
-    entry = TextCompletionWriter(ask)._logprobs_entry([ENTRY] * 30_000, 5)
-    assert time.process_time() - started < 1
-    assert entry["text_offset"] == [*range(5, 90_005, 3)]
+    (_, chunk, _), _ = written(
+        [TextPart("12345", 5), TextPart("w1 " * 30_000, 1, [ENTRY] * 30_000)]
+    )
+    assert time.process_time() - started < 2
+    assert chunk["logprobs"]["text_offset"] == [*range(5, 90_005, 3)]
 
 
-def test_a_stream_keeps_no_log_probabilities():
-    part = TextPart("w1 ", 1, [ENTRY])
-    for stream, kept in ((False, ["w1 "]), (True, None)):
-        config = ssmlx.GenerateConfig()
-        ask = AnswerRequest(question="", config=config, is_chat=False, stream=stream)
-        writer = TextCompletionWriter(ask)
-        assert writer._add_part(part)["logprobs"]["tokens"] == ["w1 "]
-        found = writer.reply["choices"][0]["logprobs"]
-        assert (found and found["tokens"]) == kept
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_keeps_no_log_probabilities(stream):
+    (chunk, _), whole = written([TextPart("w1 ", 1, [ENTRY])], stream=stream)
+    assert chunk["logprobs"]["tokens"] == ["w1 "]
+    assert whole["logprobs"] is None if stream else whole["logprobs"] == chunk["logprobs"]
 
 
 def test_a_long_prompt_is_echoed_in_parts(client, monkeypatch):

@@ -34,7 +34,7 @@ from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.errors import ContextLengthError
 from ssmlx.server import grammars
 from ssmlx.server.app import make_app
-from ssmlx.server.concurrency import READING, SMALL, BodyBytes
+from ssmlx.server.concurrency import READING, SMALL, AnswerSlots, BodyBytes
 from ssmlx.server.handler import Limits, RequestHandler
 from ssmlx.server.request_prompts import PromptReader
 from ssmlx.server.text_lengths import most_bytes_per_token, with_length_check
@@ -208,19 +208,19 @@ def test_counts_of_tokens_wait_in_the_queue(serve, monkeypatch):
 @pytest.mark.parametrize("path", [CHAT, COUNT])
 def test_what_a_client_that_left_asked_for_is_not_computed(serve, path, monkeypatch):
     read = []
-    monkeypatch.setattr("ssmlx.server.app._parse_json_object", lambda body: read.append(body) or {})
+    monkeypatch.setattr(RequestHandler, "with_served_model", lambda handler, ask: read.append(ask))
     held = Event()
-    blocked = READING._for_large.submit(held.wait)
     gone = asyncio.Event()
 
     async def ask_and_leave():
+        before = asyncio.create_task(READING.run(SMALL + 1, held.wait))
         asyncio.get_running_loop().call_later(0.2, gone.set)
         await drive(serve(), chat("w1 " * SMALL), gone=gone, path=path)
+        held.set()
+        await before
+        await READING.run(SMALL + 1, int)  # after what was asked for
 
     asyncio.run(ask_and_leave())
-    held.set()
-    blocked.result()
-    READING._for_large.submit(int).result()
     assert read == []
 
 
@@ -342,13 +342,13 @@ def test_a_compiled_form_is_kept_by_its_request(byte_client, monkeypatch):
     monkeypatch.setattr(
         grammars, "LLMatcher", lambda *args, **more: made.append(args) or LLMatcher(*args, **more)
     )
-    wait = RequestHandler._take_first_slot
+    take = AnswerSlots.take
 
-    async def forget_and_wait(handler):
+    async def forget_and_wait(slots):
         grammars.compiled_matcher.cache_clear()
-        await wait(handler)
+        await take(slots)
 
-    monkeypatch.setattr(RequestHandler, "_take_first_slot", forget_and_wait)
+    monkeypatch.setattr(AnswerSlots, "take", forget_and_wait)
     found = byte_client.post(CHAT, json=chat("Hi", n=3, guided_choice=["kept", "forgotten"]))
     assert found.status_code == 200 and len(made) == 1, found.text
 
@@ -495,10 +495,13 @@ def test_large_requests_keep_nobody_waiting(served):
 
 @pytest.mark.slow
 def test_connections_without_a_request_end(served):
-    """Silent ones, and those that send their head by drops."""
-    with many(5) as opened, many(5) as dripping:
-        silent = opened(served, "")
-        drops = dripping(served, "POST /v1/chat/completions HTTP/1.1\nHost: localhost\n")
+    """Silent ones, and those that send their head by drops; not one that was used."""
+    begun = "POST /v1/chat/completions HTTP/1.1\nHost: localhost\n"
+    with many(5) as silent, many(5) as dripping, many(1) as used:
+        connections = silent(served, "")
+        drops = dripping(served, begun)
+        (kept,) = used(served, "GET /health HTTP/1.1\nHost: localhost\n\n")
+        assert is_well(kept)
         started = time.monotonic()
         with Others(served) as others:
             while time.monotonic() - started < 13:
@@ -506,23 +509,10 @@ def test_connections_without_a_request_end(served):
                     with suppress(OSError):
                         one.sendall(b"X-A: b\r\n")
                 time.sleep(0.5)
-        assert all(map(is_closed, silent + drops))
+        assert all(map(is_closed, connections + drops))
         assert not others.bad
-
-
-@pytest.mark.slow
-def test_a_connection_is_used_again_but_not_for_ever(served):
-    with httpx.Client(base_url=served.url) as client:
-        assert [client.get("/health").status_code for _ in range(20)] == [200] * 20
-    with many(1) as opened:
-        (one,) = opened(served, "GET /health HTTP/1.1\nHost: localhost\n\n")
-        assert is_well(one)
-        time.sleep(11)  # httpx keeps it for 5
-        one.sendall(GET)
-        assert is_well(one)
-        one.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
-        time.sleep(11)
-        assert is_closed(one)
+        kept.sendall(GET)
+        assert is_well(kept)
 
 
 def attack_by_idle_connections(served, log, count):

@@ -200,6 +200,6 @@ def test_pages_of_allowed_hosts_and_origins_may_use_the_server(engine):
 @pytest.mark.parametrize(("names", "is_told"), [((), True), (("192.168.1.5",), False)])
 def test_a_server_on_all_addresses_says_under_which_names_it_answers(capsys, names, is_told):
     with command.listen_at("0.0.0.0", 0) as own:
-        command._print_address(own, ["tiny"], False, bool(names))
+        command.print_address(own, ["tiny"], False, bool(names))
     told = capsys.readouterr().out
     assert ("--allow-host" in told) == is_told and "--api-keys" in told

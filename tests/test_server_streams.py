@@ -11,11 +11,10 @@ anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 
 from asking import CHAT, COMPLETIONS, chat, client_of, clients, drive, reply, said
+from forwards import watch_engine
 from real import words
 
 import ssmlx
-from ssmlx.decoding import loop
-from ssmlx.generation import segments
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import Limits, RequestHandler
@@ -34,38 +33,30 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 @pytest.fixture
 def app(engine):
-    """Its streams are silent for 20 ms at most; prompts are read in pieces of 16 tokens."""
-    limits = Limits(silence=0.02)
+    """Its streams are silent for 10 ms at most; prompts are read in pieces of 16 tokens."""
+    limits = Limits(silence=0.01)
     handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()], limits=limits)
     return make_app(handler, ssmlx.GenerateConfig(max_tokens=4, prefill_step_size=16))
 
 
 @pytest.fixture
-def pieces(monkeypatch):
-    """The pieces of prompts that were processed, each of which takes 0.1 s."""
-    done = []
-    read = loop.append_piece
-
-    def slowly(*given):
-        time.sleep(0.1)
-        found = read(*given)
-        done.append(given)
-        return found
-
-    monkeypatch.setattr(loop, "append_piece", slowly)
-    return done
+def forwards(engine, monkeypatch):
+    """Forward calls, of which pieces of prompts take 50 ms each."""
+    forwards = watch_engine(monkeypatch, engine)
+    forwards.before = lambda forward: time.sleep(0.05 if forward.tokens > 1 else 0)
+    return forwards
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_a_stream_has_headers_at_once_and_is_never_silent(app, pieces, path):
+def test_a_stream_has_headers_at_once_and_is_never_silent(app, forwards, path):
     before = []
     body = {**ASKED[path], "stream": True}
-    start, *told = asyncio.run(drive(app, body, lambda _: before.append(len(pieces)), path=path))
-    assert start["type"] == "http.response.start" and before[0] == 0 < len(pieces)
+    start, *told = asyncio.run(drive(app, body, lambda _: before.append(len(forwards)), path=path))
+    assert start["type"] == "http.response.start" and before[0] <= 1 < len(forwards)
     assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
     bodies = [one["body"] for one in told]
     signs = [one for one in bodies if one == PING or COMMENT.fullmatch(one)]
-    assert len(signs) > len(pieces), "0.1 s a piece, 0.02 s a sign"
+    assert len(signs) > len(forwards.pieces) > 4
     if path == "/v1/messages":
         assert bodies[0].startswith(b"event: message_start\n") and {*signs} == {PING}
         return
@@ -99,18 +90,18 @@ async def read_message(_, client):
 READERS = (read_chat, read_completion, read_response, read_message)
 
 
-def test_the_clients_read_over_signs_of_life(app, pieces):
+def test_the_clients_read_over_signs_of_life(app, forwards):
     said_in = [asyncio.run(read(*clients(app))) for read in READERS]
     text, completion, response, message = said_in
     assert text == response == message and len(text.split()) == len(completion.split()) == 4
-    assert len(pieces) > 8
+    assert len(forwards.pieces) > 8
 
 
-def test_an_error_behind_the_headers_is_an_event_and_the_clients_own(app, monkeypatch):
-    def failing(*given):
+def test_an_error_after_the_headers_is_an_event_and_the_clients_own(app, forwards):
+    def fail(_):
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(loop, "append_piece", failing)
+    forwards.before = fail
     for path, body in ASKED.items():
         start, *told = asyncio.run(drive(app, {**body, "stream": True}, path=path))
         text = b"".join(one["body"] for one in told).decode()
@@ -129,15 +120,9 @@ def test_no_proxy_keeps_events_back(app, path):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_being_written_at_the_time_limit_ends_by_its_length(engine, monkeypatch, stream):
-    build = segments.build_responses
-
-    def slowly(*given):
-        for response in build(*given):
-            time.sleep(0.1)
-            yield response
-
-    monkeypatch.setattr(segments, "build_responses", slowly)
-    limits = Limits(time=2.0)
+    forwards = watch_engine(monkeypatch, engine)
+    forwards.before = lambda _: time.sleep(0.05)
+    limits = Limits(time=1.0)
     handler = RequestHandler(engine, {"tiny": None}, prompt_caches=[PromptCache()], limits=limits)
     client = client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=200, decoding="plain")))
     chunks = reply(client, {**chat("w1"), "n": 2, "stream": stream})

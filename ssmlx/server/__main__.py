@@ -211,7 +211,7 @@ def _serve(args: argparse.Namespace) -> None:
     hosts = [one.lower() for one in (*LOCAL, args.host, *allowed)]
     app = make_app(handler, config, hosts, keys)
     plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
-    _print_address(sock, [*models], bool(keys), bool(allowed))
+    print_address(sock, [*models], bool(keys), bool(allowed))
     lines = describe(model, plan, models[name] or engine.default_adapter).lines()
     calls = [UNKNOWN_CALLS] if handler.has_unknown_calls else []
     answers = answer_lines(asked, model, engine.tokenizer)
@@ -242,7 +242,7 @@ def _serve(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _print_address(
+def print_address(
     sock: socket.socket, models: Sequence[str], needs_key: bool, has_other_names: bool
 ) -> None:
     host, port = sock.getsockname()[:2]
