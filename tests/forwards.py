@@ -10,6 +10,7 @@ from tiny import FakeClock
 
 import ssmlx
 from ssmlx.generation import batching
+from ssmlx.model.streams import StreamFusedModel
 
 
 class Forward(NamedTuple):
@@ -43,14 +44,9 @@ class Forwards(list[Forward]):
         return [one.tokens for one in self if one.tokens > 1]
 
 
-_tried: WeakSet[ssmlx.Engine] = WeakSet()
-
-
-def watch_forwards(patch, engine: ssmlx.Engine) -> Forwards:
-    """Watch the forward calls of an engine's model, under any adapter."""
-    if engine not in _tried:
-        _try_shared_calls(engine)
-    norm = engine.model("none").backbone.layers[0].input_layernorm.weight  # which adapters share
+def watch_forwards(patch, model: StreamFusedModel) -> Forwards:
+    """Watch the forward calls of a model, under any adapter."""
+    norm = model.backbone.layers[0].input_layernorm.weight  # which adapters share
     real_call = TransformerBlock.__call__
     forwards = Forwards()
 
@@ -62,6 +58,16 @@ def watch_forwards(patch, engine: ssmlx.Engine) -> Forwards:
 
     patch.setattr(TransformerBlock, "__call__", call)
     return forwards
+
+
+_tried: WeakSet[ssmlx.Engine] = WeakSet()
+
+
+def watch_engine(patch, engine: ssmlx.Engine) -> Forwards:
+    """Watch the forward calls of an engine's model, once it is known what the model can do."""
+    if engine not in _tried:
+        _try_shared_calls(engine)
+    return watch_forwards(patch, engine.model("none"))
 
 
 def _try_shared_calls(engine: ssmlx.Engine) -> None:
@@ -81,7 +87,7 @@ def let_forwards_take(patch, engine: ssmlx.Engine, seconds_of) -> tuple[Forwards
 
     The calls are real; a look at the clock takes a little time, too.
     """
-    forwards = watch_forwards(patch, engine)
+    forwards = watch_engine(patch, engine)
     clock = FakeClock(tick=0.001)
     forwards.before = lambda forward: clock.spend(seconds_of(forward))
     patch.setattr(batching, "time", SimpleNamespace(perf_counter=clock))

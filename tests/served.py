@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,12 +69,13 @@ def serving(folder: Path, *options: object, answers: Sequence[str] | str = ()) -
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
-def script(texts: Iterator[str]) -> None:
-    """Replace an engine's answers by these texts, four characters a call, in this process."""
-    from ssmlx import Engine, GenerationResponse
+def scripted_stream(texts: Iterable[str]) -> Callable[..., Iterator[object]]:
+    """In the place of `Engine.stream`: answers of these texts, four characters a call."""
+    from ssmlx import GenerationResponse
     from ssmlx.answers import Answer
 
     same = {"tokens": (9,), "prefill_seconds": 1, "decode_seconds": 1, "peak_memory": 0}
+    left = iter(texts)
 
     def segments(text: str) -> Iterator[GenerationResponse]:
         for count, start in enumerate(range(0, len(text), 4), 1):
@@ -82,7 +83,14 @@ def script(texts: Iterator[str]) -> None:
             reason = "stop" if start + 4 >= len(text) else None
             yield GenerationResponse(text=text[start : start + 4], finish_reason=reason, **own)
 
-    Engine.stream = lambda *_, **__: Answer(segments(next(texts)))
+    return lambda *_, **__: Answer(segments(next(left)))
+
+
+def script(texts: Iterable[str]) -> None:
+    """Replace an engine's answers by these texts, in this process."""
+    from ssmlx import Engine
+
+    Engine.stream = scripted_stream(texts)
 
 
 def spell() -> None:
@@ -103,7 +111,7 @@ if __name__ == "__main__":
     from ssmlx.server.__main__ import main
 
     told = json.loads(sys.argv[1])
-    spell() if told == "ids" else script(iter(told))
+    spell() if told == "ids" else script(told)
     raise SystemExit(main(sys.argv[2:]))
 
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import mlx.core as mx
 import pytest
-from forwards import let_forwards_take, watch_forwards
+from forwards import let_forwards_take, watch_engine
 from real import tokens_of, words, write_base
 from tiny import cost_shared_calls
 
@@ -44,7 +44,7 @@ def engine(base, folders):
 
 @pytest.fixture
 def forwards(engine, monkeypatch):
-    return watch_forwards(monkeypatch, engine)
+    return watch_engine(monkeypatch, engine)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from threading import Thread
 
 import ssmlx  # first: it prefers OpenBLAS
 
@@ -37,6 +37,7 @@ from tiny_heads import make_heads
 from ssmlx.commands import caches, chat, generate
 from ssmlx.decoding.sampling import Sampling
 from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import InputError
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.loading.identity import CacheKey
@@ -135,7 +136,7 @@ SAMPLED = {"temp": 1.0, "seed": 3, "repetition_penalty": 1.3}
 
 @pytest.mark.parametrize("sampling", [{}, *slow(SAMPLED)])
 def test_drafters_take_over_from_each_other(sampling):
-    """In an order and its reverse: each grows the same text by an answer of its own."""
+    """All of them, in an order and its reverse: each grows the same text by its own answer."""
     model = model_of()
     for names in (list(drafters()), list(drafters())[::-1]):
         prompts = PromptCache()
@@ -208,25 +209,25 @@ def test_the_longest_unused_goes_first_and_may_still_be_in_use():
     assert tiny.take(model, a[:30])[1] == 29 and tiny.take(model, b)[1] == 0
 
 
-def test_answers_of_another_model_may_begin_while_bytes_are_counted():
+def test_answers_of_another_model_may_begin_while_bytes_are_counted(monkeypatch):
     prompts = PromptCache()
-    model = model_of()
+    count = EarlierAnswers.nbytes.fget
+    begins = []
 
-    class CountedSlowly:
-        """Earlier answers that leave another thread time to begin some while they are counted."""
+    def count_slowly(answers):
+        """Leave another thread time to begin answers while these are counted."""
+        if not begins:
+            begins.append(Thread(target=run_on_mlx_thread, args=[lambda: prompts.answers(other)]))
+            begins[0].start()
+            begins[0].join(0.1)
+        return count(answers)
 
-        begins = threading.Thread(target=lambda: run_on_mlx_thread(lambda: prompts.answers(model)))
-
-        @property
-        def nbytes(self):
-            self.begins.start()
-            self.begins.join(0.1)
-            return 5
-
-    prompts._answers["of any model"] = CountedSlowly()
-    assert prompts.nbytes == 5  # a dictionary that grows while it is read raises
-    CountedSlowly.begins.join()
-    assert len(prompts._answers) == 2
+    model, other = model_of(), model_of(seed=5)
+    prompts.answers(model)
+    expected = prompts.nbytes
+    monkeypatch.setattr(EarlierAnswers, "nbytes", property(count_slowly))
+    assert prompts.nbytes == expected  # a dictionary that grows while it is read raises
+    begins[0].join()
 
 
 def test_what_another_extends_is_dropped_and_bytes_are_those_held():
@@ -621,7 +622,9 @@ def test_an_engine_is_warm_from_what_another_left(base, folders, tmp_path):
     ):
         answers = list(pool.map(lambda key: heard(first, *key)[0], asked))
         assert answers == [expected[key] for key in asked]
-        answers = sum(one.nbytes for one in first.prompt_cache._answers.values())
+        models = {first.model(folder) for folder in folders.values()}
+        kept = {id(one): one for one in map(first.prompt_cache.answers, models)}
+        answers = sum(one.nbytes for one in kept.values())
         assert 0 < answers < first.prompt_cache.nbytes <= 300_000 + answers
     with engine() as second:
         assert [heard(second, *key) for key in asked] == [(expected[key], 1) for key in asked]

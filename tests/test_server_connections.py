@@ -167,14 +167,14 @@ def test_bodies_that_do_not_come_keep_nobody_out(serve):
 
 
 def test_a_body_may_come_slowly_but_not_by_drops(serve):
-    limits = Limits(wait=1.0)
+    limits = Limits(wait=0.6)
     pieces = [post(chat("w1", max_tokens=1, padding="x" * 60_000))]
     pieces = [pieces[0][n : n + 10_000] for n in range(0, len(pieces[0]), 10_000)]
-    with listening(serve(limits=limits), wait=1.0) as server:
+    with listening(serve(limits=limits), wait=0.6) as server:
         with connected(server) as own:
             for piece in pieces:
                 own.sendall(piece)
-                time.sleep(0.3)
+                time.sleep(0.2)
             assert own.recv(100).startswith(b"HTTP/1.1 200")
         with connected(server, post(chat(), size=10_000)) as silent:
             assert silent.recv(100).startswith(b"HTTP/1.1 408")
@@ -192,11 +192,11 @@ def test_a_body_may_come_slowly_but_not_by_drops(serve):
 
 
 def test_a_connection_may_be_silent_between_requests_but_not_in_a_head(serve):
-    with listening(serve(), head=0.5, idle=4.0) as server:
+    with listening(serve(), head=0.4, idle=2.0) as server:
         with connected(server, GET) as own:
             for _ in range(2):
                 assert is_well(own)
-                time.sleep(1.2)
+                time.sleep(0.6)
                 own.sendall(GET)
             assert is_well(own)
             assert own.recv(1000) == b"", "it is closed in the end"

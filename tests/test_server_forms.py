@@ -1,8 +1,10 @@
 """Answers that are held to a form: tool calls that have to be made, JSON, expressions, grammars."""
 
+import asyncio
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,11 +14,23 @@ pytest.importorskip("pydantic")
 
 import mlx.core as mx
 import real
-from asking import CHAT, OFFERED, TOKENIZER, chat, client_of, make_tokenizer, reply, said, told
+from asking import (
+    CHAT,
+    OFFERED,
+    TOKENIZER,
+    chat,
+    client_of,
+    drive,
+    make_tokenizer,
+    reply,
+    said,
+    told,
+)
 from byte_tokenizers import drawn
 from byte_tokenizers import make_tokenizer as make_byte_tokenizer
 from mlx_lm.tool_parsers import glm47, json_tools
 from refusals import refusal
+from served import scripted_stream
 
 import ssmlx
 from ssmlx.formats.answer_grammars import tool_call_grammar
@@ -151,6 +165,32 @@ def test_messages_and_responses_call_the_tools_that_they_have_to(client):
         found = client.post("/v1/responses", json={**asked, "tool_choice": choice}).json()
         assert {one["name"] for one in found["output"]} <= names
         assert all({*json.loads(one["arguments"])} == {"a", "b"} for one in found["output"])
+
+
+def test_a_client_that_leaves_in_a_tool_call_leaves_nothing_behind(client, monkeypatch):
+    call = '<tool_call>{"name": "f", "arguments": {"a": "%s"}}</tool_call>' % ("x" * 100_000)
+    answers = [f"Let me see. {call}", "Yes."]
+    monkeypatch.setattr(ssmlx.Engine, "stream", scripted_stream(answers))
+    told = []
+    gone = asyncio.Event()
+
+    def hear(message):
+        told.append(message.get("body", b"").decode())
+        if "ee. " in "".join(told):
+            gone.set()
+
+    def gauges():
+        metrics = client.get("/metrics").text
+        found = re.findall(r'ssmlx_(open|waiting|tokens_total{kind="calls"}) (.*)', metrics)
+        return Counter({name: float(number) for name, number in found})
+
+    before = gauges()
+    asyncio.run(drive(client.app, chat("Hi", tools=OPENAI, stream=True), hear, gone))
+    assert gone.is_set() and "xx" not in "".join(told)
+    assert said(reply(client, chat("Hi"))) == "Yes."
+    after = gauges()
+    assert after["open"] == after["waiting"] == 0
+    assert after - before == {'tokens_total{kind="calls"}': 1}, "of the second alone"
 
 
 def test_a_choice_that_no_tool_fits_is_refused(client):

@@ -1,16 +1,14 @@
 """Chats of many turns: the cache that is kept, and what may go wrong."""
 
 import json
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from forwards import watch_forwards
 from real import answer, tokens_of, words
 from refusals import found_in, line_of, mentions, refusal
+from tiny import busy_mlx_thread
 
 import ssmlx
 from ssmlx.errors import ContextLengthError, InputError
@@ -30,39 +28,26 @@ def make_session(loaded):
     return make_session
 
 
-@pytest.fixture
-def processed(loaded, monkeypatch):
-    """Lengths of what is put into the cache outside of trees."""
-    backbone = loaded[0].backbone
-    lengths = []
-    append = backbone.append
-
-    def spy(tokens, *more):
-        lengths.append(tokens.shape[0])
-        return append(tokens, *more)
-
-    monkeypatch.setattr(backbone, "append", spy)
-    return lengths
-
-
-def expected(session, decoding):
-    """The answer to the last message by a model that starts from nothing."""
+def expected(session):
+    """Plain decoding's answer to the last message, by a model that starts from nothing."""
     last = max(i for i, m in enumerate(session.messages) if m["role"] == "user")
     prompt = chat_tokens(session.tokenizer, session.messages[: last + 1])
     model = session.model
     tokenizer = session.tokenizer
-    return answer(model, tokenizer, prompt, decoding=decoding, max_tokens=LENGTH)[0]
+    return answer(model, tokenizer, prompt, decoding="plain", max_tokens=LENGTH)[0]
 
 
 @pytest.mark.parametrize("decoding", ["speculative", "plain"])
-def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(make_session, processed, decoding):
+def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(
+    make_session, loaded, monkeypatch, decoding
+):
     session = make_session(decoding)
     reused = []
     for text in ("w1 w2", words(9, 20), "w5"):
         before = session.totals.reused_tokens
         tokens = tokens_of(session.reply(text))
         reused.append(session.totals.reused_tokens - before)
-        assert tokens == expected(session, "plain") == expected(session, "speculative")
+        assert tokens == expected(session)
         assert session.messages[-1] == {
             "role": "assistant",
             "content": session.tokenizer.decode(tokens),
@@ -71,12 +56,13 @@ def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(make_session, proce
     assert reused[0] == 0
     assert reused[1] >= 5 + LENGTH - 1
     assert reused[2] >= reused[1] + 9 + LENGTH
-    processed.clear()
+    forwards = watch_forwards(monkeypatch, loaded[0])
     turn = list(session.reply("w6 w7"))
     new = turn[-1].prompt_tokens - (session.totals.reused_tokens - sum(reused))
     assert new <= 8  # the end of the last answer, | user: w6 w7 | model:
-    prompt_part = processed[: len(processed) - (LENGTH + 1 if decoding == "plain" else 1)]
-    assert sum(prompt_part) == new - 1
+    assert forwards.pieces[0] == new - 1
+    if decoding == "plain":
+        assert len(forwards) == 1 + LENGTH + 1, "the last call was launched ahead"
     assert turn[-1].prompt_tokens == len(chat_tokens(session.tokenizer, session.messages[:-1]))
     # What came from the cache took no time.
     assert turn[-1].prompt_tps == pytest.approx(new / turn[-1].prefill_seconds)
@@ -100,47 +86,36 @@ def test_a_reply_closed_halfway_is_kept(make_session, decoding, segments):
     responses.close()
     assert session.messages[-1]["content"] == "".join(r.text for r in heard)
     assert session.totals.answers == 2
-    assert tokens_of(session.reply("w9")) == expected(session, "plain")
-
-
-@contextmanager
-def busy():
-    """While the MLX thread is in the middle of a call, others ask it for what the block says."""
-    gate = threading.Event()
-    with ThreadPoolExecutor(3) as pool:
-        pool.submit(run_on_mlx_thread, gate.wait)
-        yield pool
-        time.sleep(0.1)  # until all have asked
-        gate.set()
+    assert tokens_of(session.reply("w9")) == expected(session)
 
 
 @pytest.mark.parametrize("ended", ["cancelled", "dropped"])
 def test_what_a_stopped_reply_leaves_is_forgotten_by_reset(make_session, ended):
     session = make_session()
     next(reply := session.reply("w1 w2"))
-    with busy() as pool:
+    with busy_mlx_thread() as pool:
         if ended == "cancelled":
             reply.cancel()
         del reply
         anew = pool.submit(session.reset)
     anew.result(), run_on_mlx_thread(lambda: None)  # behind what the reply leaves
     assert (session.messages, session.context_tokens) == ([], 0)
-    assert tokens_of(session.reply("w5")) == expected(session, "plain")
+    assert tokens_of(session.reply("w5")) == expected(session)
 
 
 def test_of_replies_asked_for_at_once_one_is_opened(make_session):
     session = make_session()
-    with busy() as pool:
+    with busy_mlx_thread() as pool:
         asked = [pool.submit(session.reply, text) for text in ("w1", "w2")]
     assert {type(one.exception()) for one in asked} == {type(None), InputError}
     (opened,) = (one.result() for one in asked if one.exception() is None)
-    assert tokens_of(opened) == expected(session, "plain") and len(session.messages) == 2
+    assert tokens_of(opened) == expected(session) and len(session.messages) == 2
 
 
 def test_a_session_closed_while_it_is_asked_says_so(make_session):
     session = make_session()
     list(session.reply("w1"))
-    with busy() as pool:
+    with busy_mlx_thread() as pool:
         closing = pool.submit(session.close)
         asked = pool.submit(session.reply, "w2")
     refused = closing.exception() or asked.exception()  # whichever came first
@@ -154,7 +129,7 @@ def test_an_overflowing_turn_is_taken_back(make_session):
     line = refusal(lambda: list(session.reply(words(300))), kind=ContextLengthError)
     assert mentions(line, "256")
     assert session.messages == messages and session.totals.answers == 1
-    assert tokens_of(session.reply("w5")) == expected(session, "plain")
+    assert tokens_of(session.reply("w5")) == expected(session)
 
 
 def test_a_chat_goes_on_until_the_context_is_full(make_session):
@@ -165,7 +140,7 @@ def test_a_chat_goes_on_until_the_context_is_full(make_session):
             reasons.append(list(session.reply(words(9, turn)))[-1].finish_reason)
     assert set(reasons) <= {"length", "context"} and len(reasons) > 8
     session.reset()
-    assert tokens_of(session.reply("w1")) == expected(session, "plain")
+    assert tokens_of(session.reply("w1")) == expected(session)
 
 
 def test_reset_and_system_start_anew(make_session):
@@ -177,7 +152,7 @@ def test_reset_and_system_start_anew(make_session):
     session.reset("w30 w31 w32")
     assert session.messages == [{"role": "system", "content": "w30 w31 w32"}]
     told = tokens_of(session.reply("w1 w2"))
-    assert told == expected(session, "plain") != first
+    assert told == expected(session) != first
     assert told == tokens_of(make_session(system="w30 w31 w32").reply("w1 w2"))
 
 

@@ -1,8 +1,12 @@
 """Tiny random models for tests, and slow obvious versions of what the package computes."""
 
 import random
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import combinations, product
 from math import prod
@@ -25,6 +29,7 @@ from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.identity import BaseIdentity
 from ssmlx.loading.load import OWN_FAMILIES
+from ssmlx.mlx_thread import run_on_mlx_thread
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
 from ssmlx.model.lora import LoraWeights, split_layer_path
@@ -318,6 +323,19 @@ def let_calls_take(monkeypatch, seconds_of) -> None:
     monkeypatch.setattr(StreamFusedModel, "lower", lower)
     monkeypatch.setattr(Backbone, "append", append)
     monkeypatch.setattr(time_calls, "time", SimpleNamespace(perf_counter=lambda: now))
+
+
+@contextmanager
+def busy_mlx_thread():
+    """While the MLX thread is in the middle of a call, others ask it for what the block submits."""
+    gate = threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(run_on_mlx_thread, gate.wait)
+        try:
+            yield pool
+            time.sleep(0.1)  # until all have asked
+        finally:
+            gate.set()
 
 
 def all_pairs(*axes, times: int = 1, where=lambda *case: True) -> list[tuple]:

@@ -30,7 +30,7 @@ for buffers while they grow, and for other programs."""
 _LEAST = 2**28  # bytes that a pool has by default, at least
 _MARGIN = 64
 """Tokens after a text for which there is always room: more than a call advances by."""
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def usable_memory() -> int:
@@ -44,7 +44,7 @@ def usable_memory() -> int:
     # Otherwise the machine's, or its container's if that has less.
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # it is "max" if there is no limit
-        whole = min(whole, int(_CGROUP.read_text(encoding="ascii")))
+        whole = min(whole, int(CGROUP_LIMIT.read_text(encoding="ascii")))
     return whole
 
 
