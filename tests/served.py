@@ -124,3 +124,11 @@ def is_well(connection):
     while not told.endswith(b"}") and (data := connection.recv(1000)):
         told += data
     return told.startswith(b"HTTP/1.1 200") and told.endswith(b'{"status":"ok"}')
+
+
+def wait_until(is_so, seconds=30):
+    """Wait for what another thread does soon; whether it came."""
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.02)
+    return is_so()

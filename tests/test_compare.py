@@ -416,7 +416,7 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
     assert command(*draft, "--count", 1, "--repeats", 3)[0] == 0
     parts = [path.read_text().splitlines() for path in (tmp_path / "out").glob("*.part.jsonl")]
     lines = next(p for p in parts if json.loads(p[0])["system"] == "draft-model")
-    assert len({json.loads(line)[2]["draft_calls"] for line in lines[1:]}) == 1
+    assert len({json.loads(line)[2]["draft_model_calls"] for line in lines[1:]}) == 1
 
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):

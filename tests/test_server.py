@@ -15,6 +15,7 @@ from asking import CHAT, COMPLETIONS, JSON, ask_all, cached, chat, client_of, dr
 from forwards import watch_engine
 from real import words, write_tiny_adapter
 from refusals import exits, mentions
+from served import wait_until
 from starlette.exceptions import HTTPException
 from tiny import cost_shared_calls
 
@@ -299,7 +300,7 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
 
     for leave in (in_the_prompt, in_decoding_and_in_the_queue, in_the_body):
         asyncio.run(leave())
-        assert engine.memory_pool.running == 0
+        assert wait_until(lambda: engine.memory_pool.running == 0)
         client = client_of(app)
         assert client.post(CHAT, json=chat(max_tokens=3)).status_code == 200
         told = client.get("/metrics").text

@@ -14,7 +14,7 @@ uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from asking import CHAT, chat
-from served import GET, is_well
+from served import GET, is_well, wait_until
 
 from ssmlx.server.connections import make_connection_class
 from ssmlx.server.handler import Limits
@@ -37,13 +37,6 @@ class Listening(NamedTuple):
     def has_connections(self, number):
         """Wait until it has so many connections; whether that came."""
         return wait_until(lambda: self.connections == number)
-
-
-def wait_until(is_so, seconds=SECONDS):
-    end = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.02)
-    return is_so()
 
 
 @contextmanager

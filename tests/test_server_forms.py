@@ -181,7 +181,7 @@ def test_a_client_that_leaves_in_a_tool_call_leaves_nothing_behind(client, monke
 
     def gauges():
         metrics = client.get("/metrics").text
-        found = re.findall(r'ssmlx_(open|waiting|tokens_total{kind="calls"}) (.*)', metrics)
+        found = re.findall(r'(?m)^ssmlx_(open|waiting|tokens_total{kind="calls"}) (.*)', metrics)
         return Counter({name: float(number) for name, number in found})
 
     before = gauges()

@@ -173,7 +173,7 @@ def test_a_conversation_that_is_given_goes_on_as_if_it_was_typed(make_session, s
     assert held - 2 <= anew.context_tokens <= held  # it begins as the one before
     found = tokens_of(typed.reply("w5"))
     assert tokens_of(other.reply("w5")) == tokens_of(anew.reply("w5")) == found
-    assert found == expected(other, "plain") and len(given) == len(other.messages) - 2
+    assert found == expected(other) and len(given) == len(other.messages) - 2
 
 
 TURN = {"role": "user", "content": "w1"}
@@ -226,7 +226,7 @@ def test_settings_change_between_replies(make_session):
     session.configure(replace(before, max_tokens=3), drafter="prompt-lookup tokens=2")
     assert session.drafter == "prompt-lookup"
     found = tokens_of(session.reply("w2"))
-    assert len(found) == 3 and found == expected(session, "plain")[:3]
+    assert len(found) == 3 and found == expected(session)[:3]
     open_reply = session.reply("w3")
     refusal(session.configure, before)
     open_reply.close()
