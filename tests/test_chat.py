@@ -89,8 +89,9 @@ def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
     monkeypatch.setattr(ssmlx.ChatSession, "compare", interrupted)
     code, out, err = talk("w1\n/compare\nw2\n")
     assert (code, out.count("\n")) == (0, 2)
-    _, stopped, _ = real.said_later(err)
-    assert not stopped.startswith("[")  # but for both answers
+    first, stopped, last = real.said_later(err)
+    assert mentions(first, str(LENGTH)) and mentions(last, str(LENGTH))
+    assert stopped and not mentions(stopped, str(LENGTH))
 
 
 def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded, monkeypatch):
@@ -284,6 +285,26 @@ def test_a_reply_that_is_stopped_stays_and_is_taken_back(typed, monkeypatch):
     with interrupting(monkeypatch, after=1):
         assert typed("/retry")[0] == half
     assert typed("/retry")[0] == full and typed("w3")[0] != after
+
+
+@pytest.mark.parametrize("place", ["reply", "show", "second"])
+def test_ctrl_c_at_any_time_keeps_the_chat(typed, monkeypatch, place):
+    first, _ = typed("w1")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if place == "reply":
+            patch.setattr(ssmlx.ChatSession, "reply", interrupted)
+        else:
+            patch.setattr(chat_answers.AnswerPieces, "show", interrupted)
+        if place == "second":
+            patch.setattr(ssmlx.Answer, "close", interrupted)
+        out, err = typed("w2")
+    assert err.count("\n") == 1 and mentions(err, "/retry") == (place == "reply")
+    assert mentions(typed.note("/undo"), "'w2'") and len(typed.messages) == 2
+    assert typed("/retry")[0] == first
 
 
 def test_a_message_whose_answer_never_began_is_the_last_one(typed, monkeypatch):

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ..session import ChatSession
 
 
+STOPPED = "[stopped before the answer began; /retry asks again]"
+
+
 @dataclass
 class Chat:
     session: ChatSession
@@ -40,8 +43,8 @@ class Chat:
 
 
 def ask(text: str, chat: Chat) -> None:
-    """Show an answer; Ctrl-C stops it, and its text until then stays in the conversation. A second
-    one, or the first with a model that is split over processes, raises KeyboardInterrupt."""
+    """Show an answer; Ctrl-C stops it, and its text until then stays in the conversation. Before
+    and after that, or if the model is split over processes, it raises KeyboardInterrupt."""
     session = chat.session
     chat.unanswered = text
     answer = []
@@ -50,15 +53,18 @@ def ask(text: str, chat: Chat) -> None:
     is_split = session.model.backbone.group is not None
     with nullcontext() if is_split else call_on_first_interrupt(responses.cancel), responses:
         pieces = AnswerPieces(session, chat.screen)
-        for response in responses:
-            answer.append(response)
-            pieces.show(response.text)
-        pieces.end()
+        try:
+            for response in responses:
+                answer.append(response)
+                chat.unanswered = None
+                pieces.show(response.text)
+            pieces.end()
+        finally:
+            if answer:
+                print(flush=True)
     if not answer:
-        chat.screen.note("[stopped before the answer began; /retry asks again]")
+        chat.screen.note(STOPPED)
         return
-    print(flush=True)
-    chat.unanswered = None
     chat.screen.note(f"[{status_line(answer[-1], session)}]")
     numbers = session.config.numbers(session.model.backbone.origin.sampling)
     if not numbers.temp and repeats_itself(answer):

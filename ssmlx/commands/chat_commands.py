@@ -14,7 +14,7 @@ from ..json_files import parse_json, read_text
 from ..loading.files import write_whole
 from ..loading.folders import expand_user
 from ..report import counted
-from .chat_answers import Chat, ask, compare_with_plain, totals_text
+from .chat_answers import STOPPED, Chat, ask, compare_with_plain, totals_text
 from .chat_screen import MARK
 from .chat_settings import list_or_change_setting, settings_of_chat
 from .running import file_error
@@ -169,7 +169,7 @@ def _paths_beginning_with(word: str) -> list[str]:
 
 
 def carry_out(line: str, chat: Chat) -> bool:
-    """Carry out what was typed; False to leave. Bad input, and in a command a file error or Ctrl-C,
+    """Carry out what was typed; False to leave. Bad input, Ctrl-C, and in a command a file error
     are printed, and the chat continues."""
     if line.strip() in _LEAVING:
         return False
@@ -189,9 +189,9 @@ def carry_out(line: str, chat: Chat) -> bool:
             raise
         chat.screen.note(str(file_error(error)))
     except KeyboardInterrupt:
-        if not is_command or chat.session.model.backbone.group is not None:
+        if chat.session.model.backbone.group is not None:  # its processes would wait for each other
             raise
-        chat.screen.note("stopped")
+        chat.screen.note("[stopped]" if chat.unanswered is None else STOPPED)
     return True
 
 
