@@ -301,7 +301,7 @@ def test_ctrl_c_at_any_time_keeps_the_chat(typed, monkeypatch, place):
             patch.setattr(chat_answers.AnswerPieces, "show", interrupted)
         if place == "second":
             patch.setattr(ssmlx.Answer, "close", interrupted)
-        out, err = typed("w2")
+        _, err = typed("w2")
     assert err.count("\n") == 1 and mentions(err, "/retry") == (place == "reply")
     assert mentions(typed.note("/undo"), "'w2'") and len(typed.messages) == 2
     assert typed("/retry")[0] == first

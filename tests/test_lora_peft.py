@@ -21,7 +21,7 @@ from peft.utils import save_and_load
 from peft.utils.other import get_pattern_key
 from real import answer, write_tokenizer
 from refusals import exits, found_in, line_of, mentions, refusal
-from tiny import _is_packable, assert_close, make_adapter
+from tiny import _is_packable, all_pairs, assert_close, make_adapter
 from tiny_lora import logits
 
 from ssmlx.commands import generate
@@ -103,9 +103,7 @@ def own(folder, adapter, **more):
     return np.array(logits(ssmlx.load(folder, adapter=adapter, dtype="stored", **more)[0]))
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name, dora, bits", all_pairs(FAMILIES, [False, True], [None, 4]))
 def test_logits_are_pefts(family, tmp_path, name, dora, bits):
     """On every linear layer, with biases and without."""
     folder, unpacked = family(name, bits)

@@ -371,6 +371,10 @@ def test_a_text_may_go_back_to_what_was_marked():
         for found, wanted in zip(held(cache), marked[place], strict=True):
             assert_close(found, wanted, 1e-6)
     assert cache.longest_keepable(20) == cache.offset == 8
+    # The other mark is of a text that is gone.
+    prefill(model, text[20:8:-1] * 2, cache)
+    assert cache.longest_keepable(20) == 8
+    cache.keep_first(8)
     rest = text[8 : len(PROMPT)]
     assert decoded(model, 8, rest, cache, text[:8])[0] == text[len(PROMPT) : len(PROMPT) + 8]
 

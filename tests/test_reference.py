@@ -1,6 +1,7 @@
 """The PyTorch reference: exact against plain decoding, transformers and PEFT."""
 
 import json
+from itertools import cycle
 
 import mlx.core as mx
 import pytest
@@ -25,8 +26,12 @@ def read_tensors(path):
     return load(path.read_bytes())
 
 
-@pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
+SCOPED = pytest.mark.parametrize(
+    ("architecture", "scope"), [*zip(oracle.ARCHITECTURES, cycle(("all", "streams")))]
+)
+
+
+@SCOPED
 def test_speculative_decoding_writes_what_plain_decoding_writes(architecture, scope):
     model = oracle.make_model(base=oracle.make_base(architecture, vocab=7), adapter_scope=scope)
     plain = oracle.greedy_plain(model, [3, 1, 4], 20)
@@ -61,8 +66,9 @@ def test_scope_streams_leaves_the_base_bit_for_bit(architecture, attention):
     assert oracle.gap(model(ids).stream_logits, output.stream_logits) > 1e-3
 
 
-@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
-@pytest.mark.parametrize("rank_stabilised", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "rank_stabilised"), [*zip(oracle.ARCHITECTURES, cycle((False, True)))]
+)
 def test_scope_all_is_what_peft_computes(architecture, rank_stabilised, tmp_path):
     peft = pytest.importorskip("peft")
     lora = LoraSettings(3, 5, layers=(1, 3), rank_stabilised=rank_stabilised)
@@ -178,8 +184,7 @@ def test_stream_start(kind):
         assert oracle.gap(found[:, :, stream], expected) < 5e-5
 
 
-@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
-@pytest.mark.parametrize("scope", ["all", "streams"])
+@SCOPED
 def test_training_forward_equals_tree_step(architecture, scope):
     """Every path through a branching tree is a causal sequence of its own."""
     model = oracle.make_model(architecture, adapter_scope=scope)
