@@ -141,6 +141,7 @@ def test_a_fused_folder_is_a_model_like_any_other(family, tmp_path, kind, monkey
     assert_close(logits(ssmlx.load(tmp_path / "out")[0]), mlx_lm_logits(base, folder), TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_what_a_run_of_mlx_lm_writes_is_an_adapter(family, tmp_path, kind):
     base = family("llama")
