@@ -517,6 +517,7 @@ def test_a_terminal_completes_and_remembers(base):
     given = ("--model", base, "--adapter", "none", "--max-tokens", "4")
     typed = b'/hel\t\n/set tem\t0.7\n"""w1\nw2"""\n/bye\n'
     code, shown = real.on_a_terminal("ssmlx.chat", *given, typed=typed, prompt=b"> ")
+    shown = re.sub(r"\x1b\[\d*m", "", shown)  # colours
     assert code == 0 and mentions(shown, *COMMANDS) and mentions(shown, "temp is 0.7")
     assert "... w2" in shown
     # The arrow gives the last line of the chat before.
