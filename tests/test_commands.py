@@ -359,7 +359,7 @@ def test_a_line_has_settings_of_its_own(run, tmp_path):
         {},
         {"max_tokens": 5},
         {"temperature": 1.5, "seed": 3},
-        {"stop": word, "max_tokens": None},
+        {"stop": word, "max_tokens": None, "drafter": None},
         {"logit_bias": {"9": 100}, "max_completion_tokens": 2, "logprobs": 1},
     )
     assert found[0]["tokens"] == greedy["tokens"] and found[2]["tokens"] == drawn["tokens"]

@@ -83,9 +83,11 @@ def _read_settings(row: Mapping[str, Any], where: str, followed: Collection[str]
     found = {}
     for name, value in row.items():
         own = WIRE_NAMES.get(name, name)
-        if own in followed and value is not None:
+        if value is None:
+            continue
+        if own in followed:
             found[name] = _checked_value(name, value, where)
-        elif own not in followed and (own in _FIELDS or own in OTHER_NAMES or own == "system"):
+        elif own in _FIELDS or own in OTHER_NAMES or own == "system":
             raise _refused_setting(name, where, followed)
     with naming_place(where):
         with_settings(None, found)
